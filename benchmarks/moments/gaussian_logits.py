@@ -15,7 +15,7 @@ from benchmarks.shared.tables import provenance, table
 from pyro_dvi.expectations import Sobol, TiltedBound
 from pyro_dvi.expectations.expectation import expected_log_prob
 from pyro_dvi.expectations.logits import LogitEstimator
-from pyro_dvi.links import LaplaceBridge, Probit, SobolSoftmax
+from pyro_dvi.links import Probit, SobolSoftmax
 from pyro_dvi.links.class_links import ClassLink
 from pyro_dvi.moments import GaussianMoments
 
@@ -48,7 +48,7 @@ class Taylor2(LogitEstimator):
 ESTIMATORS: list[LogitEstimator] = [
     Sobol(16), Sobol(64), Sobol(256), MonteCarlo(64), MonteCarlo(500), TiltedBound(), Taylor2(),
 ]  # fmt: skip
-LINKS: list[ClassLink] = [SobolSoftmax(64), SobolSoftmax(256), SobolSoftmax(1024), Probit(), LaplaceBridge()]
+LINKS: list[ClassLink] = [SobolSoftmax(64), SobolSoftmax(256), SobolSoftmax(1024), Probit()]
 
 
 def problem(variance: float, num_classes: int) -> GaussianMoments:

@@ -2,10 +2,9 @@
 """From a torch module to a Bayesian one, and back to a module with the posterior means as weights."""
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
-import torch
 from pyro.nn.module import PyroModule, PyroSample, to_pyro_module_
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
@@ -20,19 +19,21 @@ from pyro_dvi.bayesian.converted import (
     plain_type,
     remember,
     set_attribute,
+    was_converted,
 )
-from pyro_dvi.bayesian.priors import Prior, PriorLike, as_prior
+from pyro_dvi.bayesian.priors import PriorLike, as_prior
 from pyro_dvi.bayesian.selection import DEFAULT_LAYERS, Candidate, Selection, chosen
 from pyro_dvi.errors import ArgumentError, GuideError, ModelError, UnsupportedError, warn
 
 M = TypeVar("M", bound=nn.Module)
 
 _WRAPPERS = {
-    "DataParallel": "convert the wrapped module, net.module",
-    "DistributedDataParallel": "convert the module before wrapping it",
-    "FullyShardedDataParallel": "convert the module before wrapping it",
-    "FSDPModule": "convert the module before fully_shard is applied",
-    "OptimizedModule": "convert the module before torch.compile, or pass net._orig_mod",
+    "DataParallel",
+    "DistributedDataParallel",
+    "FullyShardedDataParallel",
+    "FSDPModule",
+    "OptimizedModule",
+    "ScriptModule",
 }
 
 
@@ -104,17 +105,18 @@ def to_bayesian_(
     _check_convertible(module)
     prior = as_prior(prior_scale)
     groups = chosen(module, include, exclude)
-    priors = _checked(prior, groups)
+    owners = [group[0] for group in groups]
+    prior.check_used(owners)
+    makers = [prior.prepared(owner) for owner in owners]  # finds every mistake before the first change
     _warn_of_padding(groups)
 
     to_pyro_module_(module)
     remember(module)
-    root = cast(PyroModule, module)
-    for (owner, *others), its_prior in zip(groups, priors, strict=True):
-        _make_site(owner, its_prior.place(owner, root))
+    for (owner, *others), make in zip(groups, makers, strict=True):
+        _make_site(owner, make())
         owner.module.register_buffer(buffer_name(owner.attribute), owner.parameter.detach())
         for other in others:
-            _make_site(other, TiedPrior(other.attribute, f"= {owner.name}", owner.module, owner.attribute))
+            _make_site(other, TiedPrior(other.attribute, owner.module, owner.attribute))
     return module
 
 
@@ -134,21 +136,6 @@ def _make_site(target: Candidate, prior: SitePrior) -> None:
     accept_old_keys(target.module)
 
 
-def _checked(prior: Prior, groups: Sequence[Sequence[Candidate]]) -> list[Prior]:
-    """Find the prior of every parameter, and every mistake, before the first is changed."""
-    owners = [group[0] for group in groups]
-    prior.check_used(owners)
-    priors = [prior.resolved(owner) for owner in owners]
-    for owner, its_prior in zip(owners, priors, strict=True):
-        its_prior.check(owner)
-        if hasattr(owner.module, buffer_name(owner.attribute)):
-            raise ModelError(
-                f"{owner.name!r} cannot become Bayesian: its {type(owner.module).__name__} has "
-                f"{buffer_name(owner.attribute)!r} already, which would keep the initial weight"
-            )
-    return priors
-
-
 def _check_convertible(root: nn.Module) -> None:
     """Raise if some module below ``root`` cannot become a ``PyroModule``.
 
@@ -161,16 +148,14 @@ def _check_convertible(root: nn.Module) -> None:
         hint = " (the class itself: pass an instance)" if isinstance(root, type) else ""
         raise ArgumentError(f"to_bayesian_ converts a torch.nn.Module, and got a {type(root).__name__}{hint}")
     for path, module in root.named_modules():
-        place = f"{path!r}, a {type(module).__name__}," if path else f"The module, a {type(module).__name__},"
-        for ancestor in type(module).__mro__:
-            if ancestor.__module__.startswith("torch.") and (advice := _WRAPPERS.get(ancestor.__name__)):
-                raise UnsupportedError(f"{place} cannot be converted: {advice}.")
-        if isinstance(module, torch.jit.ScriptModule):
-            raise UnsupportedError(f"{place} is TorchScript and fixed: convert the Python module instead.")
-        if module._compiled_call_impl is not None:
-            raise UnsupportedError(f"{place} was compiled in place with .compile(): convert a fresh module.")
+        place = f"{path or 'The module'!r}, a {type(module).__name__},"
+        kinds = {kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith("torch.")}
+        if kinds & _WRAPPERS or module._compiled_call_impl is not None:
+            raise UnsupportedError(
+                f"{place} cannot be converted: convert the plain module, then wrap or compile it"
+            )
         if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():  # type: ignore[misc]
-            raise ModelError(f"{place} is lazy: run the network once on a batch, then convert it.")
+            raise ModelError(f"{place} is lazy: run the network once on a batch, then convert it")
 
 
 def to_deterministic(model_or_net: nn.Module, guide: Any) -> nn.Module:
@@ -211,8 +196,9 @@ def to_deterministic(model_or_net: nn.Module, guide: Any) -> nn.Module:
         raise ArgumentError(f"to_deterministic got a {type(model_or_net).__name__}: pass a converted network")
     net = _only_converted_net(model_or_net)
     values = posterior_means(guide)
-    weights: dict[tuple[str, str], Tensor] = {}
-    for path, module in net.named_modules():
+    plain = copy.deepcopy(net)
+    made: dict[tuple[int, str], nn.Parameter] = {}
+    for path, module in plain.named_modules():
         if plain_type(module) is None:
             raise UnsupportedError(
                 f"{path or 'The network'!r} is a {type(module).__name__}, written as a PyroModule, and has no plain "
@@ -221,14 +207,11 @@ def to_deterministic(model_or_net: nn.Module, guide: Any) -> nn.Module:
         for attribute, prior in getattr(module, "_pyro_samples", {}).items():
             if isinstance(prior, SitePrior) and not isinstance(prior, TiedPrior):
                 site = ".".join(filter(None, (module._pyro_name, attribute)))
-                weights[path, attribute] = _value(values, site, prior.shown_value(module))
-
-    plain = copy.deepcopy(net)
-    modules = dict(plain.named_modules())
-    made = {(id(modules[path]), name): nn.Parameter(value) for (path, name), value in weights.items()}
-    for module in modules.values():
+                made[id(module), attribute] = _value(values, site, prior.shown_value(module))
+    modules = list(plain.modules())
+    for module in modules:
         _restore_parameters(module, made)
-    for module in modules.values():  # ties look at the Pyro attributes of each other until here
+    for module in modules:  # ties look at the Pyro attributes of each other until here
         _remove_pyro(module)
     return plain
 
@@ -245,44 +228,33 @@ def posterior_means(guide: Any) -> dict[str, Tensor]:
     """
     if isinstance(guide, Mapping):
         return dict(guide)
-    median: Callable[[], Mapping[str, Tensor]] | None = getattr(guide, "median", None)
-    if not callable(median):
+    if not callable(getattr(guide, "median", None)):
         raise GuideError(f"{type(guide).__name__} has no median(): pass a mapping from site names to values")
     if getattr(guide, "prototype_trace", True) is None:
         raise GuideError(
             f"The {type(guide).__name__} has not seen the model yet: train it, or call it with the model's arguments"
         )
-    return {name: value.detach() for name, value in median().items()}
+    return {name: value.detach() for name, value in guide.median().items()}
 
 
 def _only_converted_net(model: nn.Module) -> nn.Module:
-    """Return the smallest module that was converted as a whole and holds every converted parameter."""
+    """Return the largest plain module that holds converted parameters."""
 
-    def has_weights(module: nn.Module) -> bool:
-        return any(
-            isinstance(prior, SitePrior)
-            for part in module.modules()
-            for prior in getattr(part, "_pyro_samples", {}).values()
+    def inside(module: nn.Module) -> list[nn.Module]:
+        if plain_type(module) is not None:
+            return [module] if any(map(was_converted, module.modules())) else []
+        return [net for child in module.children() for net in inside(child)]
+
+    nets = inside(model)
+    if len(nets) != 1:
+        raise ModelError(
+            f"{type(model).__name__} holds {len(nets)} networks that to_bayesian_ converted: pass one of them, as in "
+            "to_deterministic(model.net, guide)"
         )
-
-    net = model
-    while plain_type(net) is None:
-        inside = [child for child in net.children() if has_weights(child)]
-        if not inside:
-            raise ModelError(f"{type(net).__name__} holds no network that to_bayesian_ converted")
-        if len(inside) > 1:
-            names = [name for name, child in net.named_children() if has_weights(child)]
-            raise ModelError(
-                f"{type(net).__name__} holds several converted networks ({', '.join(names)}): export one by one, "
-                f"to_deterministic(model.{names[0]}, guide)"
-            )
-        net = inside[0]
-    if not has_weights(net):
-        raise ModelError(f"No parameter of this {type(net).__name__} is Bayesian")
-    return net
+    return nets[0]
 
 
-def _value(values: Mapping[str, Tensor], site: str, like: Tensor) -> Tensor:
+def _value(values: Mapping[str, Tensor], site: str, like: Tensor) -> nn.Parameter:
     if site not in values:
         raise GuideError(
             f"The guide has no value for the site {site!r}; it has {', '.join(map(repr, list(values)[:3]))}, ...: pass "
@@ -293,7 +265,7 @@ def _value(values: Mapping[str, Tensor], site: str, like: Tensor) -> Tensor:
         raise GuideError(
             f"The guide's value for {site!r} has the shape {tuple(value.shape)}, the weight {tuple(like.shape)}"
         )
-    return value.detach().to(like).clone()
+    return nn.Parameter(value.detach().to(like).clone())
 
 
 def _restore_parameters(module: nn.Module, made: dict[tuple[int, str], nn.Parameter]) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A converted parameter's prior, and what its module keeps: class, order of parameters, frozen ones, checkpoint names.
+"""The prior of a converted parameter, and the records of its module: parameter order, frozen ones, checkpoint names.
 
 A :class:`SitePrior` is the ``prior`` of a :class:`pyro.nn.PyroSample`. It is called with the module that owned the
 parameter and returns a distribution of the parameter's shape, on the device and in the dtype of the module, that
@@ -39,16 +39,41 @@ def set_attribute(module: nn.Module, name: str, value: PyroParam | PyroSample) -
 
 
 @dataclass(eq=False, repr=False)
+class Placed:
+    """A distribution that follows a buffer to its device and dtype.
+
+    Args:
+        given: the distribution.
+    """
+
+    given: TorchDistributionMixin
+    _built: tuple[Tensor, Any] | None = field(default=None, init=False)
+
+    def placed(self, buffer: Tensor, shape: torch.Size) -> TorchDistributionMixin:
+        """Return the distribution expanded to a shape, all dimensions as one event; built once for each buffer."""
+        # Moving a module replaces its buffers, so the identity of the buffer stands for dtype and device.
+        if self._built is not None and self._built[0] is buffer:
+            return self._built[1]
+        # Expanding makes an object of its own; initial_value is written on it, and one prior may serve several.
+        batch = shape[: len(shape) - len(self.given.event_shape)]
+        built = placed_like(self.given, buffer).expand(batch).to_event(len(batch))
+        # Tensors made in inference mode cannot be trained through later.
+        self._built = None if torch.is_inference_mode_enabled() else (buffer, built)
+        return built
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_built": None}
+
+
+@dataclass(eq=False, repr=False)
 class SitePrior(ABC):
     """The prior of one converted parameter.
 
     Args:
         attribute: the name of the parameter in its module.
-        text: how a summary prints the prior.
     """
 
     attribute: str
-    text: str
 
     @abstractmethod
     def distribution(self, module: PyroModule, initial: Tensor) -> TorchDistributionMixin:
@@ -100,32 +125,12 @@ class SitePrior(ABC):
 
 
 @dataclass(eq=False, repr=False)
-class DistributionPrior(SitePrior):
-    """A given distribution, expanded to the parameter's shape with all dimensions as one event.
-
-    Args:
-        attribute: as in :class:`SitePrior`.
-        text: as in :class:`SitePrior`.
-        given: the distribution of a single weight, or of the whole weight.
-    """
-
-    given: TorchDistributionMixin
-    _built: TorchDistributionMixin | None = field(default=None, init=False)
+class DistributionPrior(SitePrior, Placed):
+    """A given distribution of a single weight or of the whole weight, expanded to the parameter's shape."""
 
     def distribution(self, module: PyroModule, initial: Tensor) -> TorchDistributionMixin:
         """Return one object as long as the buffer is the same: a training step allocates nothing."""
-        # Moving a module replaces its buffers, so the identity of the buffer stands for dtype and device.
-        if self._built is not None and self._built.initial_value is initial:  # type: ignore[attr-defined]
-            return self._built
-        # Expanding makes an object of its own; initial_value is written on it, and one prior may serve several.
-        batch = initial.shape[: initial.dim() - len(self.given.event_shape)]
-        built = placed_like(self.given, initial).expand(batch).to_event(len(batch))
-        # Tensors made in inference mode cannot be trained through later.
-        self._built = None if torch.is_inference_mode_enabled() else built
-        return built
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_built": None}
+        return self.placed(initial, initial.shape)
 
 
 @dataclass(eq=False, repr=False)
@@ -134,7 +139,6 @@ class ScaleMixturePrior(SitePrior):
 
     Args:
         attribute: as in :class:`SitePrior`.
-        text: as in :class:`SitePrior`.
         scale_name: the attribute that holds the scale.
         unit: the factor in front of the scale.
     """
@@ -210,37 +214,31 @@ def init_to_module(
     return value.detach().clone()
 
 
-_ATTRIBUTE = "_before_conversion"
-
-
-@dataclass
-class _Before:
-    """The names of a module's own parameters when it was converted, and of those that were frozen."""
-
-    order: list[str] = field(default_factory=list)
-    frozen: list[str] = field(default_factory=list)
+_ORDER = "_parameters_before_conversion"
 
 
 def remember(root: nn.Module) -> None:
     """Note the order of the parameters of all modules below ``root``, and turn the frozen ones into buffers."""
     for module in root.modules():
-        before = module.__dict__.setdefault(_ATTRIBUTE, _Before())
-        before.order = parameter_order(module)  # anew in a second conversion: there may be more of them since
+        vars(module)[_ORDER] = parameter_order(
+            module
+        )  # anew in a second conversion: there may be more of them since
         for name, parameter in list(module._parameters.items()):
-            if parameter is None or parameter.requires_grad or not _is_plain(module, name):
-                continue
-            del module._parameters[name]
-            module.register_buffer(name, parameter.detach())
-            before.frozen.append(name)
+            if parameter is not None and not parameter.requires_grad and _is_plain(module, name):
+                del module._parameters[name]
+                module.register_buffer(name, parameter.detach())
+
+
+def was_converted(module: nn.Module) -> bool:
+    """Return whether :func:`remember` has seen the module."""
+    return _ORDER in vars(module)
 
 
 def forget(module: nn.Module) -> None:
-    """Make frozen parameters of the buffers again, and drop what else :func:`remember` and the conversion noted."""
-    before = module.__dict__.pop(_ATTRIBUTE, None)
-    for name in [] if before is None else before.frozen:
-        value = module._buffers.pop(name)
-        assert value is not None
-        module._parameters[name] = nn.Parameter(value, requires_grad=False)
+    """Turn the buffers of frozen parameters back into parameters, and remove the other traces of the conversion."""
+    for name in vars(module).pop(_ORDER, []):
+        if (value := module._buffers.pop(name, None)) is not None:
+            module._parameters[name] = nn.Parameter(value, requires_grad=False)
     for key, hook in list(module._load_state_dict_pre_hooks.items()):
         if _is_ours(hook):
             del module._load_state_dict_pre_hooks[key]
@@ -249,12 +247,9 @@ def forget(module: nn.Module) -> None:
 def parameter_order(module: nn.Module) -> list[str]:
     """Return the names of a module's own parameters, converted and frozen ones included, in their original order."""
     present = [name for name in module._parameters if _is_plain(module, name)]
-    before = module.__dict__.get(_ATTRIBUTE)
-    if before is None:
-        return present
     priors = getattr(module, "_pyro_samples", {})
-    moved = {name for name in before.order if isinstance(priors.get(name), SitePrior)}
-    known = [name for name in before.order if name in {*present, *moved, *before.frozen}]
+    moved = {name for name, prior in priors.items() if isinstance(prior, SitePrior)} | module._buffers.keys()
+    known = [name for name in vars(module).get(_ORDER, []) if name in present or name in moved]
     return [*known, *(name for name in present if name not in known)]
 
 
@@ -281,7 +276,7 @@ def accept_old_keys(module: nn.Module) -> None:
 
 
 def _is_plain(module: nn.Module, attribute: str) -> bool:
-    """Whether ``attribute`` is an ordinary parameter, not the unconstrained half of a ``PyroParam``."""
+    """Return whether ``attribute`` is an ordinary parameter, not the unconstrained half of a ``PyroParam``."""
     constrained = attribute.removesuffix("_unconstrained")
     return constrained == attribute or constrained not in getattr(module, "_pyro_params", {})
 

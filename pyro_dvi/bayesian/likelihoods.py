@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ready Pyro models: a network followed by a likelihood, in a plate over a minibatch of the data set.
+"""Ready Pyro models: a network followed by a likelihood, in a plate over a minibatch of the data set."""
 
-Writing a noise model: subclass :class:`Noise` and split the network's outputs into means and scales.
-"""
-
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,52 +8,19 @@ from typing import Any
 import pyro
 import pyro.distributions as dist
 import torch
-from pyro.distributions.torch_distribution import TorchDistributionMixin
 from pyro.infer.util import is_validation_enabled
 from pyro.nn.module import PyroModule, PyroParam, PyroSample
 from torch import Tensor, nn
 from torch.distributions import constraints
 
-from pyro_dvi.bayesian.prior_scales import LearnedScale, ScalePrior, check_positive_support
-from pyro_dvi.bayesian.priors import check_no_gradient, positive
+from pyro_dvi.bayesian.prior_scales import LearnedScale, ScalePrior, check_scale_prior
+from pyro_dvi.bayesian.priors import positive
 from pyro_dvi.core.arguments import check_count
 from pyro_dvi.errors import ArgumentError, DataError, ModelError, warn
 
 
-class Noise(ABC):
-    """The scale of the observation noise, in units of the target."""
-
-    def attach(self, model: PyroModule, reference: Tensor) -> None:  # noqa: B027 (not all need something)
-        """Add what the noise needs to the model, in the dtype and on the device of ``reference``."""
-
-    @abstractmethod
-    def split(self, model: PyroModule, outputs: Tensor) -> tuple[Tensor, Tensor | float]:
-        """Return the mean and the scale of the observations for the network's outputs ``[batch, columns]``."""
-
-
-@dataclass(frozen=True, eq=False)
-class Homoscedastic(Noise):
-    """One scale for all observations, ``noise_scale`` of the model: a number, a latent site or a parameter."""
-
-    scale: float | TorchDistributionMixin | LearnedScale
-
-    def attach(self, model: PyroModule, reference: Tensor) -> None:
-        """Add the attribute."""
-        scale: Any = self.scale
-        if isinstance(scale, LearnedScale):
-            scale = PyroParam(reference.new_tensor(scale.init), constraint=constraints.positive)
-        elif isinstance(scale, TorchDistributionMixin):
-            model.register_buffer("noise_like", reference.new_ones(()), persistent=False)
-            scale = PyroSample(ScalePrior(scale, "noise_like"))
-        model.noise_scale = scale
-
-    def split(self, model: PyroModule, outputs: Tensor) -> tuple[Tensor, Tensor | float]:
-        """All outputs are means."""
-        return outputs, model.noise_scale
-
-
 @dataclass(frozen=True)
-class Heteroscedastic(Noise):
+class Heteroscedastic:
     r"""A noise scale for each input, from a second half of the network's outputs.
 
     .. math::
@@ -69,13 +32,12 @@ class Heteroscedastic(Noise):
     Status: exact.
 
     Example:
-        >>> noise = Heteroscedastic()
-        >>> mean, scale = noise.split(PyroModule(), torch.tensor([[1.0, 0.0]]))
+        >>> mean, scale = Heteroscedastic().split(torch.tensor([[1.0, 0.0]]))
         >>> mean, scale
         (tensor([[1.]]), tensor([[1.]]))
     """
 
-    def split(self, model: PyroModule, outputs: Tensor) -> tuple[Tensor, Tensor | float]:
+    def split(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return the first half of the columns, and exp of half the second half."""
         columns = outputs.shape[-1]
         if columns % 2:
@@ -85,34 +47,6 @@ class Heteroscedastic(Noise):
             )
         mean, log_variance = outputs[..., : columns // 2], outputs[..., columns // 2 :]
         return mean, torch.exp(0.5 * log_variance)
-
-
-def as_noise(noise: Any) -> Noise:
-    """Turn anything that ``regressor`` accepts as ``noise_scale`` into a :class:`Noise`.
-
-    Raises:
-        ArgumentError: if it is none of the accepted forms.
-
-    Example:
-        >>> as_noise(0.1)
-        Homoscedastic(scale=0.1)
-    """
-    if isinstance(noise, Noise):
-        return noise
-    if isinstance(noise, LearnedScale):
-        if callable(noise.init):
-            raise ArgumentError("noise_scale: the init of LearnedScale is a rule for weights: pass a number")
-    elif isinstance(noise, TorchDistributionMixin):
-        check_positive_support(noise, "noise_scale")
-        check_no_gradient(noise, "noise_scale")
-    elif isinstance(noise, int | float | Tensor):
-        noise = positive(noise, "noise_scale")
-    else:
-        raise ArgumentError(
-            f"noise_scale is {noise!r}: pass a number, a distribution over positive numbers, LearnedScale() or "
-            "Heteroscedastic()"
-        )
-    return Homoscedastic(noise)
 
 
 class LikelihoodModule(PyroModule):
@@ -179,7 +113,7 @@ def _check_target(y: object, shape: torch.Size, outputs: torch.Size, meaning: st
 class Classifier(LikelihoodModule):
     """The model of :func:`classifier`: ``model(x, y=None)`` samples the site ``obs``."""
 
-    warned = False  # of a network that ends in a softmax
+    warned = False  # that the network ends in a softmax
 
     def forward(self, x: Any, y: Tensor | None = None) -> Tensor:
         """Run the network on ``x`` and observe the labels ``y``, or draw them."""
@@ -192,7 +126,7 @@ class Classifier(LikelihoodModule):
         logits = outputs if outputs.dim() == 2 else outputs.movedim(1, -1)
         if y is not None:
             y = self._checked_labels(y, logits)
-            # The name of the node needs no look at values.
+            # Reading the name of the node waits for no value.
             if not self.warned and type(getattr(outputs, "grad_fn", None)).__name__ == "SoftmaxBackward0":
                 self.warned = True
                 warn(
@@ -258,10 +192,24 @@ def classifier(net: nn.Module, num_data: int) -> Classifier:
 class Regressor(LikelihoodModule):
     """The model of :func:`regressor`: ``model(x, y=None)`` samples the site ``obs``."""
 
-    def __init__(self, net: nn.Module, num_data: int, noise: Noise) -> None:
+    def __init__(self, net: nn.Module, num_data: int, noise_scale: Any) -> None:
         super().__init__(net, num_data)
-        self.noise = noise
-        noise.attach(self, _reference_tensor(net))
+        self.noise = noise_scale if isinstance(noise_scale, Heteroscedastic) else None
+        if self.noise is None:
+            self.noise_scale = self._scale(noise_scale)
+
+    def _scale(self, given: Any) -> Any:
+        """Return a number, or what becomes a parameter or a latent site as an attribute of this module."""
+        tensors = (*self.net.parameters(), *self.net.buffers())
+        like = next((t.detach() for t in tensors if t.is_floating_point()), torch.empty(0))
+        if isinstance(given, LearnedScale):
+            start = like.new_tensor(positive(given.init, "noise_scale"))
+            return PyroParam(start, constraint=constraints.positive)
+        if isinstance(given, int | float | Tensor):
+            return positive(given, "noise_scale")
+        check_scale_prior(given, "noise_scale (or a number, LearnedScale() or Heteroscedastic())")
+        self.register_buffer("noise_like", like.new_ones(()), persistent=False)
+        return PyroSample(ScalePrior(given, "noise_like"))
 
     def forward(self, x: Any, y: Tensor | None = None) -> Tensor:
         """Run the network on ``x`` and observe the targets ``y``, or draw them."""
@@ -270,7 +218,8 @@ class Regressor(LikelihoodModule):
             raise ModelError(
                 f"The network's output is {tuple(outputs.shape)}; regression needs [batch] or [batch, columns]"
             )
-        mean, scale = self.noise.split(self, outputs.unsqueeze(-1) if outputs.dim() == 1 else outputs)
+        outputs = outputs.unsqueeze(-1) if outputs.dim() == 1 else outputs
+        mean, scale = (outputs, self.noise_scale) if self.noise is None else self.noise.split(outputs)
         one_column = mean.shape[-1] == 1
         if one_column:  # [batch, 1] and [batch] mean the same
             mean = mean.squeeze(-1)
@@ -322,12 +271,4 @@ def regressor(net: nn.Module, num_data: int, noise_scale: Any = 1.0) -> Regresso
         >>> list(trace.stochastic_nodes), trace.nodes["obs"]["scale"]
         (['net.weight', 'net.bias', 'noise_scale', 'data'], 20.0)
     """
-    return Regressor(net, num_data, as_noise(noise_scale))
-
-
-def _reference_tensor(net: nn.Module) -> Tensor:
-    """Return a tensor that shows the dtype and device of a network."""
-    for tensor in (*net.parameters(), *net.buffers()):
-        if tensor.is_floating_point():
-            return tensor.detach()
-    return torch.empty(0)
+    return Regressor(net, num_data, noise_scale)

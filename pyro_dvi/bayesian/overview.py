@@ -2,89 +2,27 @@
 """``summary``: a table of the latent sites with their priors, starts and posteriors."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pyro.poutine as poutine
 import torch
+from pyro.distributions.torch_distribution import TorchDistributionMixin
 from pyro.nn.module import PyroModule
 from pyro.poutine.messenger import Messenger
 from torch import Tensor, nn
 
 from pyro_dvi.bayesian.conversion import posterior_means
-from pyro_dvi.bayesian.converted import SitePrior, TiedPrior
+from pyro_dvi.bayesian.converted import DistributionPrior, ScaleMixturePrior, TiedPrior
 from pyro_dvi.bayesian.prior_scales import ScalePrior
-from pyro_dvi.bayesian.priors import described
-from pyro_dvi.core.table import Columns, Report
+from pyro_dvi.core.table import Table
 from pyro_dvi.core.undisturbed import undisturbed
 from pyro_dvi.errors import ArgumentError, ModelError
-from pyro_dvi.runs.sites import is_data, is_factor, is_latent, sites_of
+from pyro_dvi.runs.sites import is_latent, sites_of
+
+Row = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class SiteSummary:
-    """One latent site.
-
-    Args:
-        name: name of the site.
-        shape: its shape.
-        prior: its prior in words; ``scale varies`` marks a parameter that is learned or set by another latent.
-        start: root mean square of the module's own weights, where there are any.
-        mean: root mean square of the posterior means.
-        scale: mean of the posterior standard deviations.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    prior: str
-    start: float | None = None
-    mean: float | None = None
-    scale: float | None = None
-
-    @property
-    def size(self) -> int:
-        """Number of weights."""
-        return math.prod(self.shape)
-
-
-@dataclass(frozen=True)
-class Summary(Report):
-    """What :func:`summary` returns; ``print`` shows it as a table.
-
-    Args:
-        sites: the latent sites in the order of the model.
-        tied: sites that repeat another one -> the site that they repeat.
-        deterministic: number of entries in ordinary parameters.
-        observed: names of the observed sites; known if the model was run.
-    """
-
-    sites: tuple[SiteSummary, ...]
-    tied: Mapping[str, str] = field(default_factory=dict)
-    deterministic: int = 0
-    observed: tuple[str, ...] = ()
-
-    @property
-    def latent(self) -> int:
-        """Number of latent weights."""
-        return sum(site.size for site in self.sites)
-
-    def _shown(self) -> list[Any]:
-        titles = ["site", "shape", "prior", "weights", "start rms"]
-        if any(site.mean is not None for site in self.sites):
-            titles += ["mean rms", "scale"]
-        rows = []
-        for site in self.sites:
-            numbers = ["-" if v is None else f"{v:.4g}" for v in (site.start, site.mean, site.scale)]
-            shape = "×".join(map(str, site.shape)) or "scalar"
-            rows.append([site.name, shape, site.prior, f"{site.size:,}", *numbers][: len(titles)])
-        rows += [[name, "", f"= {owner}", *[""] * (len(titles) - 3)] for name, owner in self.tied.items()]
-        sites = f"{self.latent:,} latent weights in {len(self.sites)} sites"
-        seen = f"; observed: {', '.join(self.observed)}" if self.observed else ""
-        return [Columns(titles, rows, names=3), f"{sites}; {self.deterministic:,} deterministic{seen}"]
-
-
-def summary(model_or_net: Any, guide: Any = None, *args: Any, **kwargs: Any) -> Summary:
+def summary(model_or_net: Any, guide: Any = None, *args: Any, **kwargs: Any) -> Table:
     """List the latent sites of a model: shapes, priors, starting values, and the posterior's scales.
 
     Without model arguments, the parameters that ``to_bayesian_`` converted are listed. With them, the model
@@ -99,8 +37,11 @@ def summary(model_or_net: Any, guide: Any = None, *args: Any, **kwargs: Any) -> 
         kwargs: arguments of the model.
 
     Returns:
-        A table that can be printed. Its scale is half the distance between the 16 % and the 84 % quantile,
-        the standard deviation of a Normal, averaged over a site's weights.
+        A table that can be printed, with the columns ``site``, ``shape``, ``prior`` (a parameter that is learned or set
+        by another latent ``varies``), ``weights`` (their number; zero where a site repeats another one) and
+        ``start_rms``, the root mean square of the module's own weights. With a guide also ``mean_rms``, the same of
+        the posterior means, and ``scale``: half the distance between the 16 % and the 84 % quantile, the standard
+        deviation of a Normal, averaged over a site's weights. Missing numbers are NaN.
 
     Raises:
         ModelError: if there is nothing to list.
@@ -109,14 +50,17 @@ def summary(model_or_net: Any, guide: Any = None, *args: Any, **kwargs: Any) -> 
 
     Example:
         >>> from pyro_dvi.bayesian import fan_in, to_bayesian_
-        >>> net = to_bayesian_(
-        ...     nn.Sequential(nn.Linear(8, 2), nn.BatchNorm1d(2)), prior_scale=fan_in
-        ... )
-        >>> table = summary(net)
-        >>> table.latent, table.deterministic
-        (18, 4)
-        >>> table.sites[0].prior
-        'Normal(0, 0.5)'
+        >>> net = nn.Sequential(nn.Linear(8, 2), nn.BatchNorm1d(2))
+        >>> _ = nn.init.constant_(net[0].weight, 0.3), nn.init.zeros_(net[0].bias)
+        >>> print(summary(to_bayesian_(net, prior_scale=fan_in)))
+        Latent sites
+        <BLANKLINE>
+        site      shape  prior                     weights  start rms
+        -------------------------------------------------------------
+        0.weight  2×8    Normal(loc=0, scale=0.5)       16        0.3
+        0.bias    2      Normal(loc=0, scale=1)          2          0
+        <BLANKLINE>
+        18 latent weights, 4 deterministic parameters
     """
     if isinstance(guide, torch.Tensor) or (guide is not None and not hasattr(guide, "median")):
         raise ArgumentError(
@@ -126,74 +70,84 @@ def summary(model_or_net: Any, guide: Any = None, *args: Any, **kwargs: Any) -> 
     # A model whose priors are the posterior of an earlier task knows their sites, and wraps the model.
     replaced = model_or_net.priors() if callable(getattr(model_or_net, "priors", None)) else {}
     inner = model_or_net.model if replaced else model_or_net
-    module = inner if isinstance(inner, nn.Module) else None
-    known, tied = _converted(module) if module is not None else ({}, {})
-    observed: tuple[str, ...] = ()
-    sites = known
-    if args or kwargs or module is None:
-        sites, observed = _traced(model_or_net, known, *args, **kwargs)
-    if not sites:
+    module = inner if isinstance(inner, nn.Module) else nn.Module()
+    rows = _converted(module)
+    if args or kwargs or inner is not module:
+        rows = _traced(model_or_net, *args, **kwargs) | rows
+    if not rows:
         raise ModelError(
             "there are no latent sites to list: convert the network with to_bayesian_, or pass the model's arguments, "
             "summary(model, guide, x, y)"
         )
-    rows = [
-        replace(site, prior="earlier posterior") if name in replaced else site for name, site in sites.items()
-    ]
+    for name in replaced:
+        rows[name]["prior"] = "earlier posterior"
+    formats = {"site": "", "shape": "", "prior": "", "weights": ",", "start_rms": ".4g"}
     if guide is not None:
-        rows = _with_posterior(rows, guide)
-    deterministic = sum(parameter.numel() for parameter in module.parameters()) if module is not None else 0
-    return Summary(tuple(rows), tied, deterministic, observed)
+        _add_posterior(rows, guide)
+        formats |= {"mean_rms": ".4g", "scale": ".4g"}
+    latent = sum(row["weights"] for row in rows.values())
+    fixed = sum(parameter.numel() for parameter in module.parameters())
+    return Table(
+        "Latent sites",
+        tuple(rows.values()),
+        formats,
+        f"{latent:,} latent weights, {fixed:,} deterministic parameters",
+    )
 
 
-def _converted(root: nn.Module) -> tuple[dict[str, SiteSummary], dict[str, str]]:
+def _row(name: str, shape: torch.Size, prior: str, start: Tensor | None = None) -> Row:
+    shown = "×".join(map(str, shape)) or "scalar"
+    rms = math.nan if start is None else _rms(start)
+    return {"site": name, "shape": shown, "prior": prior, "weights": shape.numel(), "start_rms": rms}
+
+
+def _converted(root: nn.Module) -> dict[str, Row]:
     """List what the modules declare, in their order."""
-    sites: dict[str, SiteSummary] = {}
-    ties: dict[str, tuple[nn.Module, str]] = {}
+    rows: dict[str, Row] = {}
     names: dict[tuple[int, str], str] = {}
     for path, module in root.named_modules():
         if not isinstance(module, PyroModule):
             continue
         prefix = module._pyro_name or path
         for attribute, prior in module._pyro_samples.items():
-            name = f"{prefix}.{attribute}" if prefix else attribute
-            if isinstance(prior, TiedPrior):
-                ties[name] = (prior.owner, prior.owner_attribute)
-            elif isinstance(prior, SitePrior):
+            name = names[id(module), attribute] = f"{prefix}.{attribute}" if prefix else attribute
+            if isinstance(prior, ScalePrior):
+                rows[name] = _row(name, prior.given.shape(), described(prior.given))
+            elif isinstance(prior, TiedPrior):
+                owner = names.get((id(prior.owner), prior.owner_attribute), prior.owner_attribute)
+                rows[name] = _row(name, torch.Size(), f"= {owner}") | {"shape": "", "weights": 0}
+            elif isinstance(prior, ScaleMixturePrior):
                 value = prior.shown_value(module)
-                names[id(module), attribute] = name
-                sites[name] = SiteSummary(name, tuple(value.shape), prior.text, start=_rms(value))
-            elif isinstance(prior, ScalePrior):
-                sites[name] = SiteSummary(name, (), described(prior.given))
-    return sites, {name: names.get((id(owner), part), part) for name, (owner, part) in ties.items()}
+                rows[name] = _row(name, value.shape, f"Normal(0, {prior.unit:.4g}·{prior.scale_name})", value)
+            elif isinstance(prior, DistributionPrior):
+                value = prior.shown_value(module)
+                rows[name] = _row(name, value.shape, described(prior.given), value)
+    return rows
 
 
-def _traced(
-    model: Any, known: Mapping[str, SiteSummary], *args: Any, **kwargs: Any
-) -> tuple[dict[str, SiteSummary], tuple[str, ...]]:
-    """Run the model once and list its latent and observed sites."""
+def _traced(model: Any, *args: Any, **kwargs: Any) -> dict[str, Row]:
+    """Run the model once and list its latent sites."""
     # Gradients show which priors depend on other sites.
     with torch.enable_grad(), undisturbed(), poutine.block(), _Tracked():
         trace = poutine.trace(model).get_trace(*args, **kwargs)
-    sites = {
-        site["name"]: known.get(site["name"])
-        or SiteSummary(site["name"], tuple(site["value"].shape), described(site["fn"]))
+    return {
+        site["name"]: _row(site["name"], site["value"].shape, described(site["fn"]))
         for site in sites_of(trace, is_latent)
     }
-    observed = sites_of(trace, lambda site: is_data(site) or is_factor(site))
-    return sites, tuple(site["name"] for site in observed)
 
 
 @torch.no_grad()
-def _with_posterior(rows: list[SiteSummary], guide: Any) -> list[SiteSummary]:
+def _add_posterior(rows: dict[str, Row], guide: Any) -> None:
     means = posterior_means(guide)
-    quantiles: Mapping[str, Any] = {}
-    if callable(getattr(guide, "quantiles", None)):
-        quantiles = guide.quantiles([0.15865525, 0.84134475])
-    # abs: a decreasing transform, such as that of an upper bound, swaps the two
-    scales = {name: float((high - low).abs().mean() / 2) for name, (low, high) in quantiles.items()}
-    found = {row.name: _rms(means[row.name]) for row in rows if row.name in means}
-    return [replace(row, mean=found.get(row.name), scale=scales.get(row.name)) for row in rows]
+    # Half the central 68 %; a guide of points has none.
+    quantiles = (
+        guide.quantiles([0.15865525, 0.84134475]) if callable(getattr(guide, "quantiles", None)) else {}
+    )
+    for name, row in rows.items():
+        low, high = quantiles.get(name, (math.nan, math.nan))
+        # abs: a decreasing transform, such as for an upper bound, swaps the two
+        row["scale"] = float(torch.as_tensor(high - low).abs().mean() / 2)
+        row["mean_rms"] = _rms(means[name]) if name in means else math.nan
 
 
 def _rms(value: Tensor) -> float:
@@ -206,3 +160,27 @@ class _Tracked(Messenger):
     def _pyro_post_sample(self, msg: Any) -> None:
         if is_latent(msg) and msg["value"].is_floating_point():
             msg["value"] = msg["value"].detach().requires_grad_().clone()
+
+
+def described(distribution: TorchDistributionMixin) -> str:
+    """Return a short text such as ``Laplace(loc=0, scale=1)``.
+
+    A parameter that is learned, or was drawn from another site, varies: its present value is not shown.
+    """
+    inner = distribution
+    while hasattr(inner, "base_dist") and type(inner).__name__ in ("Independent", "ExpandedDistribution"):
+        inner = inner.base_dist
+    parts = []
+    for name in getattr(inner, "arg_constraints", {}):
+        # Stored or computed from what is stored; not the lazy second parametrisation (logits for probs).
+        known = name in vars(inner) or isinstance(getattr(type(inner), name, None), property)
+        value = getattr(inner, name) if known else None
+        if isinstance(value, Tensor) and value.requires_grad:
+            parts.append(f"{name} varies")
+        elif isinstance(value, Tensor):
+            same = value.numel() > 0 and bool((value == value.flatten()[0]).all())
+            shape = "×".join(map(str, value.shape))
+            parts.append(f"{name}={value.flatten()[0].item():.4g}" if same else f"{name}={shape} values")
+    if not parts and isinstance(base := vars(inner).get("base_dist"), TorchDistributionMixin):
+        parts = [described(base)]
+    return f"{type(inner).__name__}({', '.join(parts)})"

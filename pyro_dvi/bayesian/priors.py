@@ -2,23 +2,22 @@
 """The forms of ``prior_scale``, and the prior of a parameter that each of them becomes.
 
 Everything becomes a :class:`Prior`: numbers, distributions, callables and mappings here; He scaling, learned and
-sampled scales in :mod:`~pyro_dvi.bayesian.prior_scales`. Writing a new one: subclass :class:`Prior` with a ``place``
-method that returns a :class:`~pyro_dvi.bayesian.converted.SitePrior`. Most wishes need less: a callable of
-``(name, parameter)`` may return a float, a distribution or any prior.
+sampled scales in :mod:`~pyro_dvi.bayesian.prior_scales`. To write a new one, subclass :class:`Prior` with a
+``prepared`` method. Most wishes need less: a callable of ``(name, parameter)`` may return a number, a distribution or a
+prior.
 """
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pyro.distributions as dist
 import torch
 from pyro.distributions.torch_distribution import TorchDistributionMixin
-from pyro.nn.module import PyroModule
 from torch import Tensor
-from torch.distributions import Distribution
 
 from pyro_dvi.bayesian.converted import DistributionPrior, SitePrior
 from pyro_dvi.bayesian.selection import Candidate, suggestion
@@ -34,38 +33,15 @@ class Prior(ABC):
     """A recipe for the prior of one parameter."""
 
     @abstractmethod
-    def place(self, target: Candidate, root: PyroModule) -> SitePrior:
-        """Return the prior of ``target``, and add to the modules what it needs (a learned scale, say).
+    def prepared(self, target: Candidate) -> Callable[[], SitePrior]:
+        """Check that the prior suits ``target``, and return a function that makes it.
 
-        Args:
-            target: the parameter, whose module is a ``PyroModule`` by now.
-            root: the module that is converted.
+        The function is called when all parameters have been checked. The module of ``target`` is a ``PyroModule`` by
+        then, and the function may add attributes to it (a learned scale, say).
         """
 
-    def check(self, target: Candidate) -> None:  # noqa: B027 (most priors suit every parameter)
-        """Raise if the prior does not suit ``target``; called for all parameters before any is changed."""
-
-    def resolved(self, target: Candidate) -> "Prior":
-        """Return the prior that ``target`` gets in the end; rules and mappings look it up."""
-        return self
-
     def check_used(self, targets: Sequence[Candidate]) -> None:  # noqa: B027 (most priors have one part)
-        """Raise if a part of the prior concerns none of ``targets``."""
-
-
-@dataclass(frozen=True)
-class FixedScale(Prior):
-    """``N(0, scale²)``: the meaning of a number."""
-
-    scale: float
-
-    def place(self, target: Candidate, root: PyroModule) -> SitePrior:
-        """Return the Normal prior."""
-        # In double precision, so that a weight of any dtype gets the value that was given. Validation waits for the
-        # device.
-        deviation = torch.tensor(self.scale, dtype=torch.float64)
-        normal = dist.Normal(torch.zeros_like(deviation), deviation, validate_args=False)
-        return DistributionPrior(target.attribute, f"Normal(0, {self.scale:.4g})", normal)
+        """Raise if a name pattern of the prior matches none of ``targets``."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,11 +50,7 @@ class Given(Prior):
 
     distribution: TorchDistributionMixin
 
-    def place(self, target: Candidate, root: PyroModule) -> SitePrior:
-        """Return the distribution, expanded to the parameter's shape with all dimensions as one event."""
-        return DistributionPrior(target.attribute, described(self.distribution), self.distribution)
-
-    def check(self, target: Candidate) -> None:
+    def prepared(self, target: Candidate) -> Callable[[], SitePrior]:
         """Compare shape and support with the parameter."""
         given, value = self.distribution, target.parameter.detach()
         place = f"The prior {type(given).__name__} of {target.name!r}"
@@ -100,40 +72,33 @@ class Given(Prior):
                 f"The initial value of {target.name!r} lies outside the support {given.support} of its prior: use a "
                 "prior over all real numbers, or change the initial value"
             )
-
-
-class LookedUp(Prior):
-    """A prior that differs between parameters."""
-
-    def place(self, target: Candidate, root: PyroModule) -> SitePrior:
-        """Place the prior of ``target``."""
-        return self.resolved(target).place(target, root)
+        return partial(DistributionPrior, given=given, attribute=target.attribute)
 
 
 @dataclass(frozen=True, eq=False)
-class ByRule(LookedUp):
+class ByRule(Prior):
     """A callable of ``(name, parameter)``."""
 
     rule: Callable[[str, Tensor], PriorLike]
 
-    def resolved(self, target: Candidate) -> Prior:
+    def prepared(self, target: Candidate) -> Callable[[], SitePrior]:
         """Call the rule; it sees a detached parameter."""
         answer = self.rule(target.name, target.parameter.detach())
         place = f"The answer of {getattr(self.rule, '__name__', self.rule)!s} for {target.name!r}"
-        return as_prior(answer, place).resolved(target)
+        return as_prior(answer, place).prepared(target)
 
 
 @dataclass(frozen=True, eq=False)
-class ByName(LookedUp):
+class ByName(Prior):
     """A mapping from name patterns to priors; the first pattern that matches decides."""
 
     priors: Mapping[str, Prior]
 
-    def resolved(self, target: Candidate) -> Prior:
-        """Return the prior of the first matching pattern."""
+    def prepared(self, target: Candidate) -> Callable[[], SitePrior]:
+        """Take the prior of the first matching pattern."""
         for pattern, prior in self.priors.items():
             if target.is_called(pattern):
-                return prior.resolved(target)
+                return prior.prepared(target)
         raise ModelError(
             f"No pattern of prior_scale matches {target.name!r}: add '*' as the last for the rest"
         )
@@ -154,38 +119,33 @@ def as_prior(prior: PriorLike, place: str = "prior_scale") -> Prior:
     Args:
         prior: a float, a distribution, a prior, a callable of ``(name, parameter)`` or a mapping of name
             patterns.
-        place: what to call it in an error.
+        place: its name in an error.
 
     Raises:
         ArgumentError: if it is none of these, or a number that is not positive and finite.
 
     Example:
         >>> as_prior(0.5)
-        FixedScale(scale=0.5)
+        Given(distribution=Normal(loc: 0.0, scale: 0.5))
     """
     if isinstance(prior, Prior):
         return prior
-    if isinstance(prior, Distribution):
-        if not isinstance(prior, TorchDistributionMixin):
-            raise ArgumentError(
-                f"{place} is a {type(prior).__name__} of torch: take the one of pyro.distributions"
-            )
+    if isinstance(prior, TorchDistributionMixin):
         return Given(prior)
     if isinstance(prior, Mapping):
         if not prior or not all(isinstance(pattern, str) for pattern in prior):
             raise ArgumentError(f"{place} is a mapping; its keys must be name patterns, at least one.")
         return ByName({pattern: as_prior(value, f"{place}[{pattern!r}]") for pattern, value in prior.items()})
     if isinstance(prior, int | float) or (isinstance(prior, Tensor) and prior.dim() == 0):
-        return FixedScale(positive(prior, place))
-    if isinstance(prior, Tensor):
-        raise ArgumentError(
-            f"{place} is a tensor of shape {tuple(prior.shape)}: for a scale per weight pass Normal(0., scale)"
-        )
+        # In double precision, so that a weight of any dtype gets the value that was given; checking values would
+        # wait for the device.
+        scale = torch.tensor(positive(prior, place), dtype=torch.float64)
+        return Given(dist.Normal(torch.zeros_like(scale), scale, validate_args=False))
     if callable(prior) and not isinstance(prior, type):
         return ByRule(prior)
     raise ArgumentError(
-        f"{place} is {prior!r}: pass a number, a Pyro distribution, fan_in, LearnedScale(), HierarchicalScale(), a "
-        "callable of (name, parameter), or a mapping from name patterns to these"
+        f"{place} is {prior!r}: pass a number, a distribution of pyro.distributions as Normal(0., scale), fan_in, "
+        "LearnedScale(), HierarchicalScale(), a callable of (name, parameter), or a mapping from name patterns to these"
     )
 
 
@@ -206,27 +166,3 @@ def check_no_gradient(distribution: TorchDistributionMixin, place: str) -> None:
         raise ArgumentError(
             f"{place} holds a tensor that requires gradients, which optimizers would not see: use LearnedScale()"
         )
-
-
-def described(distribution: TorchDistributionMixin) -> str:
-    """Return a short text such as ``Laplace(loc=0, scale=1)``.
-
-    A parameter that is learned, or was drawn from another site, varies: its present value is not shown.
-    """
-    inner = distribution
-    while hasattr(inner, "base_dist") and type(inner).__name__ in ("Independent", "ExpandedDistribution"):
-        inner = inner.base_dist
-    parts = []
-    for name in getattr(inner, "arg_constraints", {}):
-        # Stored or computed from what is stored; not the lazy second parametrisation (logits for probs).
-        known = name in vars(inner) or isinstance(getattr(type(inner), name, None), property)
-        value = getattr(inner, name) if known else None
-        if isinstance(value, Tensor) and value.requires_grad:
-            parts.append(f"{name} varies")
-        elif isinstance(value, Tensor):
-            same = value.numel() > 0 and bool((value == value.flatten()[0]).all())
-            shape = "×".join(map(str, value.shape))
-            parts.append(f"{name}={value.flatten()[0].item():.4g}" if same else f"{name}={shape} values")
-    if not parts and isinstance(base := vars(inner).get("base_dist"), TorchDistributionMixin):
-        parts = [described(base)]
-    return f"{type(inner).__name__}({', '.join(parts)})"

@@ -58,8 +58,8 @@ class Candidate:
         module: the module that owns the parameter.
         attribute: the name of the parameter in that module.
         parameter: its present value.
-        obstacle: why it cannot become Bayesian, with the way out, or ``None``.
-        layer: whose weight is computed from it, where that is not ``module``.
+        obstacle: the reason why it cannot become Bayesian, with the way out, or ``None``.
+        layer: the layer whose weight is computed from the parameter, if that is not ``module``.
     """
 
     names: tuple[str, ...]
@@ -110,7 +110,11 @@ def chosen(root: nn.Module, include: Selection, exclude: Selection) -> list[list
         _check_group(group, wanted, excluded)
     trained = [group for group in touched if group[0].parameter.requires_grad]
     if not trained:
-        raise ModelError(_why_nothing(everything, included, excluded, [group[0].name for group in touched]))
+        kinds = ", ".join(sorted({type(c.module).__name__ for c in everything})[:6]) or "no module"
+        raise ModelError(
+            f"Nothing to make Bayesian: of {len(everything)} parameters, of {kinds}, include= chooses "
+            f"{len(included)} and exclude= {len(excluded)}; {len(touched)} are frozen, requires_grad_(True) frees them"
+        )
     return trained
 
 
@@ -135,11 +139,9 @@ def _check_group(group: Sequence[Candidate], wanted: set[int], excluded: set[int
 def _check_that_all_match(everything: Sequence[Candidate], selectors: Sequence[Selector]) -> None:
     """Refuse a pattern or type that matches nothing: most often it is misspelt."""
     for selector in selectors:
-        if not isinstance(selector, str | type) or any(c.chosen_by(selector) for c in everything):
-            continue
-        shown = repr(selector) if isinstance(selector, str) else selector.__name__
-        hint = suggestion(selector, everything) if isinstance(selector, str) else ""
-        raise ModelError(f"{shown} of include= or exclude= matches no parameter. {hint}")
+        if isinstance(selector, str | type) and not any(c.chosen_by(selector) for c in everything):
+            hint = suggestion(selector, everything) if isinstance(selector, str) else ""
+            raise ModelError(f"{selector!r} of include= or exclude= matches no parameter. {hint}")
 
 
 def _candidates(root: nn.Module) -> list[Candidate]:
@@ -187,12 +189,16 @@ def suggestion(pattern: str, everything: Iterable[Candidate]) -> str:
 
 
 def _owned(module: nn.Module, paths: Sequence[str]) -> Iterator[Candidate]:
-    """Yield the parameters that ``module`` owns itself, with what stands in their way."""
+    """Yield the parameters that ``module`` owns itself, with the obstacles to their conversion."""
 
     def names(attribute: str) -> tuple[str, ...]:
         return tuple(f"{path}.{attribute}" if path else attribute for path in paths)
 
-    hooked = _reparametrised_by_hooks(module)
+    hooks = {type(hook).__name__ for hook in module._forward_pre_hooks.values()}
+    hooked = hooks & {"WeightNorm", "SpectralNorm"} and (
+        "a hook of its layer computes the weight: leave it out, or call torch.nn.utils.remove_weight_norm(module) or "
+        "remove_spectral_norm(module) first"
+    )
     for attribute in parameter_order(module):
         prior = getattr(module, "_pyro_samples", {}).get(attribute)
         if isinstance(prior, SitePrior):
@@ -201,7 +207,7 @@ def _owned(module: nn.Module, paths: Sequence[str]) -> Iterator[Candidate]:
             continue
         value = module._parameters.get(attribute, module._buffers.get(attribute))  # frozen: a buffer
         if value is not None:  # bias=False registers the name without a value
-            obstacle = hooked.get(attribute) or _unsuitable(value)
+            obstacle = hooked or _unsuitable(value)
             yield Candidate(names(attribute), module, attribute, value, obstacle)
     if parametrize.is_parametrized(module):
         for attribute, found in module.parametrizations.items():  # type: ignore[union-attr, operator]
@@ -217,42 +223,12 @@ def _owned(module: nn.Module, paths: Sequence[str]) -> Iterator[Candidate]:
             yield Candidate(names(attribute), module, attribute, torch.empty(0), obstacle)
 
 
-def _reparametrised_by_hooks(module: nn.Module) -> dict[str, str]:
-    """Return the parameters that the hooks of the old ``weight_norm`` or ``spectral_norm`` compute from."""
-    removers = {"WeightNorm": "remove_weight_norm", "SpectralNorm": "remove_spectral_norm"}
-    found: list[Any] = [h for h in module._forward_pre_hooks.values() if type(h).__name__ in removers]
-    hooks = {str(hook.name): removers[type(hook).__name__] for hook in found}
-    return {
-        attribute: f"a hook computes from it: leave it out, or call torch.nn.utils.{remover}(module) first"
-        for attribute in module._parameters
-        for target, remover in hooks.items()
-        if attribute.startswith(f"{target}_")
-    }
-
-
 def _unsuitable(parameter: Tensor) -> str | None:
-    """Say why a posterior over a plain parameter cannot be Gaussian or cannot start from it."""
+    """Return the reason why a parameter cannot have a Gaussian posterior, None if it can."""
     if not parameter.is_floating_point():
-        kind = "complex" if parameter.is_complex() else str(parameter.dtype)
-        return (
-            f"it is {kind}; only floating-point weights have a Gaussian posterior: leave it out with exclude="
-        )
+        return f"it is {parameter.dtype}, and a Gaussian posterior needs floating-point weights: exclude it"
     if parameter.is_meta:
         return "it is on the meta device: materialise it with module.to_empty(device=...) first"
     if parameter.requires_grad and not bool(torch.isfinite(parameter.detach()).all()):
         return "its value is not finite: initialise it or load a sound checkpoint first"
     return None
-
-
-def _why_nothing(
-    everything: Sequence[Candidate], included: set[int], excluded: set[int], frozen: Sequence[str]
-) -> str:
-    """Explain an empty selection."""
-    if frozen:
-        reason = f"the chosen parameters ({', '.join(frozen[:3])}, ...) are frozen: call requires_grad_(True)"
-    elif included & excluded:
-        reason = "exclude= takes away everything that include= chooses"
-    else:
-        kinds = ", ".join(sorted({type(c.module).__name__ for c in everything})[:6])
-        reason = f"include= matches none of the {len(everything)} parameters, which belong to {kinds or 'no module'}"
-    return f"Nothing to make Bayesian: {reason}"

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pyro_dvi.core.autograd_graph import function_of
 
@@ -69,18 +69,3 @@ _PIECES: dict[str, Callable[[Any], Tensor]] = {
 
 PIECEWISE_LINEAR = frozenset(_PIECES) - {"elu", "hardswish"}
 """Names of functions whose second derivative is zero wherever it exists."""
-
-KINKED_MODULES: tuple[type[nn.Module], ...] = (
-    nn.ReLU,
-    nn.ReLU6,
-    nn.Hardtanh,
-    nn.LeakyReLU,
-    nn.Hardswish,
-    nn.Hardsigmoid,
-    nn.PReLU,
-    nn.RReLU,
-    nn.Threshold,
-    nn.Hardshrink,
-    nn.Softshrink,
-)
-"""Activation modules with kinks."""

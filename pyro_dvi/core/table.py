@@ -81,8 +81,9 @@ class Table(Report):
     Attributes:
         heading: what the table is about.
         rows: one mapping from column to value for each line; they all have the same columns.
-        formats: the columns to print, the first of them the name of the row, with the format of each. An underscore in
-            a name is printed as a space, and a missing number (NaN) as a dash.
+        formats: the columns to print, the first of them the name of the row, with the format of each. Names and texts
+            have an empty one; those that come first are aligned to the left. An underscore in a name is printed as a
+            space, and a missing number (NaN) as a dash.
         verdict: the finding in words.
 
     Example:
@@ -125,4 +126,5 @@ class Table(Report):
             ]
             for row in self.rows
         ]
-        return [self.heading, Columns(titles, cells), *([self.verdict] if self.verdict else [])]
+        names = next(k for k, form in enumerate(self.formats.values()) if form)
+        return [self.heading, Columns(titles, cells, names), *([self.verdict] if self.verdict else [])]

@@ -42,12 +42,12 @@ from pyro_dvi.expectations.points import (
 )
 from pyro_dvi.moments import GaussianMoments
 
-_CHUNK = 2**22  # values of one parameter that are held at once
+_CHUNK = 2**22  # elements of one parameter held in memory at once
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Where a distribution with uncertain parameters is evaluated.
+    """The points at which a distribution with uncertain parameters is evaluated.
 
     Attributes:
         points: standard Gaussian, ``[S, number of Gaussians]``.
@@ -67,8 +67,8 @@ class Evaluation:
 def numerical_expectation(family: type, parameters: Mapping[str, Any], value: Tensor) -> Tensor:
     """Return the expected log-likelihood, of the batch shape.
 
-    Memory does not grow with the number of points: what does not fit is computed in parts, and again in the backward
-    pass.
+    Memory does not grow with the number of points: large problems are computed in parts, which the backward pass
+    computes again.
 
     Raises:
         UnsupportedError: an uncertain parameter leaves its domain.
@@ -96,7 +96,7 @@ def evaluation(
     Args:
         family: the distribution class.
         parameters: its arguments by name.
-        value: what will be scored, for its batch dimensions.
+        value: the observation, whose batch dimensions count.
         num_points: points where more than two numbers of one density are uncertain.
     """
     uncertain = {k: p for k, p in parameters.items() if isinstance(p, GaussianMoments)}
@@ -107,20 +107,16 @@ def evaluation(
         shape = _coordinates(family, name, p)
         if len(shape) >= len(shapes.get(keys[name], ())):  # of the same last dimensions
             shapes[keys[name]] = shape
-    blocks: dict[Hashable, slice] = {}
-    count = 0
-    for key, shape in shapes.items():
-        blocks[key] = slice(count, count + math.prod(shape))
-        count += math.prod(shape)
-    points, weights = fixed_points(count, like, num_points)
+    sizes = [math.prod(shape) for shape in shapes.values()]
+    points, weights = fixed_points(sum(sizes), like, num_points)
     rank = _batch_rank(family, parameters, value)
     options = without_checks(family)
 
     def at(points: Tensor) -> Any:
         found = {}
+        blocks = dict(zip(shapes, points.split(sizes, 1), strict=True))
         for name, p in uncertain.items():
-            block = points[:, blocks[keys[name]]]
-            values = at_points(p, block.reshape(len(points), *shapes[keys[name]]))
+            values = at_points(p, blocks[keys[name]].reshape(len(points), *shapes[keys[name]]))
             check_domain(family, name, p, values)
             found[name] = aligned(values, rank + (event_dim_of(family, name) or 0))
         return family(**{**parameters, **found}, **options)
@@ -164,7 +160,7 @@ _DEFAULT_ESTIMATOR = Sobol()
 
 
 class Found(NamedTuple):
-    """A rule, the names of its parameters, and whether it takes those that share noise."""
+    """A rule, the names of its parameters, and a flag for rules that use covariances between parameters."""
 
     rule: Callable
     names: frozenset[str]
@@ -179,7 +175,7 @@ def expectation_rule(*families: type, covariances: bool = False) -> Callable[[Ca
 
     Args:
         families: the classes.
-        covariances: whether the rule looks at the covariances of parameters that are
+        covariances: whether the rule uses the covariances of parameters that are
             :class:`~pyro_dvi.moments.shared_noise.JointMoments`.
 
     Raises:
@@ -215,13 +211,13 @@ def expected_log_prob(
 ) -> Tensor:
     r"""Return :math:`\mathrm E[\log p(y \mid \theta)]`, of the batch shape of the distribution.
 
-    Status: each rule says how exact it is. Uncertain parameters are taken as independent of each other, unless they
-    are functions of the very same Gaussian, or of the same view of it (``h.squeeze(-1)``; copies such as ``h.clone()``
-    or ``h.flip(0)`` count as another). Without a rule: quadrature (:func:`numerical_expectation`).
+    Status: stated by each rule. Uncertain parameters are taken as independent of each other, unless they are functions
+    of the very same Gaussian, or of the same view of it (``h.squeeze(-1)``; copies such as ``h.clone()`` or
+    ``h.flip(0)`` count as another). Without a rule: quadrature (:func:`numerical_expectation`).
 
     Args:
         family: the distribution class.
-        parameters: what the distribution is made with, by name: moments, tensors or numbers.
+        parameters: the arguments of the distribution by name: moments, tensors or numbers.
         value: y.
         estimator: how the log of the sum of class probabilities is averaged; :class:`Sobol` by default.
 
@@ -257,7 +253,7 @@ def expected_log_prob(
         raise UnsupportedError(
             f"{family.__name__}({names}) has outputs of a last layer with covariances between them, which only "
             "Categorical, OneHotCategorical, Multinomial, MultivariateNormal and Normal with a scale that is certain "
-            "or exp(h) know. Use LastLayerGuide with PerOutput(), whose outputs are independent, or a MeanFieldGuide"
+            "or exp(h) support. Use LastLayerGuide with PerOutput(), whose outputs are independent, or a MeanFieldGuide"
         )
     return numerical_expectation(family, given, value)
 
@@ -274,10 +270,10 @@ def _find(family: type) -> Found | None:
 
 
 def find_rule(table: Mapping[type, Callable], family: type) -> Found | None:
-    """Return the rule of the class, or of a parent whose density it has.
+    """Return the rule of the class, or of a parent class with the same density.
 
-    Pyro's classes keep the name of torch's. Any other subclass may redefine the density, as NanMaskedNormal does, and
-    is served only if it does not.
+    Pyro's classes have the names of torch's. Any other subclass inherits the rule unless it overrides ``log_prob``, as
+    NanMaskedNormal does.
 
     Args:
         table: distribution class to rule.

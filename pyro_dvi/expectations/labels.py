@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Likelihoods of labels: of one logit (Bernoulli, binomial, negative binomial, geometric) and of classes."""
+"""Likelihoods of labels: of one logit (Bernoulli) and of classes."""
 
 from typing import Any
 
@@ -7,10 +7,8 @@ import torch
 from torch import Tensor
 from torch import distributions as td
 
-from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.expectations.expectation import expectation_rule
 from pyro_dvi.expectations.logits import LogitEstimator
-from pyro_dvi.expectations.points import gaussian_of
 from pyro_dvi.moments import GaussianMoments
 from pyro_dvi.moments.activations import sigmoid, softplus
 
@@ -56,25 +54,13 @@ def _log_expected_sigmoid(mu: Tensor, variance: Tensor) -> Tensor:
 _SIGMOIDS = ("sigmoid", "special_expit", "expit")
 
 
-def is_gaussian_logit(logits: Any, probs: Any) -> bool:
-    """Return whether the parameter is a Gaussian logit, or the sigmoid of one."""
+def gaussian_logit(logits: Any, probs: Any) -> GaussianMoments | None:
+    """Return the Gaussian logit, None where the parameter is neither one nor the sigmoid of one."""
     if isinstance(logits, GaussianMoments):
-        return logits.link is None
-    return isinstance(probs, GaussianMoments) and probs.link is not None and probs.link.name in _SIGMOIDS
-
-
-def gaussian_logit(family: str, logits: Any, probs: Any) -> GaussianMoments | None:
-    """Return the Gaussian logit, None where it is some function of a Gaussian.
-
-    Raises:
-        UnsupportedError: probabilities that are a Gaussian, which leaves the unit interval.
-    """
-    if isinstance(probs, GaussianMoments) and probs.link is None:
-        raise UnsupportedError(
-            f"{family}(probs=...) is given uncertain probabilities that do not come straight from a sigmoid, so that "
-            f"no Gaussian behind them is known: pass logits, {family}(logits=f), or probs=torch.sigmoid(f)"
-        )
-    return gaussian_of(probs if logits is None else logits) if is_gaussian_logit(logits, probs) else None
+        return logits if logits.link is None else None
+    if isinstance(probs, GaussianMoments) and probs.link is not None and probs.link.name in _SIGMOIDS:
+        return probs.link.inner
+    return None
 
 
 @expectation_rule(td.Bernoulli)
@@ -87,46 +73,8 @@ def bernoulli(value: Tensor, probs: Any = None, logits: Any = None) -> Tensor:
         >>> bernoulli(torch.ones(1), logits=GaussianMoments(torch.zeros(1), torch.ones(1)))
         tensor([-0.8061])
     """
-    f = gaussian_logit("Bernoulli", logits, probs)
+    f = gaussian_logit(logits, probs)
     return NotImplemented if f is None else value * f.loc - expected_softplus(f)
-
-
-@expectation_rule(td.Binomial)
-def binomial(value: Tensor, total_count: Any = 1, probs: Any = None, logits: Any = None) -> Tensor:
-    r"""Expected log probability, :math:`\log\tbinom ny + y\bar f - n\,\mathrm E[\log(1 + e^f)]`.
-
-    Status: as :func:`bernoulli`; the count has to be certain.
-    """
-    f = gaussian_logit("Binomial", logits, probs)
-    if f is None or isinstance(total_count, GaussianMoments):
-        return NotImplemented
-    n = torch.as_tensor(total_count, dtype=f.dtype, device=f.device)
-    ways = torch.lgamma(n + 1) - torch.lgamma(value + 1) - torch.lgamma(n - value + 1)
-    return ways + value * f.loc - n * expected_softplus(f)
-
-
-@expectation_rule(td.NegativeBinomial)
-def negative_binomial(value: Tensor, total_count: Any, probs: Any = None, logits: Any = None) -> Tensor:
-    r"""Expected log probability, :math:`\log\tbinom{y + n - 1}y + y\bar f - (n + y)\,\mathrm E[\log(1 + e^f)]`.
-
-    Status: as :func:`bernoulli`; an uncertain count is averaged numerically.
-    """
-    f = gaussian_logit("NegativeBinomial", logits, probs)
-    if f is None or isinstance(total_count, GaussianMoments):
-        return NotImplemented
-    n = torch.as_tensor(total_count, dtype=f.dtype, device=f.device)
-    ways = torch.lgamma(n + value) - torch.lgamma(value + 1) - torch.lgamma(n)
-    return ways + value * f.loc - (n + value) * expected_softplus(f)
-
-
-@expectation_rule(td.Geometric)
-def geometric(value: Tensor, probs: Any = None, logits: Any = None) -> Tensor:
-    r"""Expected log probability of y failures, :math:`\bar f - (y + 1)\,\mathrm E[\log(1 + e^f)]`.
-
-    Status: as :func:`bernoulli`.
-    """
-    f = gaussian_logit("Geometric", logits, probs)
-    return NotImplemented if f is None else f.loc - (value + 1) * expected_softplus(f)
 
 
 # Classes ------------------------------------------------------------------------------------------------------
@@ -152,16 +100,6 @@ def _normalises_last_dimension(parameter: GaussianMoments, logarithm: bool) -> b
     return bool(trial.flatten()[0] < (-0.5 if logarithm else 0.75))
 
 
-def _logits_of(family: str, logits: Any, probs: Any) -> GaussianMoments | None:
-    if logits is None and isinstance(probs, GaussianMoments) and probs.link is None:
-        raise UnsupportedError(
-            f"{family}(probs=...) is given uncertain probabilities that do not come straight from a softmax, so that "
-            f"no Gaussian behind them is known: pass logits, {family}(logits=f), or probs=softmax(f, -1) without "
-            "further functions"
-        )
-    return gaussian_logits(logits, probs)
-
-
 @expectation_rule(td.Categorical, covariances=True)
 def categorical(value: Tensor, estimator: LogitEstimator, probs: Any = None, logits: Any = None) -> Tensor:
     r"""Expected log probability of a class, :math:`\bar f_y - \mathrm E[\log\sum_c e^{f_c}]`.
@@ -172,7 +110,7 @@ def categorical(value: Tensor, estimator: LogitEstimator, probs: Any = None, log
 
     Source: Schmitt & Roth (2021), Section 3.4, Eq. 16.
     """
-    f = _logits_of("Categorical", logits, probs)
+    f = gaussian_logits(logits, probs)
     if f is None:
         return NotImplemented
     return _at_class(f.loc, value) - estimator.expected_logsumexp(f)
@@ -189,7 +127,7 @@ def one_hot_categorical(
     value: Tensor, estimator: LogitEstimator, probs: Any = None, logits: Any = None
 ) -> Tensor:
     """Expected log probability of a one-hot vector. Status: as :func:`categorical`."""
-    f = _logits_of("OneHotCategorical", logits, probs)
+    f = gaussian_logits(logits, probs)
     if f is None:
         return NotImplemented
     return (value * f.loc).sum(-1) - estimator.expected_logsumexp(f)
@@ -209,7 +147,7 @@ def multinomial(
 
     Status: as :func:`categorical`.
     """
-    f = _logits_of("Multinomial", logits, probs)
+    f = gaussian_logits(logits, probs)
     if f is None:
         return NotImplemented
     count = value.sum(-1)

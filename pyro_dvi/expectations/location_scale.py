@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Likelihoods with a location (Normal and its kin, Laplace) or a rate (Poisson, exponential, gamma)."""
+"""Likelihoods with a location (Normal and its kin, Laplace) or a rate (Poisson)."""
 
 import math
 from typing import Any
@@ -149,23 +149,3 @@ def poisson(value: Tensor, rate: Any) -> Tensor:
     """
     logarithm, mean = log_and_inverse_power(td.Poisson, "rate", rate, -1)
     return value * logarithm - mean - torch.lgamma(value + 1)
-
-
-@expectation_rule(td.Exponential)
-def exponential(value: Tensor, rate: Any) -> Tensor:
-    r"""Expected log density, :math:`\mathrm E[\log r] - y\,\mathrm E[r]`. Status: as :func:`poisson`."""
-    logarithm, mean = log_and_inverse_power(td.Exponential, "rate", rate, -1)
-    return logarithm - value * mean
-
-
-@expectation_rule(td.Gamma)
-def gamma(value: Tensor, concentration: Any, rate: Any) -> Tensor:
-    r"""Expected log density, :math:`a\,\mathrm E[\log r] - \log\Gamma(a) + (a - 1)\log y - y\,\mathrm E[r]`.
-
-    Status: as :func:`poisson`; an uncertain concentration is averaged numerically.
-    """
-    if isinstance(concentration, GaussianMoments):
-        return NotImplemented
-    logarithm, mean = log_and_inverse_power(td.Gamma, "rate", rate, -1)
-    a = concentration
-    return a * logarithm - torch.lgamma(a) + (a - 1) * value.log() - value * mean

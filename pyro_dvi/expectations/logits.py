@@ -30,7 +30,7 @@ from pyro_dvi.expectations.points import shifted_sobol
 from pyro_dvi.moments import GaussianMoments
 from pyro_dvi.moments.shared_noise import covariance_of, has_covariances
 
-_CHUNK = 2**20  # numbers held at once, points x logits: what a cache holds
+_CHUNK = 2**20  # numbers held at once, points x logits, which fit into the processor's cache
 
 
 class LogitEstimator(ABC):
@@ -70,23 +70,30 @@ class Sobol(LogitEstimator):
         """Average over the points, which all examples share."""
         points = shifted_sobol(self.num_points, logits.shape[-1], logits.loc)
         points = points.reshape(-1, *(1,) * (logits.dim() - 1), logits.shape[-1])
-        if has_covariances(logits):
-            return average_jointly(logits.loc, covariance_of(logits), points)
-        return _MeanLogSumExp.apply(logits.loc, logits.variance, points)
+        spread = covariance_of(logits) if has_covariances(logits) else logits.variance
+        return _MeanLogSumExp.apply(logits.loc, spread, points)
 
 
 class _MeanLogSumExp(Function):
+    """Average of the log-normaliser over points, for variances ``[*batch, C]`` or covariances ``[*batch, C, C]``."""
+
     @staticmethod
-    def forward(ctx: Any, mu: Tensor, variance: Tensor, points: Tensor) -> Tensor:
-        scale = variance.clamp_min(0).sqrt()
+    def forward(ctx: Any, mu: Tensor, spread: Tensor, points: Tensor) -> Tensor:
+        joint = spread.dim() > mu.dim()
+        root = _root(spread) if joint else spread.clamp_min(0).sqrt()
         size, count = max(1, _CHUNK // max(mu.numel(), 1)), len(points)
-        chunks = [points] if count <= size else points.split(size)
-        sums = [_sums(torch.addcmul(mu, chunk, scale)) for chunk in chunks]
-        total, first, second = sums[0]
-        for more in sums[1:]:
-            for t, other in zip((total, first, second), more, strict=True):
-                t.add_(other)
-        ctx.save_for_backward(first.div_(count), torch.sub(first, second, alpha=1 / count).mul_(0.5))
+        sums: list[Tensor] = []
+        for chunk in [points] if count <= size else points.split(size):
+            if joint:
+                values = mu + torch.einsum("...ij,s...j->s...i", root, chunk)
+            else:
+                values = torch.addcmul(mu, chunk, root)
+            found = _sums(values, joint)
+            sums = [s.add_(more) for s, more in zip(sums, found, strict=True)] if sums else found
+        total, first, second = sums
+        first = first.div_(count)
+        mean = torch.diag_embed(first) if joint else first
+        ctx.save_for_backward(first, torch.sub(mean, second, alpha=1 / count).mul_(0.5))
         return total.div_(count)
 
     @staticmethod
@@ -94,15 +101,17 @@ class _MeanLogSumExp(Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, None]:
         first, curvature = ctx.saved_tensors
         g = g.unsqueeze(-1)
-        return g * first, g * curvature, None
+        return g * first, (g if curvature.dim() == first.dim() else g.unsqueeze(-1)) * curvature, None
 
 
-def _sums(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return sums over points of the log-normaliser, the probabilities and their squares; values are written over."""
+def _sums(values: Tensor, joint: bool) -> list[Tensor]:
+    """Return sums over points of the log-normaliser, p and its squares (or p pᵀ); values are written over."""
     highest = values.amax(-1, keepdim=True)
     total = values.sub_(highest).exp_().sum(-1, keepdim=True)
     p = values.div_(total)
-    return total.log_().add_(highest).sum(0).squeeze(-1), p.sum(0), p.square_().sum(0)
+    first = p.sum(0)
+    second = torch.einsum("s...i,s...j->...ij", p, p) if joint else p.square_().sum(0)
+    return [total.log_().add_(highest).sum(0).squeeze(-1), first, second]
 
 
 @dataclass(frozen=True)
@@ -130,7 +139,7 @@ class TiltedBound(LogitEstimator):
         check_count("num_iterations", self.num_iterations)
 
     def expected_logsumexp(self, logits: GaussianMoments) -> Tensor:
-        """Minimise over the tilt, then evaluate; the gradient needs none of the tilt's at the optimum."""
+        """Minimise over the tilt, then evaluate the bound; at the optimum the tilt adds nothing to the gradient."""
         if has_covariances(logits):
             raise UnsupportedError(
                 "TiltedBound() is a bound for independent logits, and these share the noise of a last layer: use "
@@ -151,44 +160,6 @@ class TiltedBound(LogitEstimator):
             s = (pv * r / diagonal).sum(-1, keepdim=True) / (p / diagonal).sum(-1, keepdim=True)
             a = (a - (r + p * s) / diagonal).clamp_(0, 1)
         return a
-
-
-def average_jointly(mu: Tensor, covariance: Tensor, points: Tensor) -> Tensor:
-    """Average ``logsumexp(f, -1)`` over points.
-
-    Args:
-        mu: ``[*batch, C]``.
-        covariance: ``[*batch, C, C]``.
-        points: standard Gaussian, ``[S, *batch, C]``, or with batch dimensions of size 1.
-
-    Returns:
-        ``[*batch]``, differentiable once in both.
-    """
-    return _MeanJointLogSumExp.apply(mu, covariance, points)
-
-
-class _MeanJointLogSumExp(Function):
-    @staticmethod
-    def forward(ctx: Any, mu: Tensor, covariance: Tensor, points: Tensor) -> Tensor:
-        root = _root(covariance)
-        total: Any = 0.0
-        first: Any = 0.0
-        second: Any = 0.0
-        for chunk in points.split(max(1, _CHUNK // max(mu.numel(), 1))):
-            values = mu + torch.einsum("...ij,s...j->s...i", root, chunk)
-            total = total + values.logsumexp(-1).sum(0)
-            p = values.softmax(-1)
-            first = first + p.sum(0)
-            second = second + torch.einsum("s...i,s...j->...ij", p, p)
-        first, second = first / len(points), second / len(points)
-        ctx.save_for_backward(first, torch.diag_embed(first).sub_(second).mul_(0.5))
-        return torch.as_tensor(total / len(points))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, None]:
-        first, curvature = ctx.saved_tensors
-        return g[..., None] * first, g[..., None, None] * curvature, None
 
 
 def _root(covariance: Tensor) -> Tensor:

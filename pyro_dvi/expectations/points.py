@@ -104,7 +104,7 @@ def _gaussian(integers: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.erfinv(symmetric.clamp_(-edge, edge)).mul_(math.sqrt(2))
 
 
-# Functions whose every value is in the domain that they are used for.
+# Functions whose values always lie in the domain of the parameters that they are used for.
 _SAFE = {
     "exp": "positive",
     "softplus": "positive",
@@ -162,8 +162,8 @@ def within_example(parameter: GaussianMoments) -> tuple[int, ...]:
 def identity_of(gaussian: GaussianMoments) -> Hashable:
     """Return a key that is the same for moments made of the very same elements in the same order.
 
-    Views of the same elements (``h.squeeze(-1)`` twice) have the same key, copies (``h.clone()``, ``h.flip(0)``)
-    have not. The variance counts as well: ``dropout(h)`` has the mean of h.
+    Views of the same elements (``h.squeeze(-1)`` twice) have the same key; copies (``h.clone()``, ``h.flip(0)``) do
+    not. The variance counts as well: ``dropout(h)`` has the mean of h.
     """
     parts = gaussian.loc, gaussian.variance
     if torch.compiler.is_compiling():
@@ -201,7 +201,7 @@ def event_dim_of(family: type, name: str) -> int | None:
 
 
 def check_domain(family: type, name: str, parameter: GaussianMoments, values: Tensor) -> None:
-    """Refuse values that the family does not admit, which a Gaussian without a link can take.
+    """Refuse parameter values outside the domain of the family, which a Gaussian without a link can reach.
 
     Raises:
         UnsupportedError: names the family and the parameter.
@@ -213,21 +213,11 @@ def check_domain(family: type, name: str, parameter: GaussianMoments, values: Te
         return
     if _admitted(constraint, values):
         return
-    if constraint in (constraints.simplex, constraints.unit_interval):
-        remedy = "give logits= instead of probs=, or end the network in softmax or sigmoid"
-    else:
-        remedy = "make it positive by F.softplus(h) or torch.exp(h) as the last function of the network"
-    lost = (
-        " If the network does so already, a later step lost the Gaussian: a product, quotient or sum of two uncertain "
-        "things, a sum or mean over elements, cat, stack or padding, writing by index (x[i] = ...), dropout, or moving "
-        "elements after a softmax. Take that step before the function, or leave it out."
-        if parameter.link is None
-        else ""
-    )
     raise UnsupportedError(
         f"{family.__name__}({name}=...) is uncertain and can leave its domain ({constraint}): its Gaussian reaches "
-        f"{values.detach().min().item():.3g}. For the expected log-likelihood, {remedy}, so that the Gaussian is "
-        f"known before that function.{lost}"
+        f"{values.detach().min().item():.3g}. Give logits= instead of probs=, or make softmax, sigmoid, F.softplus or "
+        "torch.exp the last function of the network: a later step (a product or sum of two uncertain things, cat, "
+        "stack, writing by index, dropout) loses the Gaussian"
     )
 
 
@@ -246,7 +236,7 @@ def log_and_inverse_power(family: type, name: str, scale: Any, power: int) -> tu
     scale, through its function: 1e-8 relative for softplus at standard deviations up to 1.
 
     Args:
-        family: distribution, for messages.
+        family: the distribution class, named in errors.
         name: of the parameter.
         scale: moments, tensor or number.
         power: p.

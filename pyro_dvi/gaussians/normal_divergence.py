@@ -3,7 +3,7 @@
 
 Sums are taken one site after the other, so that intermediate results stay in the processor's cache;
 gradients, which have to be stored, are written by torch's operations on lists. A prior that the weights of a site share
-is one number, and enters where the sums of the sites do.
+is one number, and enters after the sums over a site.
 """
 
 import math
@@ -19,7 +19,7 @@ Tensors = Sequence[Tensor]  # one of each site
 
 
 def row_norms(x: Tensor) -> Tensor:
-    """Return a tensor of the same norm, of fewer numbers if they are many: torch rounds each partial sum of squares."""
+    """Return a tensor of the same norm, with fewer elements: torch rounds each partial sum of many squares."""
     return torch.linalg.vector_norm(x.flatten(1), dim=1) if x.dim() > 1 and x.numel() > 1 << 18 else x
 
 
@@ -47,7 +47,7 @@ def normal_divergence(locs: Tensors, scales: Tensors, prior_locs: Tensors, prior
 
 
 def minus_log_density(values: Tensors, prior_locs: Tensors, prior_scales: Tensors) -> Tensor:
-    r"""Minus the log density of values under Normal priors, summed: what point masses pay.
+    r"""Minus the log density of values under Normal priors, summed: the divergence of point masses.
 
     .. math:: \sum \frac{(w - m)^2}{2 s^2} + \log s + \tfrac12\log 2\pi
 
@@ -107,7 +107,7 @@ def _total(squares: Tensor, logs: Tensor | None, values: Tensors, prior_scales: 
 
 
 def _logarithm(scale: Tensor) -> Tensor | None:
-    """The parameter whose exponential a scale is, if it is one."""
+    """Return the parameter whose exponential the scale is, None for other scales."""
     node = scale.grad_fn
     if node is None or node.name() != "ExpBackward0":
         return None

@@ -13,11 +13,7 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor
 from torch import distributions as td
-from torch.distributions import constraints, register_kl
-
-from pyro_dvi.core.arguments import check_positive
-from pyro_dvi.core.distributions import broadcasts_to
-from pyro_dvi.errors import ArgumentError
+from torch.distributions import constraints
 
 
 class RowsNormal(dist.TorchDistribution):
@@ -28,7 +24,7 @@ class RowsNormal(dist.TorchDistribution):
     Args:
         loc: means ``[n]``, in the order of the vector.
         scale_tril: Cholesky factors ``[m, k, k]`` with mk = n.
-        order: where each element of the vector is among the rows, ``[n]``.
+        order: index among the rows of each element of the vector, ``[n]``.
 
     Example:
         >>> rows = RowsNormal(
@@ -114,11 +110,11 @@ class MultiplicativeNormal(dist.Normal):
 
     .. math:: w_{ij} \sim \mathcal N\bigl(m_{ij},\ \alpha_j m_{ij}^2 + \varepsilon\bigr)
 
-    It is what becomes of a certain weight when its input j is multiplied by noise of mean 1 and variance
-    :math:`\alpha_j`, if each product has noise of its own. The :math:`\varepsilon` keeps densities and gradients
+    A deterministic weight has this distribution when its input j is multiplied by noise of mean 1 and variance
+    :math:`\alpha_j`, drawn independently for each product. The :math:`\varepsilon` keeps densities and gradients
     finite where a weight is zero. The paper has it inside the logarithm of the divergence only; as a part of the
-    variance it adds the constant :math:`\varepsilon / 2 s^2` for each weight, and samples, densities and divergences
-    agree.
+    variance it adds the constant :math:`\varepsilon / 2 s^2` for each weight and makes samples, densities and
+    divergences consistent.
 
     Status: exact.
 
@@ -128,7 +124,6 @@ class MultiplicativeNormal(dist.Normal):
         eps: :math:`\varepsilon`, in squared units of ``loc``; the paper's value by default, a deviation of 1e-5.
 
     Raises:
-        ArgumentError: ``alpha`` does not broadcast to ``loc``, or ``eps`` is not positive.
         ValueError: a mean that is not finite or a negative ``alpha``, where Pyro's validation is on.
 
     Source: Schmitt & Roth (2021), "Sampling-free variational inference for neural networks with multiplicative
@@ -145,20 +140,13 @@ class MultiplicativeNormal(dist.Normal):
         torch.Size([1, 2])
     """
 
-    # The standard deviation follows from these; the moments of a network never ask for it.
+    # The standard deviation follows from these; the moments of a network never need it.
     arg_constraints = {"loc": constraints.real, "alpha": constraints.nonnegative}  # noqa: RUF012
 
     def __init__(
         self, loc: Tensor, alpha: Tensor, eps: float = 1e-10, validate_args: bool | None = None
     ) -> None:
-        check_positive("eps", eps)
-        if not broadcasts_to(alpha.shape, loc.shape):
-            raise ArgumentError(
-                f"alpha of shape {tuple(alpha.shape)} does not broadcast to means of shape {tuple(loc.shape)}: it "
-                "has one entry per input unit, [1, in] for a weight [out, in]"
-            )
         self.loc, self.alpha, self.eps = loc, alpha, float(eps)
-        self._scale: Tensor | None = None
         torch.distributions.Distribution.__init__(self, loc.shape, validate_args=validate_args)
 
     @property
@@ -168,24 +156,14 @@ class MultiplicativeNormal(dist.Normal):
 
     @property
     def scale(self) -> Tensor:  # type: ignore[override]
-        """Standard deviations, computed when first asked for."""
-        if self._scale is None:
-            self._scale = self.variance.sqrt()
-        return self._scale
+        """Standard deviations."""
+        return self.variance.sqrt()
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> "MultiplicativeNormal":
         """Return the distribution with its mean expanded; ``alpha`` stays as it is and broadcasts."""
         new = self._get_checked_instance(MultiplicativeNormal, _instance)
         batch_shape = torch.Size(batch_shape)
         new.loc, new.alpha, new.eps = self.loc.expand(batch_shape), self.alpha, self.eps
-        new._scale = None if self._scale is None else self._scale.expand(batch_shape)
         torch.distributions.Distribution.__init__(new, batch_shape, validate_args=False)
         new._validate_args = self._validate_args
         return new
-
-
-@register_kl(MultiplicativeNormal, torch.distributions.Normal)  # type: ignore[untyped-decorator, unused-ignore]
-def _elementwise_divergence(q: MultiplicativeNormal, prior: torch.distributions.Normal) -> Tensor:
-    """Elements of the divergence, for Pyro's ``TraceMeanField_ELBO``."""
-    variance, precision = q.variance, prior.scale.pow(-2)
-    return 0.5 * ((variance + (q.loc - prior.loc).square()) * precision - 1 - (variance * precision).log())

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """From uncertain parameters of a likelihood to a predictive distribution."""
 
-from pyro_dvi.links.class_links import LaplaceBridge, Probit, SobolSoftmax
+from pyro_dvi.links.class_links import Probit, SobolSoftmax
 from pyro_dvi.links.families import predictive_rule
 from pyro_dvi.links.noise_links import GaussHermite, MomentMatched
 
 __all__ = [
     "GaussHermite",
-    "LaplaceBridge",
     "MomentMatched",
     "Probit",
     "SobolSoftmax",

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""From Gaussian logits to class probabilities, :math:`\mathrm E[\mathrm{softmax}(f)]`.
 
-Averages are taken of logarithms, by log-sum-exp: a probability of :math:`e^{-40}` is as exact as one of a half.
+Averages are computed from logarithms by log-sum-exp, so that a probability of :math:`e^{-40}` is as exact as 1/2.
 """
 
 import math
@@ -15,7 +15,6 @@ from torch import distributions as td
 from torch.nn.functional import logsigmoid
 
 from pyro_dvi.core.arguments import check_count
-from pyro_dvi.errors import ArgumentError
 from pyro_dvi.expectations.labels import logit_of_expected_sigmoid
 from pyro_dvi.expectations.points import sobol_points
 from pyro_dvi.moments import GaussianMoments
@@ -30,28 +29,14 @@ class ClassLink(ABC):
         """Return the probability of each class, ``[*batch, C]``; arguments as :meth:`log_probabilities`."""
         return self.log_probabilities(loc, spread).exp()
 
+    @abstractmethod
     def log_probabilities(self, loc: Tensor, spread: Tensor) -> Tensor:
         """Return the logarithm of the probability of each class, ``[*batch, C]``.
 
         Args:
             loc: mean logits, ``[*batch, C]``.
             spread: their variances ``[*batch, C]``, or covariances ``[*batch, C, C]``.
-
-        Raises:
-            ArgumentError: the shapes do not belong together.
         """
-        num_classes = loc.shape[-1]
-        is_covariance = spread.dim() == loc.dim() + 1
-        fits = spread.dim() == loc.dim() or (is_covariance and spread.shape[-2] == num_classes)
-        if spread.shape[-1] != num_classes or not fits:
-            raise ArgumentError(
-                f"logits of shape {tuple(loc.shape)} need variances of that shape, or covariances with one more "
-                f"dimension of {num_classes}; got shape {tuple(spread.shape)}"
-            )
-        return self._log_averaged(loc, spread, is_covariance)
-
-    @abstractmethod
-    def _log_averaged(self, loc: Tensor, spread: Tensor, is_covariance: bool) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -72,7 +57,9 @@ class SobolSoftmax(ClassLink):
     def __post_init__(self) -> None:
         check_count("num_points", self.num_points)
 
-    def _log_averaged(self, loc: Tensor, spread: Tensor, is_covariance: bool) -> Tensor:
+    def log_probabilities(self, loc: Tensor, spread: Tensor) -> Tensor:
+        """Average the log-softmax over the points, by log-sum-exp."""
+        is_covariance = spread.dim() > loc.dim()
         points = sobol_points(self.num_points, loc.shape[-1], loc)
         # Classes first, then points: a softmax over a short last dimension is many times slower.
         mean = loc.movedim(-1, 0).unsqueeze(1)
@@ -91,54 +78,21 @@ class SobolSoftmax(ClassLink):
 class Probit(ClassLink):
     r"""Shrink each logit by its variance, :math:`\mathrm{softmax}_c\bigl(\mu_c / \sqrt{1 + \pi v_c / 8}\bigr)`.
 
-    Status: exact to 1e-9 for two classes, where the difference of the logits is averaged; else an approximation without
-    points whose total variation from the average softmax of ten classes is .03 at variance 1, .07 at 4.
+    Status: exact to 1e-9 for two classes, where the difference of the logits is averaged; otherwise an
+    approximation whose total variation from the average softmax of ten classes is .03 at variance 1, .07 at 4.
 
     Source: MacKay (1992), "The evidence framework applied to classification networks".
     """
 
-    def _log_averaged(self, loc: Tensor, spread: Tensor, is_covariance: bool) -> Tensor:
+    def log_probabilities(self, loc: Tensor, spread: Tensor) -> Tensor:
+        """Average the sigmoid for two classes, and shrink more logits."""
+        is_covariance = spread.dim() > loc.dim()
         variance = torch.diagonal(spread, dim1=-2, dim2=-1) if is_covariance else spread
         if loc.shape[-1] == 2:
             both = variance.sum(-1) - (2 * spread[..., 0, 1] if is_covariance else 0)
             logit = logit_of_expected_sigmoid(GaussianMoments(loc[..., 1] - loc[..., 0], both.clamp_min(0)))
             return logsigmoid(torch.stack([-logit, logit], -1))
         return torch.log_softmax(loc / (1 + math.pi / 8 * variance).sqrt(), -1)
-
-
-@dataclass(frozen=True)
-class LaplaceBridge(ClassLink):
-    r"""The mean of the Dirichlet distribution whose Laplace approximation in logits is the Gaussian.
-
-    .. math:: \alpha_c = \frac1{v_c}\Bigl(1 - \frac2C + \frac{e^{\mu_c}}{C^2}\sum_k e^{-\mu_k}\Bigr),
-
-    with the mean and variances of the logits less their average, :math:`C\mu` and the diagonal of :math:`C \Sigma C`,
-    :math:`C = I - 11^\top/C`: what is added to all logits of an example does not matter.
-
-    Status: crude. The variances of a Dirichlet's logits follow from its means; where those given do not fit, the
-    probabilities are far from the average softmax, by .06 to .5 in total variation in our measurements. Its use is the
-    distribution over probabilities (:meth:`concentration`).
-
-    Source: MacKay (1998), "Choice of basis for Laplace approximation"; Hobbhahn, Kristiadi & Hennig (2022), Eq. 9.
-    """
-
-    def _log_averaged(self, loc: Tensor, spread: Tensor, is_covariance: bool) -> Tensor:
-        return torch.log_softmax(self._log_concentration(loc, spread, is_covariance), -1)
-
-    def concentration(self, loc: Tensor, spread: Tensor) -> Tensor:
-        """Return the concentration of the Dirichlet, ``[*batch, C]``; arguments as :meth:`probabilities`."""
-        return self._log_concentration(loc, spread, spread.dim() == loc.dim() + 1).exp()
-
-    def _log_concentration(self, loc: Tensor, spread: Tensor, is_covariance: bool) -> Tensor:
-        own = torch.diagonal(spread, dim1=-2, dim2=-1) if is_covariance else spread
-        rows = spread.sum(-1) if is_covariance else spread  # covariance of each logit with the sum of all
-        num_classes = loc.shape[-1]
-        mu = loc - loc.mean(-1, keepdim=True)
-        # The diagonal of C S C, with C = I - 11'/K.
-        variance = own - 2 * rows / num_classes + rows.sum(-1, keepdim=True) / num_classes**2
-        variance = variance.clamp_min(torch.finfo(loc.dtype).eps)
-        log_ratio = mu + torch.logsumexp(-mu, -1, keepdim=True) - 2 * math.log(num_classes)
-        return torch.logaddexp(log_ratio, loc.new_tensor(1 - 2 / num_classes).log()) - variance.log()
 
 
 def average_logits(fn: Any, weights: Tensor) -> Tensor:
@@ -156,6 +110,6 @@ def average_logits(fn: Any, weights: Tensor) -> Tensor:
 
 
 def _root(covariance: Tensor) -> Tensor:
-    """A square root that also serves singular covariances."""
+    """Return a square root, also of singular covariances."""
     values, vectors = torch.linalg.eigh(covariance)
     return vectors * values.clamp_min(0).sqrt().unsqueeze(-2)

@@ -16,7 +16,7 @@ from torch import distributions as td
 from pyro_dvi.core.arguments import check_choice
 from pyro_dvi.core.registry import registering
 from pyro_dvi.expectations.expectation import evaluation, find_rule, without_checks
-from pyro_dvi.expectations.labels import gaussian_logits, is_gaussian_logit, logit_of_expected_sigmoid
+from pyro_dvi.expectations.labels import gaussian_logit, gaussian_logits, logit_of_expected_sigmoid
 from pyro_dvi.expectations.points import (
     are_dependent,
     are_distinct,
@@ -68,7 +68,7 @@ class Joint:
     def given_scale(
         self, loc: Tensor, scale: GaussianMoments, num_nodes: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        r"""Return what the mean is at points of the Gaussian h behind the noise scale.
+        r"""Return the conditional mean at points of the Gaussian h behind the noise scale.
 
         .. math:: f \mid h \sim \mathcal N\bigl(\hat f + C (h - \hat h), \Sigma_{f \mid h}\bigr)
 
@@ -156,7 +156,7 @@ def predictive_rule(*families: type) -> Callable[[Callable], Callable]:
 
     The rule is called with the arguments that the distribution was made with, by name (certain ones may be plain
     numbers), and with ``family=``, ``link=``, ``noise=`` or ``joint=`` if it has parameters of these names. A rule
-    without ``joint`` is not asked where several uncertain parameters depend on each other. It may decline by returning
+    without ``joint`` is skipped where several uncertain parameters depend on each other. It may decline by returning
     ``NotImplemented``: a mixture over points follows, as for families without a rule. A rule has to agree with
     quadrature; leave approximations to the mixture.
     """
@@ -173,16 +173,17 @@ def predictive_distribution(
 ) -> td.Distribution:
     """Return the predictive distribution, of the batch and event shape of the family.
 
-    Status: exact for a Normal, LogNormal or MultivariateNormal whose mean only is uncertain, and for Bernoulli; class
-    probabilities as exact as ``link``; an uncertain noise scale as ``noise`` says. Other families are mixtures over the
-    points of :mod:`pyro_dvi.expectations.expectation`: up to two uncertain numbers per density by quadrature, exact to
-    1e-6 where the density varies on the scale of the Gaussian, to some hundredths of a nat where it is much narrower or
-    has a kink; more by Sobol points, with errors of a tenth in the log probability of rare events. So is a Normal whose
-    mean and scale are functions of the very same Gaussian, unless moments are matched.
+    Status: exact for a Normal, LogNormal or MultivariateNormal whose mean only is uncertain, and for Bernoulli;
+    class probabilities as exact as ``link``; an uncertain noise scale as ``noise`` states. Other families are
+    mixtures over the points of :mod:`pyro_dvi.expectations.expectation`: up to two uncertain numbers per density by
+    quadrature, exact to 1e-6 where the density varies on the scale of the Gaussian, to some hundredths of a nat
+    where it is much narrower or has a kink; more by Sobol points, with errors of a tenth in the log probability of
+    rare events. So is a Normal whose mean and scale are functions of the very same Gaussian, unless moments are
+    matched.
 
     Args:
         family: the distribution class.
-        parameters: what the distribution is made with, by name: moments, tensors or numbers.
+        parameters: the arguments of the distribution by name: moments, tensors or numbers.
         link: from Gaussian logits to class probabilities.
         noise: from an uncertain scale of Gaussian noise to a distribution.
         joint: covariances of the Gaussians behind the uncertain parameters of each density; by default all numbers are
@@ -230,7 +231,7 @@ def _over_points(family: type, parameters: Mapping[str, Any], joint: Joint | Non
 
 @predictive_rule(td.Normal, td.LogNormal)
 def normal(family: Any, loc: Any, scale: Any, noise: NoiseLink, joint: Joint | None = None) -> Any:
-    r"""Predictive of (log-)normal noise: :math:`\mathcal N(\mu, v_\mu + s^2)`, or what ``noise`` makes of it."""
+    r"""Predictive of (log-)normal noise: :math:`\mathcal N(\mu, v_\mu + s^2)`, or the result of ``noise``."""
 
     def noisy(mean: Tensor, spread: Any, of_noise: Any) -> Any:
         if joint is not None and joint.event_shape:
@@ -277,16 +278,16 @@ def categorical(
         spread = f.variance if joint is None else joint.between(name, name)
         return family(logits=link.log_probabilities(f.loc, spread))
     if isinstance(probs, GaussianMoments) and probs.link is None:
-        return family(probs=probs.loc.clamp_min(0))  # the average is what the mean is
+        return family(probs=probs.loc.clamp_min(0))  # the average probability is the mean
     return NotImplemented
 
 
 @predictive_rule(td.Bernoulli)
 def bernoulli(family: Any, probs: Any = None, logits: Any = None) -> Any:
     """Predictive of a yes or no: the average probability, exact to 1e-9 for a Gaussian logit."""
-    if is_gaussian_logit(logits, probs):
-        given = probs if logits is None else logits
-        return family(logits=logit_of_expected_sigmoid(gaussian_of(given)))
+    f = gaussian_logit(logits, probs)
+    if f is not None:
+        return family(logits=logit_of_expected_sigmoid(f))
     if isinstance(probs, GaussianMoments):
         return family(probs=probs.loc.clamp(0, 1))
     return NotImplemented

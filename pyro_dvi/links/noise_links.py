@@ -54,7 +54,7 @@ class PointMixture(td.Distribution):
 
     @property
     def support(self) -> Any:
-        """Where observations may lie: what any component can give."""
+        """The union of the supports of the components."""
         return _InAny(self.components.support, self.rank)
 
     @property
@@ -69,7 +69,7 @@ class PointMixture(td.Distribution):
 
     @property
     def function_variance(self) -> Tensor | None:
-        """The part of the variance that is not noise; None where the components do not know theirs."""
+        """The part of the variance that is not noise; None where the components do not state theirs."""
         inner = self.components
         while isinstance(inner, td.Independent):
             inner = inner.base_dist
@@ -78,7 +78,7 @@ class PointMixture(td.Distribution):
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Return the log density, of the batch shape behind any dimensions of draws."""
-        # The rounding of probabilities would end the tails.
+        # Rounded probabilities would cut off the tails.
         log_weights = self.weights.log().reshape(-1, *(1,) * self.rank)
         found = self.components.log_prob(self._beside_points(value)) + log_weights
         return torch.logsumexp(found, -1 - self.rank)
@@ -120,7 +120,7 @@ class PointMixture(td.Distribution):
 
 
 class EqualMixture(td.Distribution):
-    r"""The mixture :math:`\tfrac1K \sum_k p_k(y)` of distributions that are objects of their own.
+    r"""The mixture :math:`\tfrac1K \sum_k p_k(y)` of separate distribution objects.
 
     Args:
         each: the distributions, of one batch and event shape.
@@ -278,7 +278,7 @@ def correlated_normal(loc: Tensor, covariance: Tensor, variance: Any, shape: Siz
 
 
 class Normal(td.Normal):
-    """Gaussian noise around a Gaussian mean, which still knows the variance of the mean, ``function_variance``.
+    """Gaussian noise around a Gaussian mean; keeps the variance of the mean as ``function_variance``.
 
     Args:
         loc: mean of the mean.

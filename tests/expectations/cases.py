@@ -210,10 +210,13 @@ MULTIVARIATE = [
 ]
 
 # Exact up to rounding, or as their docstring says.
-RULES = [*location_scale(), *single_logits(), *rates(), *MULTIVARIATE]
+BY_POINTS = (td.Binomial, td.NegativeBinomial, td.Geometric, td.Exponential, td.Gamma)
+COUNTS = [*single_logits(), *rates()]
+RULES = [*location_scale(), *(case for case in COUNTS if case.family not in BY_POINTS), *MULTIVARIATE]
 
 # Served by log_prob at points.
 NUMERICAL = [
+    *(case for case in COUNTS if case.family in BY_POINTS),
     Case(td.StudentT, {"df": 4.0, "loc": LOC, "scale": 1.0}, REALS, 1e-7, "loc"),
     Case(td.StudentT, {"df": 4.0, "loc": LOC, "scale": SCALES["exp"]}, REALS, 5e-4),
     Case(td.Cauchy, {"loc": LOC, "scale": 1.0}, REALS, 1e-6, "loc"),

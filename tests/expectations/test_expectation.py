@@ -211,7 +211,7 @@ def test_a_mask_may_choose_among_scales_with_a_factor_each():
 )
 def test_the_refusal_of_a_scale_says_which_step_may_have_lost_its_gaussian(lose):
     scale = lose(F.softplus(GaussianMoments(torch.zeros(2), torch.ones(2))))
-    with pytest.raises(UnsupportedError, match=r"later step lost the Gaussian.*two uncertain.*by index"):
+    with pytest.raises(UnsupportedError, match=r"later step .*two uncertain.*by index.* loses the Gaussian"):
         expected_log_prob(td.Normal, {"loc": 0.0, "scale": scale}, torch.zeros(2))
 
 
@@ -276,8 +276,8 @@ def test_a_gaussian_that_leaves_the_domain_is_refused(family, parameters, name):
     "family", [td.Bernoulli, td.Geometric, td.Categorical, td.OneHotCategorical, td.Multinomial]
 )
 def test_probabilities_without_a_gaussian_behind_them_are_refused(family):
-    probs = GaussianMoments(torch.full((3,), 0.3), torch.full((3,), 0.01))
-    with pytest.raises(UnsupportedError, match=rf"{family.__name__}\(logits=f\)"):
+    probs = GaussianMoments(torch.full((3,), 0.3), torch.full((3,), 0.1))
+    with pytest.raises(UnsupportedError, match=rf"{family.__name__}\(probs=.*Give logits="):
         expected_log_prob(family, {"probs": probs}, torch.ones(3))
 
 

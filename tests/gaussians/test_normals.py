@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.distributions import kl_divergence
 
 from pyro_dvi.core.distributions import strip_event_dims
-from pyro_dvi.errors import ArgumentError
 from pyro_dvi.gaussians.normals import MultiplicativeNormal
 from pyro_dvi.runs.divergences import kl_to_priors
 from pyro_dvi.runs.latents import GaussianSite, Latent
@@ -76,21 +75,6 @@ def test_a_plate_leaves_alpha_as_it_is():
 
     fn = pyro.poutine.trace(guide).get_trace().nodes["w"]["fn"]
     assert strip_event_dims(fn).alpha.shape == (1, 3) and fn.batch_shape == (4,)
-
-
-@pytest.mark.parametrize(
-    "alpha, eps, message",
-    [
-        (torch.ones(2, 1, 1), 1e-8, "broadcast"),
-        (torch.ones(1, 2), 1e-8, r"\(1, 2\)"),
-        (ALPHA, 0.0, "eps"),
-        (ALPHA, -1.0, "eps"),
-        (ALPHA, float("nan"), "eps"),
-    ],
-)
-def test_bad_arguments(alpha, eps, message):
-    with pytest.raises(ArgumentError, match=message):
-        MultiplicativeNormal(LOC, alpha, eps)
 
 
 @pytest.mark.parametrize(

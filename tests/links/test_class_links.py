@@ -6,13 +6,12 @@ import math
 import pytest
 import torch
 from torch import Tensor
-from torch import distributions as td
 
 from pyro_dvi.errors import ArgumentError
 from pyro_dvi.expectations.points import shifted_sobol
-from pyro_dvi.links import LaplaceBridge, Probit, SobolSoftmax
+from pyro_dvi.links import Probit, SobolSoftmax
 
-LINKS = [SobolSoftmax(), Probit(), LaplaceBridge()]
+LINKS = [SobolSoftmax(), Probit()]
 every_link = pytest.mark.parametrize("link", LINKS, ids=repr)
 
 
@@ -45,7 +44,6 @@ def total_variation(p: Tensor, q: Tensor) -> float:
         (Probit(), 2, 16.0, 1e-3),
         (Probit(), 10, 0.1, 1e-2),
         (Probit(), 10, 1.0, 0.06),
-        (LaplaceBridge(), 10, 1.0, 0.3),
     ],
     ids=str,
 )
@@ -110,30 +108,7 @@ def test_log_probabilities_of_rare_classes_keep_their_digits(link, num_classes):
     assert found.dtype is torch.float32
     exact = link.log_probabilities(loc.double(), torch.full_like(loc, 1e-3).double())
     torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
-    if not isinstance(link, LaplaceBridge):  # which has other means
-        torch.testing.assert_close(exact, torch.log_softmax(loc.double(), -1), rtol=1e-3, atol=1e-3)
-
-
-def test_the_bridge_inverts_the_laplace_approximation_of_a_dirichlet():
-    alpha = torch.tensor([2.0, 5.0, 0.7, 9.0], dtype=torch.float64)
-    loc = alpha.log() - alpha.log().mean()
-    inverse = 1 / alpha
-    covariance = torch.diag(inverse) - (inverse[:, None] + inverse) / 4 + inverse.sum() / 16
-    torch.testing.assert_close(LaplaceBridge().concentration(loc, covariance), alpha)
-    mean = LaplaceBridge().probabilities(loc, covariance)
-    torch.testing.assert_close(mean, td.Dirichlet(alpha).mean)
-
-
-def test_the_bridge_does_not_see_what_is_added_to_all_logits():
-    loc, _ = problem(4, 2.0)
-    root = torch.randn(24, 4, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    covariance = root @ root.mT
-    expected = LaplaceBridge().concentration(loc, covariance)
-    torch.testing.assert_close(LaplaceBridge().concentration(loc + 3.0, covariance), expected)
-    # An uncertain constant, that varies together with the logits: c = a'z + e for logits z.
-    together = torch.eye(4).to(loc) + torch.tensor([0.5, -1.0, 0.2, 2.0]).to(loc)
-    moved = together @ covariance @ together.mT + 5.0
-    torch.testing.assert_close(LaplaceBridge().concentration(loc, moved), expected)
+    torch.testing.assert_close(exact, torch.log_softmax(loc.double(), -1), rtol=1e-3, atol=1e-3)
 
 
 def test_points_in_parts(monkeypatch):
@@ -153,7 +128,3 @@ def test_any_number_of_batch_dimensions():
 def test_mistakes_are_refused():
     with pytest.raises(ArgumentError, match="must be a positive whole number, not 0"):
         SobolSoftmax(0)
-    with pytest.raises(ArgumentError, match=r"shape \(5, 3\).*got shape \(5, 3, 4\)"):
-        Probit().probabilities(torch.zeros(5, 3), torch.zeros(5, 3, 4))
-    with pytest.raises(ArgumentError, match=r"got shape \(5, 3, 3, 3\)"):
-        Probit().probabilities(torch.zeros(5, 3), torch.zeros(5, 3, 3, 3))

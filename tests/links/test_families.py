@@ -7,7 +7,7 @@ import torch
 from torch import distributions as td
 
 from pyro_dvi.errors import ArgumentError, UnsupportedError
-from pyro_dvi.links import GaussHermite, LaplaceBridge, MomentMatched, Probit, predictive_rule
+from pyro_dvi.links import GaussHermite, MomentMatched, Probit, SobolSoftmax, predictive_rule
 from pyro_dvi.links.families import _RULES, Joint, predictive_distribution
 from pyro_dvi.links.noise_links import PointMixture
 from pyro_dvi.moments import GaussianMoments
@@ -86,7 +86,7 @@ def test_average_counts_of_classes():
 def test_links_of_classes_are_passed_on():
     case = CLASSES[0]
     parameters = case.build(*case.gaussians())
-    for link in (Probit(), LaplaceBridge()):
+    for link in (Probit(), SobolSoftmax(64)):
         p = predictive_distribution(case.family, parameters, link=link).probs
         torch.testing.assert_close(
             p, link.probabilities(parameters["logits"].loc, parameters["logits"].variance)

@@ -266,7 +266,7 @@ def test_the_wrapped_module_predicts_trains_and_is_summarised_like_its_model():
     prediction = dvi.predict(second, guide, (x, y))
     torch.testing.assert_close(prediction.mean, dvi.predict(net, guide, (x, y)).mean)
     for table in (dvi.summary(second, guide), dvi.summary(second, guide, x, y)):
-        assert [(site.name, site.prior) for site in table.sites] == [("net.weight", "earlier posterior")]
+        assert (table["site"], table["prior"]) == (["net.weight"], ["earlier posterior"])
     svi = SVI(second, guide, pyro.optim.Adam({"lr": 0.01}), loss=MomentPropagationELBO())
     history = dvi.fit(svi, [task(1)], 3, progress=False)
     assert len(history["loss"]) == 3

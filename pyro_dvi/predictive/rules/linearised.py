@@ -40,8 +40,8 @@ class Linearised(PredictionRule):
     points.
 
     Args:
-        link: from Gaussian logits, with their covariance, to class probabilities: ``Probit()``, ``SobolSoftmax(n)`` or
-            ``LaplaceBridge()`` of :mod:`pyro_dvi.links`.
+        link: from Gaussian logits, with their covariance, to class probabilities: ``Probit()`` or
+            ``SobolSoftmax(n)`` of :mod:`pyro_dvi.links`.
         noise: from an uncertain noise scale to a predictive: ``GaussHermite(n)``, a mixture, or ``MomentMatched()``, a
             Normal of the same mean and variance.
         num_points: Sobol points where more than two numbers of one observation are uncertain and there is no closed

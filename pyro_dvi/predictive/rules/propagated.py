@@ -177,7 +177,7 @@ class Moments(PredictionRule):
     covariances (:func:`~pyro_dvi.diagnostics.compare_with_sampling` says how much).
 
     Args:
-        link: from moments of logits to probabilities: ``SobolSoftmax()``, ``Probit()``, ``LaplaceBridge()`` of
+        link: from moments of logits to probabilities: ``SobolSoftmax()`` or ``Probit()`` of
             :mod:`pyro_dvi.links`.
         noise: from an uncertain noise scale to a predictive: ``MomentMatched()``, a Normal, or ``GaussHermite(n)``, a
             mixture that keeps the heavier tails and is the sharper of the two.

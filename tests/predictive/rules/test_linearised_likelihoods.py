@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from pyro_dvi import AtMean, Linearised, MeanFieldGuide, Moments, predict
 from pyro_dvi.errors import ArgumentError, GuideError
 from pyro_dvi.laplace import Accept, Dense
-from pyro_dvi.links import LaplaceBridge, Probit, SobolSoftmax
+from pyro_dvi.links import Probit, SobolSoftmax
 from tests.laplace.heads import DRAWS, HEADS, Head
 from tests.laplace.problems import LinearRegression, guide_at
 
@@ -148,7 +148,7 @@ def test_links_of_classes():
     guide = head.guide()
     x, _ = head.data(6, seed=4)
     gaussian = guide.predictive(x)
-    for link in (Probit(), SobolSoftmax(64), LaplaceBridge()):
+    for link in (Probit(), SobolSoftmax(64)):
         found = predict(head.model, guide, x, Linearised(link)).probabilities
         torch.testing.assert_close(found, link.probabilities(gaussian.mean, gaussian.covariance))
     torch.testing.assert_close(
