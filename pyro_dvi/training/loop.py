@@ -18,7 +18,6 @@ from pyro_dvi.errors import ArgumentError, DataError
 from pyro_dvi.runs.explained import explained_errors
 from pyro_dvi.runs.fingerprint import input_shapes
 from pyro_dvi.runs.trained_for import check_trainable, note_trained_for
-from pyro_dvi.training.batch_norm import BatchNormStatistics
 from pyro_dvi.training.between_epochs import EveryStep, Schedule, training_mode, validation_metrics
 from pyro_dvi.training.checkpoint import Checkpoint, save
 from pyro_dvi.training.history import History, posterior_scale
@@ -60,7 +59,6 @@ def fit(
     progress: bool = True,
     lr_schedule: LRScheduler | ReduceLROnPlateau | EveryStep | None = None,
     early_stopping: EarlyStopping | None = None,
-    recompute_batch_norm: bool | BatchNormStatistics = False,
     checkpoint: Checkpoint | str | os.PathLike[str] | None = None,
     device: torch.device | str | None = None,
     history: History | None = None,
@@ -108,9 +106,7 @@ def fit(
             ``ReduceLROnPlateau`` follows ``validation_loss``, or the training loss where there is none.
         early_stopping: when to stop, and whether to restore the best epoch. Needs ``validate``. A history in which the
             patience is used up already is not continued.
-        recompute_batch_norm: recompute the statistics of batch normalisation at the posterior mean in the end.
-        checkpoint: where to save; a path saves every epoch. The last file holds what this call leaves behind, the
-            recomputed statistics of batch normalisation included. See :func:`load` for going on.
+        checkpoint: where to save; a path saves every epoch. See :func:`load` for going on.
         device: move model and guide there first.
         history: of an earlier call, to be continued. One of your own, ``History()``, stays in your hands if the model,
             a callback or the loader raises.
@@ -150,12 +146,10 @@ def fit(
         check_loader(validate, epochs, role="validate")
     if early_stopping is not None and validate is None:
         raise ArgumentError("early_stopping needs validate=: a loader or a callable that returns the metric.")
-    statistics = BatchNormStatistics() if recompute_batch_norm is True else recompute_batch_norm or None
     checkpoint = Checkpoint(checkpoint) if isinstance(checkpoint, (str, os.PathLike)) else checkpoint
     for name, value, kind, examples in (
         ("callbacks", callbacks, Iterable, "a list of functions"),
         ("early_stopping", early_stopping, EarlyStopping, "EarlyStopping(patience=10)"),
-        ("recompute_batch_norm", statistics, BatchNormStatistics, "BatchNormStatistics(), or True"),
         ("checkpoint", checkpoint, Checkpoint, "Checkpoint('run.pt'), or a path"),
         ("history", history, History, "the one that fit or load returned"),
     ):
@@ -173,7 +167,6 @@ def fit(
         callbacks,
         Schedule(route, lr_schedule),
         early_stopping,
-        statistics,
         checkpoint,
         None if device is None else torch.device(device),
         History() if history is None else history,
@@ -190,7 +183,6 @@ class _Run:
     callbacks: Sequence[Callable[[TrainingState], None]]
     schedule: Schedule
     early_stopping: EarlyStopping | None
-    statistics: BatchNormStatistics | None
     checkpoint: Checkpoint | None
     device: torch.device | None
     history: History
@@ -243,21 +235,11 @@ class _Run:
         return "early stopping" if stopping.exhausted(stopping.monitored(self.history)) else None
 
     def _finish(self) -> None:
-        """Leave the weights of the best epoch and statistics of theirs, and save: the best beside the last ones."""
-        history, last = self.history, None
-        if self.early_stopping is not None and self.early_stopping.restore_best and history.best_weights:
-            last = self.route.weights()
-            self.route.set_weights(history.best_weights)
-        try:
-            if self.statistics is not None and history.stopped != "interrupted":
-                self.statistics.recompute(self.route, self.loader, self._target_device())
-                if last is not None:
-                    history.best_weights = self.route.weights()
-        finally:
-            if self.checkpoint is not None:
-                self.route.set_weights(last or {})
-                self._save()
-                self.route.set_weights(history.best_weights if last and history.best_weights else {})
+        """Save the last weights, and leave those of the best epoch in model and guide."""
+        if self.checkpoint is not None:
+            self._save()
+        if self.early_stopping is not None and self.early_stopping.restore_best and self.history.best_weights:
+            self.route.set_weights(self.history.best_weights)
 
     def _epoch(self, epoch: int) -> str | None:
         """Train an epoch; return the reason to stop, if there is one."""
@@ -289,10 +271,7 @@ class _Run:
         """Evaluate what ``validate`` says, in columns of the history."""
         if self.validate is None:
             return {}
-        device = self._target_device()
-        if self.statistics is not None and self.statistics.each_epoch:
-            self.statistics.recompute(self.route, self.loader, device)
-        metrics = self.route.agreed(validation_metrics(self.route, self.validate, device))
+        metrics = self.route.agreed(validation_metrics(self.route, self.validate, self._target_device()))
         return {f"validation_{name}": value for name, value in metrics.items()}
 
     def _after_epoch(self, epoch: int) -> str | None:

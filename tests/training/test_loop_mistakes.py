@@ -152,12 +152,6 @@ MISTAKES = [
         ArgumentError,
         r"early_stopping must .*EarlyStopping\(patience=10\), not 3",
     ),
-    (
-        "statistics",
-        lambda: run(recompute_batch_norm=3),
-        ArgumentError,
-        "recompute_batch_norm must .*True, not 3",
-    ),
     ("model and guide", lambda: fit(Net(), "guide", sequence()), ArgumentError, "Write\n.*SVI.model, guide"),
     (
         "class as loss",
