@@ -292,8 +292,6 @@ class _Run:
             self.route.initialise(args, kwargs)
         for module in self.route.loose_modules:
             module.train()
-        if self.checkpoint is not None:
-            self.checkpoint.check_covers(self.route.loose_modules)
         check_parameters(self.route)
         claim_parameters(self.route)
         note_trained_for(self.route.guide, getattr(self.route.elbo, "prediction_rule", "Samples"))
@@ -329,7 +327,6 @@ class _Run:
             lr_schedule=self.schedule.saved,
             history=self.history,
             loader=self.loader,
-            modules=self.checkpoint.modules,
         )
 
     def _target_device(self) -> torch.device | None:

@@ -134,6 +134,10 @@ class Route(ABC):
         parts = {"model": self.model, "guide": self.guide}
         return {role: part for role, part in parts.items() if isinstance(part, nn.Module)}
 
+    def all_modules(self) -> dict[str, nn.Module]:
+        """Return model and guide, as far as they are modules, and the modules that functions call."""
+        return {**self.modules(), **{f"called {i}": module for i, module in enumerate(self.loose_modules)}}
+
     def parameters(self) -> dict[str, Tensor]:
         """Return every unconstrained parameter once, by the name that an error message should use."""
         named: dict[str, Tensor] = {}
@@ -152,8 +156,7 @@ class Route(ABC):
     def tensors(self) -> dict[str, Tensor]:
         """Return parameters and buffers: everything that makes the weights of an epoch."""
         named = {f"parameter {name}": parameter.detach() for name, parameter in self.parameters().items()}
-        parts = {**self.modules(), **{f"called {i}": module for i, module in enumerate(self.loose_modules)}}
-        for name, buffer in nn.ModuleDict(parts).named_buffers():
+        for name, buffer in nn.ModuleDict(self.all_modules()).named_buffers():
             named[f"buffer {name}"] = buffer.detach()
         return named
 
@@ -198,14 +201,19 @@ class Route(ABC):
         optimizer, position = self._rate
         return float(optimizer.param_groups[position]["lr"]) * getattr(optimizer, "rate_factor", 1.0)
 
-    def initialise(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def initialise(self, args: tuple[Any, ...], kwargs: dict[str, Any], always: bool = False) -> None:
         """Make parameters exist that a first call creates, and find the modules that functions call.
 
         Buffers stay as they are. Automatic guides look at the model here instead of inside the first step, so
         that its state before the step is known.
+
+        Args:
+            args: positional arguments of model and guide.
+            kwargs: their keyword arguments.
+            always: also run modules that have all their parameters, which may ask for more in Pyro's store.
         """
         looks = isinstance(self.guide, AutoGuide) and self.guide.prototype_trace is None
-        if len(self.modules()) == 2 and not looks:
+        if len(self.modules()) == 2 and not looks and not always:
             return
         # A run that only looks around must not change what a resumed training draws. The first look of an automatic
         # guide is part of the training: it draws the start.
@@ -220,7 +228,7 @@ class Route(ABC):
         ):
             with torch.enable_grad():  # as in training, where a LaplaceGuide is a point mass
                 trace = poutine.trace(self.guide).get_trace(*args, **kwargs)
-            if not isinstance(self.model, nn.Module):
+            if always or not isinstance(self.model, nn.Module):
                 replayed = poutine.trace(poutine.replay(self.model, trace=trace), param_only=True)
                 sites = replayed.get_trace(*args, **kwargs).nodes.values()
                 self.model_parameters = {id(site["value"].unconstrained()) for site in sites}
