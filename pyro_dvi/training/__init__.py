@@ -3,7 +3,7 @@
 
 from pyro_dvi.training.batch_norm import recompute_batch_norm
 from pyro_dvi.training.checkpoint import Checkpoint, load, save
-from pyro_dvi.training.data_parallel import DataParallel, JointBatches
+from pyro_dvi.training.data_parallel import DataParallel
 from pyro_dvi.training.ensemble import EnsembleGuide, train_ensemble
 from pyro_dvi.training.history import History
 from pyro_dvi.training.loop import fit
@@ -15,7 +15,6 @@ __all__ = [
     "EarlyStopping",
     "EnsembleGuide",
     "History",
-    "JointBatches",
     "fit",
     "load",
     "recompute_batch_norm",

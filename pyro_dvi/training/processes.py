@@ -51,15 +51,14 @@ def exchange(message: T, group: Any) -> list[T]:
         td.all_gather_object(messages, message, group=group)
     except RuntimeError as error:
         raise PyroDviError(
-            f"process {td.get_rank(group)} waited for the others, but not all came: one has ended or failed, or has no "
-            "batch left where this one has. Every process must take as many steps: give all as many batches, as "
-            "torch's DistributedSampler does, or let DataParallel go on without those that have none, by for x, y in "
-            f"JointBatches(loader, elbo). ({str(error).splitlines()[0]})"
+            f"process {td.get_rank(group)} waited for the others, but one has ended or failed, or has no batch left: "
+            "give every process as many batches, as torch's DistributedSampler does "
+            f"({str(error).splitlines()[0]})"
         ) from error
     return messages
 
 
-def exchange_results(work: Callable[[], T], group: Any, what: str = "") -> list[T]:
+def exchange_results(work: Callable[[], T], group: Any) -> list[T]:
     """Let each process do some work by itself, and return the results of all, in their order.
 
     Raises:
@@ -77,7 +76,7 @@ def exchange_results(work: Callable[[], T], group: Any, what: str = "") -> list[
         raise failure
     for k, (_, failed) in enumerate(messages):
         if failed is not None:
-            raise PyroDviError(f"{what}process {k} failed: {failed}")
+            raise PyroDviError(f"process {k} failed: {failed}")
     return [other for other, _ in messages]
 
 
@@ -88,17 +87,15 @@ def weights_of(fractions: list[dict[str, float]], whole_data: bool) -> list[floa
     sites = fractions[0]
     if not sites or any(set(other) != set(sites) for other in fractions):
         raise ModelError(
-            f"the processes do not observe the same sites: {[sorted(other) for other in fractions]}. Each needs some "
-            "of the data in every step."
+            f"the processes do not observe the same sites: {[sorted(other) for other in fractions]}"
         )
     split = [site for site in sites if any(other[site] != 1.0 for other in fractions)]
     if not split:
         if whole_data:
             return [1 / len(fractions)] * len(fractions)
         raise DataError(
-            f"observed site {next(iter(sites))!r} does not say how large the data set is, so the parts of the "
-            "processes cannot be put together: use pyro.plate('data', size=N, subsample_size=len(x)) with the "
-            "number N of all examples. If every process has all of them, pass own_draws=True."
+            f"observed site {next(iter(sites))!r} does not say how large the data set is: use pyro.plate('data', "
+            "size=N, subsample_size=len(x)), or own_draws=True if every process has all N examples"
         )
     totals = {site: math.fsum(other[site] for other in fractions) for site in split}
     first, *others = ([other[site] / totals[site] for other in fractions] for site in split)
@@ -129,9 +126,7 @@ def weighted_sums(tensors: list[Any], weight: float, group: Any) -> list[Tensor]
 def create_parameters(model: Any, guide: Any, args: tuple, kwargs: dict) -> None:
     """Make parameters exist that a first call creates."""
     looks = getattr(guide, "prototype_trace", True) is None
-    if looks and hasattr(guide, "initialize"):
-        guide.initialize(*args, **kwargs)
-    elif looks or not (isinstance(model, nn.Module) and isinstance(guide, nn.Module)):
+    if looks or not (isinstance(model, nn.Module) and isinstance(guide, nn.Module)):
         with undisturbed(), torch.no_grad(), poutine.block():
             trace = poutine.trace(guide).get_trace(*args, **kwargs)
             poutine.replay(model, trace=trace)(*args, **kwargs)
@@ -146,9 +141,8 @@ def refuse_synchronised(model: Any) -> None:
     for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
         if isinstance(module, nn.SyncBatchNorm):
             raise UnsupportedError(
-                f"layer {name!r} is torch.nn.SyncBatchNorm, which talks to the other processes whenever the model "
-                "runs; objectives run it at times of their own. Use nn.BatchNorm1d/2d/3d, whose running statistics "
-                "DataParallel averages, or nn.GroupNorm or nn.LayerNorm, which need no statistics of the minibatch."
+                f"layer {name!r} is torch.nn.SyncBatchNorm, which would wait for the other processes inside the model: "
+                "use nn.BatchNorm1d/2d/3d, whose running statistics DataParallel averages, or nn.GroupNorm"
             )
 
 
@@ -176,9 +170,8 @@ def named_leaves(loss: Tensor, model: Any, guide: Any) -> dict[str, Tensor]:
     for leaf in leaves_of([loss]):
         if id(leaf) not in names:
             raise GuideError(
-                f"the loss depends on a tensor of shape {tuple(leaf.shape)} with gradients that is no parameter of "
-                "the model, the guide or Pyro's store, so processes cannot tell which of theirs it is: make it an "
-                "nn.Parameter or pyro.param"
+                f"the loss depends on a tensor of shape {tuple(leaf.shape)} that is no parameter of model, guide "
+                "or Pyro's store: make it an nn.Parameter or pyro.param"
             )
         leaves[names[id(leaf)]] = leaf
     return leaves
