@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pyro_dvi.core.arguments import check_choice, check_count
+from pyro_dvi.core.arguments import check_count
 from pyro_dvi.core.batches import arguments
 from pyro_dvi.errors import CheckpointError, GuideError
 from pyro_dvi.runs.fingerprint import Fingerprint, central_values, stand_ins
@@ -73,11 +73,10 @@ def save(
         loader: the training loader; the state of its ``generator`` is saved, so that shuffling goes on as it would.
 
     Raises:
-        ArgumentError: if ``svi`` is neither of the two, or ``history`` is none.
+        ArgumentError: if ``svi`` is neither of the two.
         CheckpointError: if the file cannot be written, or a function is given without the history of its training.
     """
     history = History() if history is None else history
-    check_choice("history", history, History, "the one that fit returned")
     route = route_of(svi, optimizer, train=False)
     fingerprint = None
     if history.inputs is not None:

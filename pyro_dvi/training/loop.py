@@ -4,7 +4,7 @@
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,13 +18,19 @@ from pyro_dvi.errors import ArgumentError, DataError
 from pyro_dvi.runs.explained import explained_errors
 from pyro_dvi.runs.fingerprint import input_shapes
 from pyro_dvi.runs.trained_for import check_trainable, note_trained_for
-from pyro_dvi.training.between_epochs import EveryStep, Schedule, training_mode, validation_metrics
+from pyro_dvi.training.between_epochs import (
+    EarlyStopping,
+    EveryStep,
+    Schedule,
+    delayed_interrupts,
+    training_mode,
+    validation_metrics,
+)
 from pyro_dvi.training.checkpoint import Checkpoint, save
 from pyro_dvi.training.history import History, posterior_scale
-from pyro_dvi.training.parameter_checks import check_parameters, claim_parameters, warn_of_decaying_scales
+from pyro_dvi.training.parameter_checks import check_parameters, claim_parameters
 from pyro_dvi.training.rollback import Rollback
 from pyro_dvi.training.routes import Route, route_of
-from pyro_dvi.training.stopping import EarlyStopping, Interrupts
 
 
 @dataclass
@@ -104,7 +110,7 @@ def fit(
         lr_schedule: a torch scheduler of ``optimizer``, stepped after every epoch; wrap it in :class:`EveryStep` for
             every step. A ``PyroLRScheduler`` in the SVI is stepped after every epoch of its own accord.
             ``ReduceLROnPlateau`` follows ``validation_loss``, or the training loss where there is none.
-        early_stopping: when to stop, and whether to restore the best epoch. Needs ``validate``. A history in which the
+        early_stopping: stop early, with the weights of the best epoch. Needs ``validate``. A history in which the
             patience is used up already is not continued.
         checkpoint: where to save; a path saves every epoch. See :func:`load` for going on.
         device: move model and guide there first.
@@ -120,7 +126,6 @@ def fit(
             than that of another process.
         ArgumentError: an option is out of range, or does not go with the way of training.
         GuideError: the optimizer lacks parameters, or Pyro's store holds another model's under the same names.
-        DeviceError: parameters live on several devices.
 
     Example:
         >>> import pyro, pyro.distributions as dist
@@ -144,32 +149,23 @@ def fit(
     check_loader(loader, max(epochs, 1))
     if validate is not None and not callable(validate):
         check_loader(validate, epochs, role="validate")
-    if early_stopping is not None and validate is None:
-        raise ArgumentError("early_stopping needs validate=: a loader or a callable that returns the metric.")
-    checkpoint = Checkpoint(checkpoint) if isinstance(checkpoint, (str, os.PathLike)) else checkpoint
-    for name, value, kind, examples in (
-        ("callbacks", callbacks, Iterable, "a list of functions"),
-        ("early_stopping", early_stopping, EarlyStopping, "EarlyStopping(patience=10)"),
-        ("checkpoint", checkpoint, Checkpoint, "Checkpoint('run.pt'), or a path"),
-        ("history", history, History, "the one that fit or load returned"),
-    ):
-        if value is not None:
-            check_choice(name, value, kind, examples)
+    if early_stopping is not None:
+        check_choice("early_stopping", early_stopping, EarlyStopping, "EarlyStopping(patience=10)")
+        if validate is None:
+            raise ArgumentError(
+                "early_stopping needs validate=: a loader or a callable that returns the metric."
+            )
+    if isinstance(checkpoint, (str, os.PathLike)):
+        checkpoint = Checkpoint(checkpoint)
     if device is not None:
         for part in route.modules().values():
             part.to(device)
     check_trainable(route.guide, route.elbo)
     check_parameters(route)
+    schedule, history = Schedule(route, lr_schedule), History() if history is None else history
+    place = None if device is None else torch.device(device)
     return _Run(
-        route,
-        loader,
-        validate,
-        callbacks,
-        Schedule(route, lr_schedule),
-        early_stopping,
-        checkpoint,
-        None if device is None else torch.device(device),
-        History() if history is None else history,
+        route, history, loader, validate, callbacks, schedule, early_stopping, checkpoint, place
     ).train(epochs, progress)
 
 
@@ -178,6 +174,7 @@ class _Run:
     """One call of :func:`fit`."""
 
     route: Route
+    history: History
     loader: Iterable[Any]
     validate: Callable[[], Any] | Iterable[Any] | None
     callbacks: Sequence[Callable[[TrainingState], None]]
@@ -185,11 +182,6 @@ class _Run:
     early_stopping: EarlyStopping | None
     checkpoint: Checkpoint | None
     device: torch.device | None
-    history: History
-    interrupts: Interrupts = field(default_factory=Interrupts)
-    rollback: Rollback = field(init=False)
-    bar: Any = None
-    looked_at_updates: bool = False
 
     def __post_init__(self) -> None:
         self.rollback = Rollback(self.route, self.history)
@@ -204,7 +196,7 @@ class _Run:
             if self.schedule.scheduler is None and hasattr(self.route.steered, "set_total_steps"):
                 self.route.steered.set_total_steps(last * steps)
         with (
-            progress_bar(progress, None if steps is None else epochs * steps) as self.bar,
+            progress_bar(progress, None if steps is None else epochs * steps) as self._bar,
             self.route.informed(self.loader),
             training_mode(self.route),
         ):
@@ -217,7 +209,7 @@ class _Run:
         history, checkpoint = self.history, self.checkpoint
         history.stopped = self._stopped_before()
         try:
-            with self.interrupts.caught():
+            with delayed_interrupts() as self._check_signals:
                 while history.stopped is None and history.epoch < last:
                     history.stopped = self._epoch(history.epoch + 1)
                     unfinished = history.stopped is None and history.epoch < last
@@ -238,7 +230,7 @@ class _Run:
         """Save the last weights, and leave those of the best epoch in model and guide."""
         if self.checkpoint is not None:
             self._save()
-        if self.early_stopping is not None and self.early_stopping.restore_best and self.history.best_weights:
+        if self.early_stopping is not None and self.history.best_weights:
             self.route.set_weights(self.history.best_weights)
 
     def _epoch(self, epoch: int) -> str | None:
@@ -246,10 +238,7 @@ class _Run:
         started, first = time.perf_counter(), self.history.step
         for batch in self.loader:
             self._step(epoch, *arguments(batch, self._target_device()))
-            self.interrupts.check()
-        if not self.looked_at_updates:
-            warn_of_decaying_scales(self.route)
-            self.looked_at_updates = True
+            self._check_signals()
         steps = self.history.step - first
         if not steps:
             raise DataError(f"The loader yielded no batch in epoch {epoch}. Can it be read more than once?")
@@ -264,7 +253,7 @@ class _Run:
         self.schedule.after_epoch(record.get("validation_loss", record["loss"]))
         self.rollback.remember()
         stopped = self._after_epoch(epoch)
-        self.interrupts.check()
+        self._check_signals()
         return stopped
 
     def _validated(self) -> dict[str, float]:
@@ -316,8 +305,8 @@ class _Run:
         row["lr"] = self.route.learning_rate()
         self.history.steps.append(**row)
         self.schedule.after_step()
-        self.bar.update()
-        self.bar.set_postfix(epoch=epoch, loss=f"{loss:.5g}", refresh=False)
+        self._bar.update()
+        self._bar.set_postfix(epoch=epoch, loss=f"{loss:.5g}", refresh=False)
 
     def _save(self) -> None:
         assert self.checkpoint is not None

@@ -7,6 +7,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from itertools import chain
 from typing import Any
 
 import pyro
@@ -22,7 +23,7 @@ from torch.optim import Optimizer
 
 from pyro_dvi.core.batches import dataset_size
 from pyro_dvi.core.undisturbed import modules_met, preserve_buffers
-from pyro_dvi.errors import ArgumentError, DeviceError, GuideError, NonFiniteError, UnsupportedError
+from pyro_dvi.errors import ArgumentError, GuideError, NonFiniteError, UnsupportedError
 from pyro_dvi.optim.joint_optim import JointOptim, load_state, torch_optimizer
 from pyro_dvi.optim.learning_rates import SCALE_PATTERN, check_parts, is_uninitialised, parameter_names
 from pyro_dvi.runs.observed import check_list, check_num_data, observation
@@ -172,23 +173,10 @@ class Route(ABC):
             current[name].copy_(weights[name])
 
     def device(self) -> torch.device | None:
-        """Return the device of the parameters, or None while there are none.
-
-        Raises:
-            DeviceError: if they live on several.
-        """
-        places: dict[torch.device, str] = {}
-        for name, parameter in self.parameters().items():
-            places.setdefault(parameter.device, name)
-        if len(places) > 1:
-            (one, first), (two, second), *_ = places.items()
-            raise DeviceError(
-                f"Parameter {first!r} is on {one}, parameter {second!r} on {two}. Move model and guide to one device "
-                "before training: fit(..., device=...)."
-            )
+        """Return the device of the first parameter or buffer, or None while there are none."""
         # A network whose weights are all latent has no parameters before its guide has run, but buffers.
-        buffers = (buffer.device for part in self.modules().values() for buffer in part.buffers())
-        return next(iter(places or buffers), None)
+        buffers = (buffer for part in self.modules().values() for buffer in part.buffers())
+        return next((tensor.device for tensor in chain(self.parameters().values(), buffers)), None)
 
     def learning_rate(self) -> float:
         """Return the learning rate of the means (of the first parameter that is not a posterior scale)."""

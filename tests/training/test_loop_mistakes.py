@@ -11,8 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from pyro_dvi.errors import ArgumentError, DataError, GuideError, UnsupportedError
-from pyro_dvi.training import Checkpoint, EarlyStopping, History, fit, save
-from pyro_dvi.training.between_epochs import EveryStep
+from pyro_dvi.training import EarlyStopping, fit
 from pyro_dvi.variational_laplace.taylor import TaylorELBO
 from tests.training.problems import Net, data, module_of, sequence, svi_of, weights_of
 
@@ -82,12 +81,6 @@ def functional_module_route():
     return fit(Trace_ELBO()(lambda: None, guide), [()], 1, optimizer=torch.optim.Adam(guide.parameters()))
 
 
-def plateau_every_step():
-    module, optimizer = module_of(NET)
-    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-    return fit(module, sequence(), 1, optimizer=optimizer, lr_schedule=EveryStep(plateau), progress=False)
-
-
 def run(loader=None, epochs=1, **options):
     return fit(svi(), sequence() if loader is None else loader, epochs, progress=False, **options)
 
@@ -134,18 +127,6 @@ MISTAKES = [
         ArgumentError,
         "Expected pyro.infer.SVI.*got Net",
     ),
-    (
-        "checkpoint=3",
-        lambda: run(checkpoint=3),
-        ArgumentError,
-        r"checkpoint must .*Checkpoint\('run.pt'\).* not 3",
-    ),
-    ("checkpoint=True", lambda: run(checkpoint=True), ArgumentError, "checkpoint must .*path, not True"),
-    ("class of a checkpoint", lambda: run(checkpoint=Checkpoint), ArgumentError, r"write Checkpoint\(...\)"),
-    ("history='a'", lambda: run(history="a"), ArgumentError, "history must .*fit or load returned, not 'a'"),
-    ("class of a history", lambda: run(history=History), ArgumentError, r"history.*write History\(...\)"),
-    ("saved history", lambda: save("no file", svi(), history="a"), ArgumentError, "history must .* not 'a'"),
-    ("callback alone", lambda: run(callbacks=print), ArgumentError, "callbacks must .*a list of functions"),
     (
         "patience alone",
         lambda: run(validate=lambda: 1.0, early_stopping=3),
@@ -210,13 +191,7 @@ MISTAKES = [
         "unknown metric",
         lambda: run(validate=lambda: {"nll": 1.0}, early_stopping=EarlyStopping(monitor="NLL")),
         ArgumentError,
-        "monitors 'NLL'.*reports 'nll'",
-    ),
-    (
-        "validation without numbers",
-        lambda: run(validate=lambda: "good"),
-        ArgumentError,
-        "number or a mapping",
+        "monitors 'NLL', but validate reports 'nll'",
     ),
     ("empty validation", lambda: run(validate=[]), DataError, "validate is empty"),
     (
@@ -226,7 +201,6 @@ MISTAKES = [
         "validate is an iterator",
     ),
     ("no patience", lambda: EarlyStopping(patience=0), ArgumentError, "patience must be"),
-    ("negative min_delta", lambda: EarlyStopping(min_delta=-1.0), ArgumentError, "min_delta must not"),
     ("torch scheduler for SVI", foreign_scheduler, ArgumentError, "an SVI carries its schedule"),
     (
         "number as schedule",
@@ -234,7 +208,6 @@ MISTAKES = [
         ArgumentError,
         "lr_schedule must be .*torch.optim.lr_scheduler",
     ),
-    ("plateau every step", plateau_every_step, ArgumentError, "do not wrap it in EveryStep"),
 ]
 
 
@@ -265,14 +238,3 @@ def test_settings_survive_a_mistake():
         fit(target, DataLoader(TensorDataset(torch.ones(4, 9), torch.ones(4))), 1, progress=False)
     assert target.loss.__self__.num_data is None
     assert not any(module.training for module in target.model.modules())
-
-
-def test_mixed_devices_are_named():
-    from pyro_dvi.errors import DeviceError
-
-    target = svi()
-    target.guide(*sequence()[0])
-    target.model.first.bias = nn.Parameter(torch.empty(4, device="meta"))
-    pyro.clear_param_store()
-    with pytest.raises(DeviceError, match=r"'first.weight' is on cpu, parameter 'first.bias' on meta"):
-        fit(target, sequence(), 1, progress=False)
