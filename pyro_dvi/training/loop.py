@@ -3,20 +3,24 @@
 
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from pyro.poutine.messenger import Messenger
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from pyro_dvi.core.arguments import check_choice, check_count
-from pyro_dvi.core.batches import arguments, check_loader, number_of_batches
+from pyro_dvi.core.batches import arguments, check_loader, dataset_size, number_of_batches
 from pyro_dvi.core.progress import progress_bar
 from pyro_dvi.errors import ArgumentError, DataError
 from pyro_dvi.runs.explained import explained_errors
 from pyro_dvi.runs.fingerprint import input_shapes
+from pyro_dvi.runs.observed import check_list, check_num_data, observation
+from pyro_dvi.runs.sites import is_data
 from pyro_dvi.runs.trained_for import check_trainable, note_trained_for
 from pyro_dvi.training.between_epochs import (
     EarlyStopping,
@@ -197,7 +201,7 @@ class _Run:
                 self.route.steered.set_total_steps(last * steps)
         with (
             progress_bar(progress, None if steps is None else epochs * steps) as self._bar,
-            self.route.informed(self.loader),
+            _informed(self.route, self.loader) as self._first_step,
             training_mode(self.route),
         ):
             self._train_until(last)
@@ -291,7 +295,9 @@ class _Run:
         try:
             if not self.rollback.snapshots:
                 self._prepare(args, kwargs)
-            loss = self.route.checked_step(args, kwargs)
+            check, self._first_step = self._first_step, nullcontext()
+            with check:
+                loss = self.route.step(args, kwargs)
             self.rollback.trust()
         except Exception as error:
             diverged = self.rollback.after(error, epoch, args, kwargs)
@@ -320,3 +326,47 @@ class _Run:
 
     def _target_device(self) -> torch.device | None:
         return self.device or self.route.device()
+
+
+@contextmanager
+def _informed(route: Route, loader: Iterable[Any]) -> Iterator[Any]:
+    """Let the objective see the optimizer, and tell it the size of the data set while training lasts.
+
+    Yields:
+        A context for the first step, which compares the size with the plate of the model where the objective does not:
+        objectives without ``num_data``, and lists of batches. Of several processes each may have a list of its share.
+    """
+    elbo, size = route.elbo, dataset_size(loader)
+    check: Any = nullcontext()
+    told, known = hasattr(elbo, "num_data"), getattr(elbo, "num_data", None)
+    shared = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if size is not None and not told:
+        check = _SitesSeen(lambda seen: check_num_data([*map(observation, filter(is_data, seen))], size))
+    elif isinstance(loader, (list, tuple)) and not shared and known is None:
+        check = _SitesSeen(lambda seen: check_list(seen, loader, told))
+    if hasattr(elbo, "prepare"):
+        elbo.prepare(route.guide, route.steered)
+    if told and known is None:
+        elbo.num_data = size
+    try:
+        yield check
+    finally:
+        if told:
+            elbo.num_data = known
+
+
+class _SitesSeen(Messenger):
+    """Hand the sites of a step to a check after the step."""
+
+    def __init__(self, check: Callable[[list[Any]], None]) -> None:
+        super().__init__()
+        self.check = check
+        self.seen: list[Any] = []
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        if error[0] is None:
+            self.check(self.seen)
+
+    def _pyro_post_sample(self, msg: Any) -> None:
+        self.seen.append(msg)

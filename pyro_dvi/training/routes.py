@@ -5,8 +5,8 @@ import copy
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from itertools import chain
 from typing import Any
 
@@ -17,17 +17,13 @@ from pyro.infer import SVI
 from pyro.infer.autoguide import AutoGuide
 from pyro.infer.elbo import ELBO, ELBOModule
 from pyro.infer.util import zero_grads
-from pyro.poutine.messenger import Messenger
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pyro_dvi.core.batches import dataset_size
 from pyro_dvi.core.undisturbed import modules_met, preserve_buffers
 from pyro_dvi.errors import ArgumentError, GuideError, NonFiniteError, UnsupportedError
 from pyro_dvi.optim.joint_optim import JointOptim, load_state, torch_optimizer
 from pyro_dvi.optim.learning_rates import SCALE_PATTERN, check_parts, is_uninitialised, parameter_names
-from pyro_dvi.runs.observed import check_list, check_num_data, observation
-from pyro_dvi.runs.sites import is_data
 from pyro_dvi.training.random_state import preserve_random_state
 
 _SCALE = re.compile(SCALE_PATTERN)
@@ -40,6 +36,7 @@ class Route(ABC):
         model: the Pyro model, a module or a function.
         guide: the guide, a module or a function.
         elbo: the ELBO, or None where the loss is a plain function.
+        loss: the function of model, guide and a batch that evaluates the objective.
         steered: the optimizer object that the user gave, or None to predict only.
 
     Attributes:
@@ -50,20 +47,15 @@ class Route(ABC):
 
     kind: str
 
-    def __init__(self, model: Any, guide: Any, elbo: Any, steered: Any) -> None:
-        self.model, self.guide, self.elbo, self.steered = model, guide, elbo, steered
+    def __init__(self, model: Any, guide: Any, elbo: Any, loss: Any, steered: Any) -> None:
+        self.model, self.guide, self.elbo, self.loss, self.steered = model, guide, elbo, loss, steered
         self.loose_modules: list[nn.Module] = []
         self.model_parameters: set[int] = set()
         self._rate: tuple[Optimizer, int] | None = None
-        self._first_step: Any = nullcontext()
 
     @abstractmethod
     def step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
         """Take a training step, or raise :class:`NonFiniteError` before the update."""
-
-    @abstractmethod
-    def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-        """Return the loss of a batch without training."""
 
     @abstractmethod
     def optimizer_state(self) -> dict[str, Any]:
@@ -90,45 +82,10 @@ class Route(ABC):
         """Return the value of the first process, where several train."""
         return getattr(self.elbo, "agreed", lambda own: own)(value)
 
-    @contextmanager
-    def informed(self, loader: Iterable[Any]) -> Iterator[None]:
-        """Let the objective see the optimizer, and tell it the size of the data set while training lasts.
-
-        The size is compared with the plate of the model: by an ELBO that can do so, for others and for a list of
-        batches in the first step. Of several processes each may have a list of its own share.
-        """
-        size = dataset_size(loader)
-        told = hasattr(self.elbo, "num_data")
-        known = getattr(self.elbo, "num_data", None)
-        shared = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if size is not None and not told:
-            self._first_step = _SitesSeen(
-                lambda seen: check_num_data([*map(observation, filter(is_data, seen))], size)
-            )
-        elif isinstance(loader, (list, tuple)) and not shared and known is None:
-            self._first_step = _SitesSeen(lambda seen: check_list(seen, loader, told))
-        if hasattr(self.elbo, "prepare"):
-            self.elbo.prepare(self.guide, self.steered)
-        if told and known is None:
-            self.elbo.num_data = size
-        try:
-            yield
-        finally:
-            self._first_step = nullcontext()
-            if told:
-                self.elbo.num_data = known
-
-    def checked_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-        """Take a training step; the first one only with a plate that fits the data set.
-
-        Raises:
-            DataError: if the plate of the model does not scale the minibatch up to the data set.
-            NonFiniteError: before the update.
-        """
-        with self._first_step:
-            loss = self.step(args, kwargs)
-        self._first_step = nullcontext()
-        return loss
+    def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+        """Return the loss of a batch without training."""
+        with torch.no_grad():
+            return float(self.loss(self.model, self.guide, *args, **kwargs))
 
     def modules(self) -> dict[str, nn.Module]:
         """Return model and guide, as far as they are modules."""
@@ -233,13 +190,13 @@ class SVIRoute(Route):
     def __init__(self, svi: SVI) -> None:
         if pyro.settings.get("module_local_params"):
             raise UnsupportedError(
-                "pyro.infer.SVI does not work with pyro.settings module_local_params=True: its optimizers look "
-                "parameters up in the global store. Train elbo(model, guide) with a torch optimizer instead: "
+                "pyro.infer.SVI does not work with module_local_params=True. Train elbo(model, guide): "
                 "fit(elbo(model, guide), loader, epochs, optimizer=torch.optim.Adam(parameter_groups(...)))."
             )
         self.svi = svi
         owner = getattr(svi.loss, "__self__", None)
-        super().__init__(svi.model, svi.guide, owner if isinstance(owner, ELBO) else None, svi.optim)
+        elbo = owner if isinstance(owner, ELBO) else None
+        super().__init__(svi.model, svi.guide, elbo, svi.loss, svi.optim)
 
     def step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
         """Take a step as ``svi.step`` does, but look at the loss before the update.
@@ -255,9 +212,8 @@ class SVIRoute(Route):
         by_pyro = getattr(svi.loss_and_grads, "__qualname__", "").startswith("SVI.")
         if by_pyro and not getattr(loss, "requires_grad", False):
             raise ArgumentError(
-                f"The loss of the SVI, {svi.loss!r}, has no gradient, so no parameter would be updated: write "
-                "loss=elbo in place of loss=elbo.loss. A function of your own has to return a tensor that depends on "
-                "the parameters."
+                f"The loss of the SVI, {svi.loss!r}, has no gradient. Write loss=elbo in place of loss=elbo.loss; a "
+                "function of your own has to return a tensor that depends on the parameters."
             )
         value = _finite(loss)
         sites: Any = capture.trace.nodes.values()
@@ -265,10 +221,6 @@ class SVIRoute(Route):
         svi.optim(parameters)
         zero_grads(parameters)
         return value
-
-    def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-        """Evaluate with ``svi.evaluate_loss``."""
-        return float(self.svi.evaluate_loss(*args, **kwargs))
 
     def optimizer_state(self) -> dict[str, Any]:
         """Return the state by parameter name, with what a load left for parameters that are still to be stepped."""
@@ -321,7 +273,7 @@ class ModuleRoute(Route):
     kind = "ELBOModule"
 
     def __init__(self, module: ELBOModule, optimizer: Any, train: bool) -> None:
-        super().__init__(module.model, module.guide, module.elbo, optimizer)
+        super().__init__(module.model, module.guide, module.elbo, module.elbo.loss, optimizer)
         self.module, self.optimizer = module, optimizer
         check_parts(module)
         held = {name for name, *_ in self.optimizer_groups()} if train else set()
@@ -331,8 +283,7 @@ class ModuleRoute(Route):
             what = ", ".join(missing[:5]) or f"{type(self.guide).__name__}, which has none yet"
             raise GuideError(
                 f"The optimizer does not hold {len(missing) or 'the'} parameters of the model and guide: {what}. Call "
-                "the guide once, guide(*batch), build the optimizer from parameter_groups(elbo(model, guide), base) "
-                "after that, and freeze with requires_grad_(False) what should stay as it is."
+                "guide(*batch) before you build it, and freeze other parameters with requires_grad_(False)."
             )
 
     def step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
@@ -343,11 +294,6 @@ class ModuleRoute(Route):
         loss.backward()
         self.optimizer.step()
         return value
-
-    def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-        """Evaluate with ``elbo.loss``."""
-        with torch.no_grad():
-            return float(self.elbo.loss(self.model, self.guide, *args, **kwargs))
 
     def optimizer_state(self) -> dict[str, Any]:
         """Return the state of the torch optimizer."""
@@ -384,10 +330,8 @@ def route_of(target: Any, optimizer: Optimizer | None = None, *, train: bool = T
         raise ArgumentError(f"The loss of the SVI is the class {loss.__name__}: write loss={loss.__name__}()")
     if not isinstance(target, SVI | ELBOModule):
         raise ArgumentError(
-            "Expected pyro.infer.SVI(model, guide, optim, loss), or elbo(model, guide) together with optimizer=, got "
-            f"{type(target).__name__}. Write\n"
-            "    svi = SVI(model, guide, dvi.optim.Adam(dvi.optim.learning_rates(1e-2)), loss=dvi.TaylorELBO())\n"
-            "    dvi.fit(svi, loader, epochs=20)"
+            f"Expected SVI(model, guide, dvi.optim.Adam({{'lr': 1e-2}}), loss=dvi.TaylorELBO()), or elbo(model, guide) "
+            f"together with optimizer=, got {type(target).__name__}"
         )
     if isinstance(target, SVI):
         if optimizer is not None:
@@ -395,9 +339,8 @@ def route_of(target: Any, optimizer: Optimizer | None = None, *, train: bool = T
         return SVIRoute(target)
     if not isinstance(optimizer, Optimizer) and (train or optimizer is not None):
         raise ArgumentError(
-            f"An ELBOModule needs a torch optimizer, not {type(optimizer).__name__}: fit(elbo(model, guide), loader, "
-            "epochs, optimizer=torch.optim.Adam(parameter_groups(elbo(model, guide), base=1e-3))). Pyro's optimizers "
-            "go into pyro.infer.SVI."
+            f"An ELBOModule needs a torch optimizer, not {type(optimizer).__name__}, such as "
+            "torch.optim.Adam(parameter_groups(elbo(model, guide), base=1e-3)). Pyro's go into pyro.infer.SVI."
         )
     return ModuleRoute(target, optimizer, train)
 
@@ -407,32 +350,8 @@ def _finite(loss: Any) -> float:
 
     Raises:
         NonFiniteError: if it is NaN or infinite.
-        UnsupportedError: if it is several numbers.
     """
-    if isinstance(loss, tuple):
-        raise UnsupportedError(
-            f"The loss is a tuple of {len(loss)} numbers (a wake-sleep objective); training here follows "
-            "one. Write the loop over svi.step yourself."
-        )
     value = float(loss.detach() if isinstance(loss, Tensor) else loss)
     if not math.isfinite(value):
         raise NonFiniteError(f"the loss is {value}")
     return value
-
-
-class _SitesSeen(Messenger):
-    """Hand the sites of a step to a check when it has been taken."""
-
-    def __init__(self, check: Callable[[list[Any]], None]) -> None:
-        super().__init__()
-        self.check = check
-        self.seen: list[Any] = []
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        seen, self.seen = self.seen, []
-        if error[0] is None:
-            self.check(seen)
-
-    def _pyro_post_sample(self, msg: Any) -> None:
-        self.seen.append(msg)

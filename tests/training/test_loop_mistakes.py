@@ -62,15 +62,6 @@ def svi_with_local_parameters():
         return fit(svi(), sequence(), 1, progress=False)
 
 
-def wake_sleep():
-    def losses(*args):
-        return torch.tensor(1.0), torch.tensor(2.0)
-
-    model = Net()
-    target = SVI(model, AutoNormal(model), Adam({"lr": 0.1}), loss=losses, loss_and_grads=losses)
-    return fit(target, sequence(), 1, progress=False)
-
-
 def foreign_scheduler():
     optimizer = ExponentialLR({"optimizer": torch.optim.Adam, "optim_args": {"lr": 0.1}, "gamma": 0.5})
     return fit(svi(), sequence(), 1, lr_schedule=optimizer, progress=False)
@@ -125,7 +116,7 @@ MISTAKES = [
         "model instead of SVI",
         lambda: fit(Net(), sequence(), 1),
         ArgumentError,
-        "Expected pyro.infer.SVI.*got Net",
+        "Expected SVI.*got Net",
     ),
     (
         "patience alone",
@@ -133,7 +124,7 @@ MISTAKES = [
         ArgumentError,
         r"early_stopping must .*EarlyStopping\(patience=10\), not 3",
     ),
-    ("model and guide", lambda: fit(Net(), "guide", sequence()), ArgumentError, "Write\n.*SVI.model, guide"),
+    ("model and guide", lambda: fit(Net(), "guide", sequence()), ArgumentError, "Expected SVI.model, guide"),
     (
         "class as loss",
         lambda: fit(SVI(Net(), None, Adam({"lr": 0.1}), loss=TaylorELBO), sequence(), 1),
@@ -185,7 +176,6 @@ MISTAKES = [
         UnsupportedError,
         "model of the ELBOModule is a function",
     ),
-    ("wake-sleep", wake_sleep, UnsupportedError, "tuple of 2"),
     ("early stopping alone", lambda: run(early_stopping=EarlyStopping()), ArgumentError, "needs validate="),
     (
         "unknown metric",
