@@ -3,14 +3,13 @@
 
 from pyro_dvi.training.batch_norm import recompute_batch_norm
 from pyro_dvi.training.between_epochs import EarlyStopping, EveryStep
-from pyro_dvi.training.checkpoint import Checkpoint, load, save
+from pyro_dvi.training.checkpoint import load, save
 from pyro_dvi.training.data_parallel import DataParallel
 from pyro_dvi.training.ensemble import EnsembleGuide, train_ensemble
 from pyro_dvi.training.history import History
 from pyro_dvi.training.loop import fit
 
 __all__ = [
-    "Checkpoint",
     "DataParallel",
     "EarlyStopping",
     "EnsembleGuide",

@@ -2,22 +2,22 @@
 """One file with everything that a run needs to go on after an epoch as if it had never stopped; no data are in it."""
 
 import os
+import pickle
+import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass, is_dataclass
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
 import pyro
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-from pyro_dvi.core.arguments import check_count
 from pyro_dvi.core.batches import arguments
 from pyro_dvi.errors import CheckpointError, GuideError
 from pyro_dvi.runs.fingerprint import Fingerprint, central_values, stand_ins
 from pyro_dvi.runs.trained_for import note_trained_for
-from pyro_dvi.training.checkpoint_file import first_line, read_file, write_file
 from pyro_dvi.training.history import History
 from pyro_dvi.training.parameter_checks import check_parameters
 from pyro_dvi.training.random_state import (
@@ -28,24 +28,7 @@ from pyro_dvi.training.random_state import (
 )
 from pyro_dvi.training.routes import Route, route_of
 
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """Where and how often :func:`~pyro_dvi.training.fit` saves.
-
-    Args:
-        path: file to write; replaced in one move, so that a crash leaves the last complete one.
-        every: epochs between two saves. The last epoch and an interrupted run are always saved.
-
-    Raises:
-        ArgumentError: if ``every`` is not a positive integer.
-    """
-
-    path: str | os.PathLike[str]
-    every: int = 1
-
-    def __post_init__(self) -> None:
-        check_count("Checkpoint: every", self.every)
+_FORMAT, _VERSION = "pyro_dvi checkpoint", 3
 
 
 def save(
@@ -104,7 +87,7 @@ def save(
         "inputs": history.inputs,
         "fingerprint": fingerprint and fingerprint.state(),
     }
-    write_file(Path(path), content)
+    _write(Path(path), content)
 
 
 def load(
@@ -143,7 +126,7 @@ def load(
         GuideError: if Pyro's store holds parameters of another guide under the same names.
     """
     route = route_of(svi, optimizer, train=False)
-    saved = read_file(Path(path), map_location)
+    saved = _read(Path(path), map_location)
     if best and saved["best_weights"] is None:
         raise CheckpointError("The checkpoint holds no best weights: early stopping did not watch this run.")
     _check(saved, route)
@@ -238,7 +221,13 @@ def _load_weights(saved: Mapping[str, Any], route: Route) -> None:
     before = route.weights()
     # Of all that is written now, a fresh guide is the likeliest to refuse: it goes first.
     for role in sorted(modules, key=lambda role: role != "guide"):
-        _load_state(role, modules[role], states[role])
+        try:
+            modules[role].load_state_dict(states[role])
+        except (RuntimeError, KeyError, GuideError) as error:
+            raise CheckpointError(
+                f"The checkpoint does not fit the {role}: {first_line(error)}. Build it as it was; a guide that has no "
+                "parameters before its first call needs example=, one batch of the loader."
+            ) from error
     with torch.no_grad():
         for name, value in existing.items():
             value.copy_(saved["store"][name])
@@ -275,16 +264,57 @@ def _check_state(role: str, current: Mapping[str, Any], saved: Mapping[str, Any]
             )
 
 
-def _load_state(role: str, module: nn.Module, state: Mapping[str, Any]) -> None:
+def _write(path: Path, content: dict[str, Any]) -> None:
+    """Write a checkpoint in one move, so that a crash leaves the file of before.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    versions = {"torch": str(torch.__version__), "pyro": str(pyro.__version__)}
+    content = {"format": _FORMAT, "version": _VERSION, "versions": versions, **content}
+    unfinished = path.with_name(path.name + ".unfinished")
     try:
-        module.load_state_dict(state)
-    except (RuntimeError, KeyError, GuideError) as error:
-        fresh = role == "guide" and next(module.parameters(), None) is None
-        way_out = (
-            f"{type(module).__name__} has no parameters before its first call: pass example=, one batch of the loader."
-            if fresh
-            else f"Build the {role} as it was built when it was saved."
-        )
+        torch.save(content, unfinished)
+        os.replace(unfinished, path)
+    except (OSError, RuntimeError, pickle.PicklingError, AttributeError) as error:
+        raise CheckpointError(f"Could not write the checkpoint {str(path)!r}: {error}") from error
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _read(path: Path, map_location: Any) -> dict[str, Any]:
+    """Read a checkpoint; for the arguments see :func:`~pyro_dvi.training.load`.
+
+    Raises:
+        CheckpointError: the file is missing, damaged, foreign or of another version.
+    """
+    if not path.is_file():
+        raise CheckpointError(f"There is no checkpoint {str(path)!r}.")
+    try:
+        # torch.save keeps a checksum of every tensor, but torch.load does not compare it.
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+        if damaged is not None:
+            raise zipfile.BadZipFile(f"{damaged!r} is damaged")
+        content = torch.load(path, map_location=map_location, weights_only=True)
+    except Exception as error:
         raise CheckpointError(
-            f"The checkpoint does not fit the {role}. {way_out} ({first_line(error)})"
+            f"{str(path)!r} is not a checkpoint, is damaged or cut off, or holds objects that a safe load does not "
+            f"build (see torch.serialization.add_safe_globals): {first_line(error)}"
         ) from error
+    if not isinstance(content, dict) or content.get("format") != _FORMAT:
+        raise CheckpointError(
+            f"{str(path)!r} was not written by pyro_dvi.save: it holds {list(content)[:5]}. Load a plain state_dict "
+            "with load_state_dict, Pyro's store with pyro.get_param_store().load."
+        )
+    if content["version"] != _VERSION:
+        raise CheckpointError(
+            f"{str(path)!r} has version {content['version']} of the format; this library reads version {_VERSION}. "
+            "Load it with the release that wrote it."
+        )
+    return content
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message."""
+    return (str(error) or type(error).__name__).strip().splitlines()[0][:200]

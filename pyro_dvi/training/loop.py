@@ -30,7 +30,7 @@ from pyro_dvi.training.between_epochs import (
     training_mode,
     validation_metrics,
 )
-from pyro_dvi.training.checkpoint import Checkpoint, save
+from pyro_dvi.training.checkpoint import save
 from pyro_dvi.training.history import History, posterior_scale
 from pyro_dvi.training.parameter_checks import check_parameters, claim_parameters
 from pyro_dvi.training.rollback import Rollback
@@ -69,7 +69,7 @@ def fit(
     progress: bool = True,
     lr_schedule: LRScheduler | ReduceLROnPlateau | EveryStep | None = None,
     early_stopping: EarlyStopping | None = None,
-    checkpoint: Checkpoint | str | os.PathLike[str] | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
     device: torch.device | str | None = None,
     history: History | None = None,
 ) -> History:
@@ -116,7 +116,8 @@ def fit(
             ``ReduceLROnPlateau`` follows ``validation_loss``, or the training loss where there is none.
         early_stopping: stop early, with the weights of the best epoch. Needs ``validate``. A history in which the
             patience is used up already is not continued.
-        checkpoint: where to save; a path saves every epoch. See :func:`load` for going on.
+        checkpoint: file to save to after every epoch. See :func:`load` for going on, and call :func:`save` in a
+            callback to save less often.
         device: move model and guide there first.
         history: of an earlier call, to be continued. One of your own, ``History()``, stays in your hands if the model,
             a callback or the loader raises.
@@ -159,8 +160,6 @@ def fit(
             raise ArgumentError(
                 "early_stopping needs validate=: a loader or a callable that returns the metric."
             )
-    if isinstance(checkpoint, (str, os.PathLike)):
-        checkpoint = Checkpoint(checkpoint)
     if device is not None:
         for part in route.modules().values():
             part.to(device)
@@ -184,7 +183,7 @@ class _Run:
     callbacks: Sequence[Callable[[TrainingState], None]]
     schedule: Schedule
     early_stopping: EarlyStopping | None
-    checkpoint: Checkpoint | None
+    checkpoint: str | os.PathLike[str] | None
     device: torch.device | None
 
     def __post_init__(self) -> None:
@@ -210,14 +209,13 @@ class _Run:
 
     def _train_until(self, last: int) -> None:
         """Train epochs until the last, or until there is a reason to stop, which the history then has."""
-        history, checkpoint = self.history, self.checkpoint
+        history = self.history
         history.stopped = self._stopped_before()
         try:
             with delayed_interrupts() as self._check_signals:
                 while history.stopped is None and history.epoch < last:
                     history.stopped = self._epoch(history.epoch + 1)
-                    unfinished = history.stopped is None and history.epoch < last
-                    if unfinished and checkpoint is not None and history.epoch % checkpoint.every == 0:
+                    if history.stopped is None and history.epoch < last:
                         self._save()
         except KeyboardInterrupt:
             history.stopped = "interrupted"
@@ -232,8 +230,7 @@ class _Run:
 
     def _finish(self) -> None:
         """Save the last weights, and leave those of the best epoch in model and guide."""
-        if self.checkpoint is not None:
-            self._save()
+        self._save()
         if self.early_stopping is not None and self.history.best_weights:
             self.route.set_weights(self.history.best_weights)
 
@@ -315,14 +312,9 @@ class _Run:
         self._bar.set_postfix(epoch=epoch, loss=f"{loss:.5g}", refresh=False)
 
     def _save(self) -> None:
-        assert self.checkpoint is not None
-        save(
-            self.checkpoint.path,
-            self.route,
-            lr_schedule=self.schedule.saved,
-            history=self.history,
-            loader=self.loader,
-        )
+        if self.checkpoint is not None:
+            schedule = self.schedule.saved
+            save(self.checkpoint, self.route, lr_schedule=schedule, history=self.history, loader=self.loader)
 
     def _target_device(self) -> torch.device | None:
         return self.device or self.route.device()

@@ -13,7 +13,7 @@ from pyro_dvi.core.batches import non_finite_inputs
 from pyro_dvi.core.undisturbed import preserve_buffers
 from pyro_dvi.errors import NonFiniteError, PyroDviError
 from pyro_dvi.runs.explained import non_finite
-from pyro_dvi.training.checkpoint_file import first_line
+from pyro_dvi.training.checkpoint import first_line
 from pyro_dvi.training.history import History
 from pyro_dvi.training.random_state import preserve_random_state
 from pyro_dvi.training.routes import Route
