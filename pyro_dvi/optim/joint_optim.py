@@ -68,8 +68,6 @@ class JointOptim(PyroOptim):
         if isinstance(clip_args, dict):
             self._together = {name: clip_args[name] for name in clip_args.keys() & _TOGETHER}
             clip_args = {name: value for name, value in clip_args.items() if name not in _TOGETHER}
-            if self._together and "max_norm" not in self._together:
-                raise ArgumentError("clip_args has no max_norm, the bound of the norm of all gradients")
         PyroOptim.__init__(self, optim_constructor, optim_args, clip_args)
         # An optimizer, or the scheduler of one, for each set of options and place in the schedule.
         self._shared: list[Any] = []
@@ -320,7 +318,9 @@ def Adam(  # noqa: N802 (Pyro's style)
         The optimizer; with ``scheduler``, also a ``pyro.optim.PyroLRScheduler``.
 
     Raises:
-        ArgumentError: an option that the optimizer does not have or that is out of range, or no such scheduler.
+        ArgumentError: ``scheduler`` makes no scheduler.
+        TypeError: the optimizer has no such option.
+        ValueError: an option is out of range.
 
     Example:
         >>> from functools import partial
@@ -349,13 +349,9 @@ def SGD(  # noqa: N802
 def _joint(
     constructor: type[Optimizer], optim_args: Options, clip_args: Any, scheduler: Scheduler
 ) -> JointOptim:
-    """Build the optimizer, after a look at what can be known to be wrong before the first step."""
-    name = constructor.__name__
+    """Build the optimizer, after its options have been tried on one that is thrown away."""
     known = optim_args("") if isinstance(optim_args, LearningRates) else optim_args
-    try:
-        optimizer = constructor([torch.zeros(())], **({} if callable(known) else known))
-    except (TypeError, ValueError) as error:
-        raise ArgumentError(f"{name}: {error}; see the arguments of torch.optim.{name}") from error
+    optimizer = constructor([torch.zeros(())], **({} if callable(known) else known))
     if scheduler is None:
         return JointOptim(constructor, optim_args, clip_args)
     try:
@@ -364,7 +360,7 @@ def _joint(
         made = error
     if not isinstance(made, LRScheduler | ReduceLROnPlateau):
         raise ArgumentError(
-            f"{name}: scheduler= must make a torch scheduler for a torch optimizer, as "
-            f"partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.99) does; {scheduler!r} makes {made!r}"
+            f"{constructor.__name__}: scheduler= must make a torch scheduler for a torch optimizer, as partial("
+            f"torch.optim.lr_scheduler.ExponentialLR, gamma=0.99) does; {scheduler!r} makes {made!r}"
         )
     return ScheduledJointOptim(scheduler, constructor, optim_args, clip_args)

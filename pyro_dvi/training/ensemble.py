@@ -88,7 +88,7 @@ def train_apart(
     with preserve_random_state(), pyro.get_param_store().scope() as store:
         pyro.set_rng_seed(seed)
         result = train()
-    if not (isinstance(result, tuple) and len(result) == 2 and all(map(callable, result))):
+    if not _is_pair(result):
         raise ArgumentError(f"train must return a tuple (model, guide), not {type(result).__name__}")
     posterior = TrainedPosterior(*result, store)
     own = posterior.trainable()
@@ -96,9 +96,8 @@ def train_apart(
         for key, (name, _) in other.trainable().items():
             if key in own:
                 raise ArgumentError(
-                    f"two trainings have moved the same parameter, {name!r}: each must begin anew. Build the network, "
-                    "the model and the guide inside train (copy.deepcopy of a network is enough); freeze what they are "
-                    "meant to share with requires_grad_(False)"
+                    f"two trainings have moved the same parameter, {name!r}: build network, model and guide inside "
+                    "train, and freeze shared parameters with requires_grad_(False)"
                 )
     return posterior
 
@@ -241,26 +240,14 @@ class EnsembleGuide(nn.Module):
         same = [f"{i} and {k}" for (i, first), (k, second) in pairs if _are_same(first, second)]
         if same:
             warn(
-                f"members {', '.join(same)} of the ensemble have the same parameters, and add nothing to each other: "
-                "each training must start from random weights and must not set a seed itself"
+                f"members {', '.join(same)} of the ensemble have the same parameters: each training must start from "
+                "random weights and must not set a seed itself"
             )
 
     @property
     def model(self) -> EnsembleModel:
         """The model of the ensemble."""
         return self._model[0]
-
-    def check_objective(self, objective: Any) -> None:
-        """Refuse every objective.
-
-        Raises:
-            GuideError: always.
-        """
-        raise GuideError(
-            f"{'a loss function' if objective is None else type(objective).__name__} cannot train this "
-            f"{type(self).__name__}, whose members have been trained: it is for predictions. To train others, give "
-            "pyro_dvi.train_ensemble a function that trains one and returns its model and guide."
-        )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Draw a member, then its latents; what its guide returns."""
@@ -276,8 +263,8 @@ class EnsembleGuide(nn.Module):
         """
         if model is not self.model:
             raise GuideError(
-                f"an ensemble predicts with the models of its members, not with this {type(model).__name__}: give "
-                "guide.model, as predict(guide.model, guide, x)"
+                f"an ensemble predicts with the models of its members, not with this {type(model).__name__}: use "
+                "predict(guide.model, guide, x)"
             )
 
     def predicted_model(self, model: Callable[..., Any]) -> Callable[..., Any]:
@@ -293,11 +280,15 @@ def _drawn_member(count: int) -> int:
     return int(pyro.sample(MEMBER, dist.Categorical(torch.full((count,), 1 / count, device="cpu"))))
 
 
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == 2 and all(map(callable, value))
+
+
 def _as_member(given: Any) -> TrainedPosterior:
     """Return a trained posterior with its parameters, given as such or as a pair."""
     if isinstance(given, TrainedPosterior):
         return given
-    if not (isinstance(given, tuple) and len(given) == 2 and all(map(callable, given))):
+    if not _is_pair(given):
         raise ArgumentError(f"a member of an ensemble is a pair (model, guide) of callables, not {given!r}")
     modules = [part for part in given if isinstance(part, nn.Module)]
     # What another posterior has there now.

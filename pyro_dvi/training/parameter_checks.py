@@ -24,9 +24,8 @@ from pyro_dvi.training.routes import Route
 _owners: Any = WeakIdKeyDictionary()
 
 _WAY_OUT = (
-    "To start afresh call pyro.clear_param_store() before the model and guide are built, or keep the models "
-    "apart with pyro.get_param_store().scope(); if you loaded the store from a file on purpose, call model "
-    "and guide once before training, or use pyro_dvi.load."
+    "Call pyro.clear_param_store() before model and guide are built, or keep models apart with "
+    "pyro.get_param_store().scope(); if you loaded the store from a file, call model and guide before training."
 )
 
 
@@ -44,26 +43,22 @@ def check_parameters(route: Route) -> None:
         taken = [name for name in _stored() if name.startswith(f"{guide._pyro_name}.")]
         if taken:
             raise GuideError(
-                f"Pyro's parameter store already holds {taken[0]!r} and {len(taken) - 1} other parameters "
-                f"of another {guide._pyro_name}; this new guide would share them. {_WAY_OUT}"
+                f"Pyro's parameter store already holds {taken[0]!r} of another {guide._pyro_name}. {_WAY_OUT}"
             )
     for role, part in route.modules().items():
         for name, parameter, _ in supplanted(part):
             if not parameter.is_contiguous():
                 raise ModelError(
-                    f"Parameter {name!r} of the {role} is not contiguous (channels_last?), so that Pyro's store holds, "
-                    "and would train, a copy of it. Call .contiguous() on the module's parameters, or train "
-                    "elbo(model, guide) with a torch optimizer under module_local_params=True."
+                    f"Parameter {name!r} of the {role} is not contiguous (channels_last?), so that Pyro's store would "
+                    "train a copy of it: make the parameters of the module .contiguous()."
                 )
             raise GuideError(
-                f"Pyro's parameter store holds another parameter under the name {name!r} of this {role}: it "
-                f"was put there by a different {type(part).__name__}. {_WAY_OUT}"
+                f"Pyro's parameter store holds another parameter under the name {name!r} of this {role}. {_WAY_OUT}"
             )
     for name, tensor in route.parameters().items():
         if _owner_of(tensor) not in (None, id(without_posterior_prior(route.model)), id(guide)):
             raise GuideError(
-                f"Parameter {name!r} belongs to another model or guide that was trained before; training here would "
-                f"change it as well. {_WAY_OUT}"
+                f"Parameter {name!r} belongs to another model or guide that was trained before. {_WAY_OUT}"
             )
 
 
@@ -96,9 +91,8 @@ def check_still_own(model: Any, guide: Any) -> None:
             if stored in _owners and _owner_of(stored) not in own:
                 raise GuideError(
                     f"Pyro's parameter store holds another parameter under the name {name!r} of this {role}: another "
-                    "model or guide of the same names was trained since, and its values would be taken for these. "
-                    "Predict and export before the next is trained, keep them apart with "
-                    "pyro.get_param_store().scope(), or reload this one with pyro_dvi.load."
+                    "model or guide of the same names was trained since. Predict before the next is trained, keep them "
+                    "apart with pyro.get_param_store().scope(), or reload this one with pyro_dvi.load."
                 )
 
 
