@@ -168,18 +168,8 @@ class EarlyStopping:
         return len(values) - (self.best_epoch(values) or 0) >= self.patience
 
     def monitored(self, history: History) -> list[float]:
-        """Return the monitored column.
-
-        Raises:
-            ArgumentError: if validation does not report the metric.
-        """
-        column, prefix = f"validation_{self.monitor}", "validation_"
-        if column not in history.epochs:
-            known = [name.removeprefix(prefix) for name in history.epochs if name.startswith(prefix)]
-            raise ArgumentError(
-                f"EarlyStopping monitors {self.monitor!r}, but validate reports {', '.join(map(repr, known))}."
-            )
-        return history.epochs[column]
+        """Return the monitored column, empty before the first validation."""
+        return history.epochs.get(f"validation_{self.monitor}", [])
 
 
 @contextmanager

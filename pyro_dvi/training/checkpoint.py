@@ -140,7 +140,8 @@ def load(
     elif saved["inputs"] is not None:
         try:
             with preserve_random_state():
-                route.initialise(*stand_ins(*saved["inputs"], route.device()), always=incomplete)
+                args, kwargs = saved["inputs"]
+                route.initialise(*stand_ins(args, kwargs, route.device()), always=incomplete)
         except Exception as error:
             raise CheckpointError(
                 "The checkpoint belongs to another model or guide, which do not run on inputs of the shapes in the "
@@ -199,7 +200,7 @@ def _described(route: Route) -> dict[str, Any]:
         "the guide ": type(route.guide).__name__,
         "the objective ": type(elbo).__name__,
         "kl_weight=": weight,
-        "the optimizer ": None if route.steered is None else route.optimizer_name,
+        "the optimizer ": None if route.steered is None else route.optimizer_name(),
     }
 
 
@@ -234,7 +235,8 @@ def _load_weights(saved: Mapping[str, Any], route: Route) -> None:
     if saved["fingerprint"] is None:
         return
     fingerprint = Fingerprint(**saved["fingerprint"])
-    centre = central_values(route.guide, *stand_ins(*saved["inputs"], route.device()))
+    args, kwargs = saved["inputs"]
+    centre = central_values(route.guide, *stand_ins(args, kwargs, route.device()))
     differences = fingerprint.differences(route.model, centre)
     if differences:
         route.set_weights(before)

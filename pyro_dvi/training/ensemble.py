@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import Any
+from typing import Any, TypeGuard
 
 import pyro
 import pyro.distributions as dist
@@ -280,7 +280,7 @@ def _drawn_member(count: int) -> int:
     return int(pyro.sample(MEMBER, dist.Categorical(torch.full((count,), 1 / count, device="cpu"))))
 
 
-def _is_pair(value: Any) -> bool:
+def _is_pair(value: Any) -> TypeGuard[tuple[Any, Any]]:
     return isinstance(value, tuple) and len(value) == 2 and all(map(callable, value))
 
 

@@ -204,13 +204,16 @@ class _Run:
             training_mode(self.route),
         ):
             self._train_until(last)
-            self._finish()
+            self._save()
+            if self.early_stopping is not None and self.history.best_weights:
+                self.route.set_weights(self.history.best_weights)
         return self.history
 
     def _train_until(self, last: int) -> None:
         """Train epochs until the last, or until there is a reason to stop, which the history then has."""
-        history = self.history
-        history.stopped = self._stopped_before()
+        history, stopping = self.history, self.early_stopping
+        stopped_before = stopping is not None and stopping.exhausted(stopping.monitored(history))
+        history.stopped = "early stopping" if stopped_before else None
         try:
             with delayed_interrupts() as self._check_signals:
                 while history.stopped is None and history.epoch < last:
@@ -220,19 +223,6 @@ class _Run:
         except KeyboardInterrupt:
             history.stopped = "interrupted"
         history.stopped = history.stopped or "epochs"
-
-    def _stopped_before(self) -> str | None:
-        """The reason why a history that is continued has ended already, if there is one."""
-        stopping = self.early_stopping
-        if stopping is None or f"validation_{stopping.monitor}" not in self.history.epochs:
-            return None
-        return "early stopping" if stopping.exhausted(stopping.monitored(self.history)) else None
-
-    def _finish(self) -> None:
-        """Save the last weights, and leave those of the best epoch in model and guide."""
-        self._save()
-        if self.early_stopping is not None and self.history.best_weights:
-            self.route.set_weights(self.history.best_weights)
 
     def _epoch(self, epoch: int) -> str | None:
         """Train an epoch; return the reason to stop, if there is one."""
@@ -262,6 +252,10 @@ class _Run:
         if self.validate is None:
             return {}
         metrics = self.route.agreed(validation_metrics(self.route, self.validate, self._target_device()))
+        if self.early_stopping is not None and self.early_stopping.monitor not in metrics:
+            raise ArgumentError(
+                f"EarlyStopping monitors {self.early_stopping.monitor!r}, but validate reports {list(metrics)}"
+            )
         return {f"validation_{name}": value for name, value in metrics.items()}
 
     def _after_epoch(self, epoch: int) -> str | None:
@@ -301,7 +295,7 @@ class _Run:
             if diverged is None:
                 raise
             raise diverged from error
-        row = {"epoch": float(epoch), "step": float(self.history.step + 1), "loss": loss}
+        row = {"epoch": epoch, "step": self.history.step + 1, "loss": loss}
         terms = getattr(self.route.elbo, "terms", {})
         kinds = ("log_likelihood", "penalty", "kl", "kl_weight")
         row |= {name: float(terms[name]) for name in kinds if name in terms}

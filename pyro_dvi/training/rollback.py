@@ -74,9 +74,8 @@ class Rollback:
         ours = isinstance(error, PyroDviError) and not isinstance(error, ArithmeticError)
         inputs = non_finite_inputs(args, kwargs) if diverged or not (ours and self.snapshots) else []
         certain = bool(diverged or inputs or non_finite_tensors(self.route))
-        if not certain and (ours or not isinstance(error, _NUMERICAL)):
-            return None
-        if not certain and self._is_finite_at({}, args, kwargs):
+        numerical = isinstance(error, _NUMERICAL) and not ours
+        if not certain and (not numerical or self._is_finite_at({}, args, kwargs)):
             return None  # the error was none of the weights
         finding = f"{first_line(error).rstrip('.')}. {_diagnosis(self.route, args, kwargs)}"
         # Of several processes each sees its own batch only, and all have to go back to the same state.

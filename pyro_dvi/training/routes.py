@@ -65,14 +65,15 @@ class Route(ABC):
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
         """Put the optimizer into ``state``, of which it takes a copy."""
 
-    @property
-    @abstractmethod
-    def optimizer_name(self) -> str:
-        """Name of the optimizer, to recognise a checkpoint of another one."""
-
     @abstractmethod
     def optimizer_groups(self) -> Iterator[tuple[str, Optimizer, int]]:
         """Yield names of parameters, the optimizer of each and the position of its group there."""
+
+    def optimizer_name(self) -> str:
+        """Name the torch classes of optimizer and scheduler, to recognise a checkpoint of others."""
+        parts = (getattr(self.steered, f"pt_{part}_constructor", None) for part in ("scheduler", "optim"))
+        names = [getattr(part, "__name__", type(part).__name__) for part in parts if part]
+        return " of ".join(names or [type(self.steered).__name__])
 
     def store_parameters(self) -> dict[str, Tensor]:
         """Return parameters that live in Pyro's store only, under the names that they have there."""
@@ -177,6 +178,8 @@ class Route(ABC):
                 replayed = poutine.trace(poutine.replay(self.model, trace=trace), param_only=True)
                 sites = replayed.get_trace(*args, **kwargs).nodes.values()
                 self.model_parameters = {id(site["value"].unconstrained()) for site in sites}
+        if len(self.modules()) == 2:  # modules list the networks that they call
+            return
         inner = {id(module) for part in self.modules().values() for module in part.modules()}
         inner |= {id(child) for module in called for child in module.modules() if child is not module}
         self.loose_modules = [module for module in dict.fromkeys(called) if id(module) not in inner]
@@ -236,13 +239,6 @@ class SVIRoute(Route):
                 load_state(held, own)
         optim.set_state(state)
 
-    @property
-    def optimizer_name(self) -> str:
-        """Names of the torch classes inside the Pyro optimizer."""
-        optim = self.svi.optim
-        parts = (getattr(optim, "pt_scheduler_constructor", None), optim.pt_optim_constructor)
-        return " of ".join(getattr(part, "__name__", type(part).__name__) for part in parts if part)
-
     def optimizer_groups(self) -> Iterator[tuple[str, Optimizer, int]]:
         """Yield the groups of the torch optimizers of parameters that were stepped."""
         store = pyro.get_param_store()
@@ -273,8 +269,8 @@ class ModuleRoute(Route):
     kind = "ELBOModule"
 
     def __init__(self, module: ELBOModule, optimizer: Any, train: bool) -> None:
-        super().__init__(module.model, module.guide, module.elbo, module.elbo.loss, optimizer)
-        self.module, self.optimizer = module, optimizer
+        super().__init__(module.model, module.guide, module.elbo, module.elbo.loss, optimizer)  # type: ignore[attr-defined]
+        self.module = module
         check_parts(module)
         held = {name for name, *_ in self.optimizer_groups()} if train else set()
         missing = [name for name, p in self.parameters().items() if p.requires_grad and name not in held]
@@ -288,32 +284,27 @@ class ModuleRoute(Route):
 
     def step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
         """Take the usual torch step."""
-        self.optimizer.zero_grad(set_to_none=True)
+        self.steered.zero_grad(set_to_none=True)
         loss = self.module(*args, **kwargs)
         value = _finite(loss)
         loss.backward()
-        self.optimizer.step()
+        self.steered.step()
         return value
 
     def optimizer_state(self) -> dict[str, Any]:
         """Return the state of the torch optimizer."""
-        return {} if self.optimizer is None else self.optimizer.state_dict()
+        return {} if self.steered is None else self.steered.state_dict()
 
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
         """Load into the torch optimizer."""
-        self.optimizer.load_state_dict(copy.deepcopy(state))
-
-    @property
-    def optimizer_name(self) -> str:
-        """Name of the torch class."""
-        return type(self.optimizer).__name__
+        self.steered.load_state_dict(copy.deepcopy(state))
 
     def optimizer_groups(self) -> Iterator[tuple[str, Optimizer, int]]:
         """Yield the groups of the torch optimizer."""
-        held = {id(p): i for i, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
+        held = {id(p): i for i, group in enumerate(self.steered.param_groups) for p in group["params"]}
         for name, parameter in self.parameters().items():
             if id(parameter) in held:
-                yield name, self.optimizer, held[id(parameter)]
+                yield name, self.steered, held[id(parameter)]
 
 
 def route_of(target: Any, optimizer: Optimizer | None = None, *, train: bool = True) -> Route:

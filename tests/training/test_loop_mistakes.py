@@ -181,7 +181,7 @@ MISTAKES = [
         "unknown metric",
         lambda: run(validate=lambda: {"nll": 1.0}, early_stopping=EarlyStopping(monitor="NLL")),
         ArgumentError,
-        "monitors 'NLL', but validate reports 'nll'",
+        "monitors 'NLL', but validate reports .*nll",
     ),
     ("empty validation", lambda: run(validate=[]), DataError, "validate is empty"),
     (
