@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Learning rates for posterior scales.
 
-The optimizer sees the logarithm (or inverse softplus) of a posterior scale :math:`\sigma`. Its gradient is
-small and its optimum several units away from the start, so with the step size of the means it is still on its
-way when the means have converged. The functions here give scales a step size of their own, for Pyro's
-optimizers (:func:`learning_rates`) and for torch's (:func:`parameter_groups`).
+The optimizer sees the logarithm (or inverse softplus) of a posterior scale :math:`\sigma`. Its gradient is small and
+its optimum several units away from the start, so with the step size of the means it has not converged when the means
+have.
+The functions here give scales their own step size, for Pyro's optimizers (:func:`learning_rates`) and for torch's
+(:func:`parameter_groups`).
 """
 
 import re
@@ -22,8 +23,8 @@ from pyro_dvi.errors import GuideError, UnsupportedError
 
 #: A pattern for names of log-scales: ``<Guide>.scales.<site>`` (MeanFieldGuide, AutoNormal), ``<Guide>.alphas.<site>``
 #: (MultiplicativeNoiseGuide) and ``<Guide>.scale`` (AutoDiagonalNormal), also as a part of an AutoGuideList. All are
-#: tied to the guide's name, a class name with a capital or ``guide`` in an ELBOModule, because a network may well own
-#: a parameter called ``scale``, and ten times its learning rate would do harm unseen.
+#: tied to the guide's name, a class name with a capital or ``guide`` in an ELBOModule, because a network may own a
+#: parameter called ``scale``, which ten times the learning rate would silently harm.
 SCALE_PATTERN = r"(^|\.)([A-Z]\w*|guide)(\.\d+)*\.(scales\.|alphas\.|scale$)"
 
 
@@ -157,7 +158,7 @@ def parameter_groups(
 
 
 def parameter_names(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Every parameter of ``module`` once, under the name that Pyro's optimizers would see.
+    """Yield every parameter of ``module`` once, with its name in Pyro's optimizers.
 
     Pyro names a parameter after the root :class:`~pyro.nn.PyroModule` that holds it and knows a constrained
     parameter without the suffix that torch's name carries: ``AutoNormal.scales.weight``, where

@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from pyro_dvi.core.batches import batches, check_loader
 from pyro_dvi.core.undisturbed import modules_met
-from pyro_dvi.errors import DataError, GuideError, ModelError
+from pyro_dvi.errors import GuideError, ModelError
 from pyro_dvi.runs.posterior_run import PosteriorMeans
 
 
@@ -26,7 +26,7 @@ def recompute_batch_norm(
     r"""Recompute the statistics of batch normalisation, with the weights at the posterior mean.
 
     The running statistics of training belong to weights that moved, and, under a sampling ELBO, to sampled weights.
-    For a prediction at the mean, call this after :func:`~pyro_dvi.training.fit`; the statistics are replaced by
+    Call this after :func:`~pyro_dvi.training.fit` for predictions at the mean. The statistics are replaced by
 
     .. math::
         m = \frac1B \sum_b m_b(\mu), \qquad v = \frac1B \sum_b v_b(\mu)
@@ -48,7 +48,7 @@ def recompute_batch_norm(
     Raises:
         ModelError: if the model calls no batch normalisation with running statistics.
         GuideError: if the guide has no mean.
-        DataError: if the loader is empty. The statistics are then as before.
+        DataError: if the loader is empty. After an error the statistics are as before.
 
     Source: Izmailov et al. (2018), "Averaging Weights Leads to Wider Optima and Better Generalization", section 3.2.
 
@@ -66,16 +66,12 @@ def recompute_batch_norm(
     """
     check_loader(loader, passes=1)
     found: list[nn.Module] = []
-    count = 0
     with torch.no_grad(), poutine.block(), _cumulative_statistics(found, model, guide):
         for args, kwargs in batches(loader, device):
             _at_mean(model, guide, args, kwargs)(*args, **kwargs)
-            count += 1
-        if not count:
-            raise DataError("recompute_batch_norm: the loader yielded no batch")
         if not found:
             raise ModelError(
-                "recompute_batch_norm: the model calls no BatchNorm with track_running_stats=True"
+                "recompute_batch_norm: no batch, or a model that calls no BatchNorm with track_running_stats=True"
             )
     return found
 
@@ -113,7 +109,7 @@ def _cumulative_statistics(found: list[nn.Module], *parts: Any) -> Iterator[None
 def _at_mean(
     model: Callable[..., Any], guide: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Callable[..., Any]:
-    """The model with its latents at the mean of the guide for these arguments."""
+    """Return the model with its latents at the mean of the guide for these arguments."""
     try:
         with PosteriorMeans() as means:
             guide(*args, **kwargs)

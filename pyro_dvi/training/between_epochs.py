@@ -84,7 +84,7 @@ class EveryStep:
 
 
 class Schedule:
-    """The scheduler of a torch optimizer, or the one inside an SVI's optimizer, stepped at the right time.
+    """A learning-rate scheduler of a torch optimizer or of an SVI, stepped after each epoch or step.
 
     Args:
         route: the training.

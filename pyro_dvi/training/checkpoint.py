@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One file with everything that a run needs to go on after an epoch as if it had never stopped; no data are in it."""
+"""Checkpoints: one file, without data, from which a run continues bit for bit after an epoch."""
 
 import os
 import pickle
@@ -43,9 +43,9 @@ def save(
     """Save model, guide, ELBO, optimizer, parameter store, random state and history in one file.
 
     The file holds tensors and plain values only: :func:`load` runs no code from it. It holds no data.
-    With a history of :func:`~pyro_dvi.training.fit` it holds the shapes and dtypes of the first batch, by which
+    With a history of :func:`~pyro_dvi.training.fit` it holds the shapes and dtypes of the first batch, with which
     :func:`load` initialises the guide, and a summary of the model at made-up inputs of these shapes, by which it
-    recognises the model; neither for batches of anything but dense tensors in tuples, lists and dictionaries.
+    recognises the model. Both exist only for batches of dense tensors in tuples, lists and dictionaries.
 
     Args:
         path: file to write.
@@ -104,8 +104,8 @@ def load(
 ) -> History:
     """Load what :func:`save` wrote into freshly built objects, and return the history.
 
-    Nothing is changed unless model, guide, ELBO and optimizer are seen to fit: their types, parameters and KL weight,
-    and the priors, plates, noise and outputs of the model. To go on, pass the result:
+    Nothing is changed unless model, guide, ELBO and optimizer fit: their types, parameters and KL weight, and the
+    priors, plates, noise and outputs of the model. To go on, pass the result:
     ``fit(svi, loader, epochs, history=load(path, svi, loader=loader))``. On the CPU this gives the very numbers of a
     run that was never stopped, if the file was saved after an epoch.
 
@@ -205,7 +205,7 @@ def _described(route: Route) -> dict[str, Any]:
 
 
 def _load_weights(saved: Mapping[str, Any], route: Route) -> None:
-    """Load modules and Pyro's store; put them back if the model is then another one than that of the file."""
+    """Load modules and Pyro's store, and undo this if the fingerprint of the model then differs from the file's."""
     states, modules, store = saved["states"], route.all_modules(), pyro.get_param_store()
     existing = {name: value for name, value in store.named_parameters() if name in saved["store"]}
     missing = [*(states.keys() ^ modules.keys()), *(saved["store"].keys() - existing.keys())]

@@ -47,10 +47,10 @@ class DataParallel(ELBO):
     .. math:: \mathrm{loss} = \sum_k w_k\, \mathrm{loss}_k, \qquad w_k = \frac{m_k}{\sum_j m_j}
 
     Every process builds the same model, guide and optimizer, and gets its own part of the data, as from torch's
-    ``DistributedSampler``. After each evaluation all have the loss and the gradients of the joint minibatch, and what a
-    natural-gradient optimizer measures beside them, so that the optimizers take the same step. Any optimizer serves:
-    Pyro's in ``SVI``, torch's for ``elbo(model, guide)``. Without a process group, or alone in it, the objective is
-    that of one process. In the first step the values of process 0 are given to all others.
+    ``DistributedSampler``. After each evaluation all have the loss and the gradients of the joint minibatch, and the
+    measurements of natural-gradient optimizers, so that all optimizers take the same step. Any optimizer works: Pyro's
+    in ``SVI``, torch's for ``elbo(model, guide)``. Without a process group, or with a single process, the objective is
+    unchanged. The first step copies the parameters of process 0 to all others.
 
     Status: equal to one process with the joint minibatch up to rounding where the objective is a sum over examples:
     :class:`~pyro_dvi.MomentPropagationELBO`; :class:`~pyro_dvi.NaturalGradientELBO`;
@@ -59,10 +59,10 @@ class DataParallel(ELBO):
     the joint minibatch.
 
     *Batch normalisation* in training mode takes the statistics of each part, as in torch's data parallelism, so the
-    result is not that of one process with the joint minibatch. Running statistics are averaged after every evaluation,
-    weighted by the parts, so that all processes keep one model. ``torch.nn.SyncBatchNorm`` is refused: it meets the
-    other processes inside the model, where objectives evaluate at times of their own. Take parts that are large enough
-    for statistics of their own, group or layer normalisation, or fixed statistics (``eval()``).
+    result differs from one process with the joint minibatch. Running statistics are averaged after every evaluation,
+    weighted by the parts, so that all processes keep one model. ``torch.nn.SyncBatchNorm`` is refused, since it would
+    wait for the other processes inside the model. Use large parts, group or layer normalisation, or fixed statistics
+    (``eval()``).
 
     *Uneven parts* are weighted by their size. All processes have to take equally many steps: ``fit`` compares the
     lengths of the loaders.
@@ -72,8 +72,8 @@ class DataParallel(ELBO):
 
     Args:
         elbo: the objective.
-        own_draws: draw other weights in each process, so that gradients and curvature are averages over as many draws
-            as processes, which may then all have the whole data set. By default all draw the same weights.
+        own_draws: draw different weights in each process, so that gradients and curvature are averages over one draw
+            per process. All processes may then have the whole data set. By default all draw the same weights.
         group: process group; the default one.
 
     Attributes:
@@ -122,7 +122,7 @@ class DataParallel(ELBO):
         self.elbo.num_data = value
 
     def loss(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
-        """Return the loss on the data of this process, without a word to the others."""
+        """Return the loss on the data of this process, without communication."""
         return self.elbo.loss(model, guide, *args, **kwargs)  # type: ignore[no-any-return]
 
     def loss_and_grads(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
@@ -171,10 +171,10 @@ class DataParallel(ELBO):
         return self._joint(losses[0], terms["loss"], names, model, guide, weights[rank])
 
     def check_number_of_batches(self, number: int) -> None:
-        """Compare the number of batches in a pass over the data with that of the other processes.
+        """Check that all processes have the same number of batches in a pass over the data.
 
         Raises:
-            DataError: they differ, so that some would wait for the others for ever; in all processes.
+            DataError: the numbers differ, and some processes would wait for ever; raised in all processes.
         """
         if not several(self.group):
             return
@@ -186,7 +186,7 @@ class DataParallel(ELBO):
             )
 
     def agreed(self, value: Any) -> Any:
-        """Return the value of process 0, in all processes: each may measure its own, but they have to act as one."""
+        """Return the value of process 0 in all processes, which may have measured different values."""
         return exchange(value, self.group)[0] if several(self.group) else value
 
     def state_dict(self) -> dict[str, Any]:
@@ -226,7 +226,7 @@ class DataParallel(ELBO):
     # The first step ---------------------------------------------------------------------------------------------
 
     def _prepare(self, model: Any, guide: Any, args: tuple, kwargs: dict) -> None:
-        """Create the parameters, and give those of process 0 to the others."""
+        """Create the parameters, and copy the values of process 0 to the others."""
         if self._prepared is not None and self._prepared[0] is model and self._prepared[1] is guide:
             return
 
@@ -263,7 +263,7 @@ class _GuideModule(nn.Module):
 
 
 class _Evaluation(NamedTuple):
-    """What a process tells the others about its evaluation."""
+    """The message of a process to the others about its evaluation."""
 
     fractions: dict[str, float]
     terms: dict[str, float]

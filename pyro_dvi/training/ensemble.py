@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Posteriors trained apart, each with a parameter store of its own, and ensembles of them as one model and guide.
+r"""Posteriors trained separately, each with its own parameter store, and ensembles of them as one model and guide.
 
-The number of the member is one more latent variable: the model runs the network of the member m that site ``member``
-says, and the guide draws m and then the weights from the posterior of that member,
+The number of the member is one more latent variable, the site ``member``: the guide draws a member m and then the
+weights from the posterior of this member, and the model runs the network of member m,
 
 .. math:: q(m, \theta) = \tfrac1K\, q_m(\theta).
 """
@@ -28,7 +28,7 @@ from pyro_dvi.training.random_state import preserve_random_state
 
 @dataclass(frozen=True, eq=False)
 class TrainedPosterior:
-    """A model and its trained guide, with what training left in Pyro's parameter store.
+    """A model and its trained guide, with their parameters in Pyro's store.
 
     Attributes:
         model: the Pyro model.
@@ -51,7 +51,7 @@ class TrainedPosterior:
         pyro.get_param_store().set_state(self.store)
 
     def trainable(self) -> dict[int, tuple[str, Tensor]]:
-        """Return names and tensors of what training may have moved, by identity."""
+        """Return names and tensors of all trainable parameters, by identity."""
         parts = [part for part in (self.model, self.guide) if isinstance(part, nn.Module)]
         named = [*self.store["params"].items(), *(pair for part in parts for pair in part.named_parameters())]
         return {id(tensor): (name, tensor) for name, tensor in named if tensor.requires_grad}
@@ -60,9 +60,9 @@ class TrainedPosterior:
 def train_apart(
     train: Callable[[], Any], seed: int, others: Iterable[TrainedPosterior] = ()
 ) -> TrainedPosterior:
-    """Run a training with a seed and an empty parameter store, and keep what it returns with that store.
+    """Run a training with a seed and an empty parameter store, and return its result together with this store.
 
-    Random numbers and Pyro's store are outside as if nothing had happened.
+    Global random numbers and Pyro's store are restored afterwards.
 
     Args:
         train: builds and trains a model and its guide, and returns the two.
@@ -108,14 +108,14 @@ MEMBER = "member"  # the site that says which member it is
 def train_ensemble(
     train: Callable[[], Any], num_members: int = 5, *, seed: int = 0, progress: bool = True
 ) -> tuple["EnsembleModel", "EnsembleGuide"]:
-    r"""Train a deep ensemble: the same training several times, each from a start of its own.
+    r"""Train a deep ensemble: the same training several times, each from its own random start.
 
     .. math:: p(y \mid x) \approx \frac1K \sum_{k=1}^K p_k(y \mid x)
 
-    with the predictive distribution :math:`p_k` of each member by its own rule. The training may be any: an
-    ``AutoDelta`` by MAP is the deep ensemble of the literature, and ensembles of variational posteriors, of VOGN or of
-    Laplace approximations come in the same way. Each training has an empty parameter store of Pyro's and a seed of its
-    own; random numbers and store are outside as if nothing had happened.
+    with the predictive distribution :math:`p_k` of each member by its own rule. MAP training of an ``AutoDelta`` gives
+    the deep ensemble of the literature; ensembles of variational posteriors, of VOGN or of Laplace approximations work
+    in the same way. Each training has an empty parameter store and its own seed. Global random numbers and Pyro's store
+    are restored afterwards.
 
     Args:
         train: builds network, model and guide, trains them, and returns ``(model, guide)``. It must not set a seed.
@@ -165,7 +165,7 @@ def train_ensemble(
 
 
 class EnsembleModel(nn.Module):
-    """The model of an ensemble: it runs the model of the member whose number its site ``member`` has.
+    """Model of an ensemble, which draws the site ``member`` and runs the model of this member.
 
     Args:
         members: model, guide and parameters of each.
@@ -178,7 +178,7 @@ class EnsembleModel(nn.Module):
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """A model whose signature is that of all."""
+        """The first member's model, whose signature all members share."""
         return self.members[0].model  # type: ignore[no-any-return]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -256,7 +256,7 @@ class EnsembleGuide(nn.Module):
             return member.guide(*args, **kwargs)
 
     def check_model(self, model: Callable[..., Any]) -> None:
-        """Refuse another model: predictions run those of the members.
+        """Refuse another model, since predictions run the models of the members.
 
         Raises:
             GuideError: it is not :attr:`model`.
@@ -268,7 +268,7 @@ class EnsembleGuide(nn.Module):
             )
 
     def predicted_model(self, model: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the model with that of each member as its guide says."""
+        """Return the ensemble of the models with which the guides of the members predict."""
         return EnsembleModel(
             replace(m, model=getattr(m.guide, "predicted_model", lambda own: own)(m.model))
             for m in self.members

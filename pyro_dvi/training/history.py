@@ -22,7 +22,7 @@ _PRECISION = re.compile(r"(^|\.)([A-Z]\w*|guide)(\.\d+)*\.precisions\.")  # as o
 
 
 class Table(dict[str, list[float]], InNotebook):
-    """Columns of equal length; a value that a row does not give is NaN.
+    """Columns of equal length, with NaN where a row has no value.
 
     Example:
         >>> table = Table()
@@ -106,7 +106,7 @@ class History(InNotebook):
         return int(self.steps["step"][-1]) if self.steps.rows else 0
 
     def epoch_of(self, steps: int) -> dict[str, float]:
-        """Average the last ``steps`` steps to the row of an epoch; rate and weight are those of the last one."""
+        """Average the last ``steps`` steps to the row of an epoch, with rate and KL weight of the last step."""
         columns = {name: column[-steps:] for name, column in self.steps.items()}
         last = ("epoch", "step", "kl_weight", "lr")
         return {

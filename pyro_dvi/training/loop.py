@@ -39,7 +39,7 @@ from pyro_dvi.training.routes import Route, route_of
 
 @dataclass
 class TrainingState:
-    """What a callback sees after an epoch.
+    """Argument of callbacks after an epoch.
 
     Attributes:
         epoch: number of epochs done, over all calls that share the history.
@@ -80,7 +80,7 @@ def fit(
     .. math::
         -\mathrm{ELBO} \approx -\frac NM \sum_{i \le M} \mathrm E_q \log p(y_i \mid x_i) + \beta\,\mathrm{KL},
 
-    as ``svi.step`` or ``loss.backward(); optimizer.step()`` do; the loop adds what surrounds it.
+    as ``svi.step`` or ``loss.backward(); optimizer.step()`` do.
 
     Status: no approximation of its own.
 
@@ -102,9 +102,9 @@ def fit(
 
     Args:
         svi: a :class:`pyro.infer.SVI` with any Pyro optimizer or scheduler; or ``elbo(model, guide)`` with
-            ``optimizer``, which is the way under ``pyro.settings.set(module_local_params=True)``.
+            ``optimizer``, which also works under ``pyro.settings.set(module_local_params=True)``.
         loader: a DataLoader, a list of batches, or any iterable that can be read again and again.
-        epochs: how many more epochs to train. With ``history`` it may be 0: only what comes after the last is done.
+        epochs: number of further epochs. With ``history`` it may be 0.
         optimizer: torch optimizer of an ``ELBOModule``; see :func:`~pyro_dvi.optim.parameter_groups`.
         validate: a loader, whose mean loss is recorded as ``validation_loss``, or a callable without arguments that
             returns a number or a mapping of metrics. Runs after every epoch in evaluation mode and changes neither
@@ -119,16 +119,16 @@ def fit(
         checkpoint: file to save to after every epoch. See :func:`load` for going on, and call :func:`save` in a
             callback to save less often.
         device: move model and guide there first.
-        history: of an earlier call, to be continued. One of your own, ``History()``, stays in your hands if the model,
-            a callback or the loader raises.
+        history: of an earlier call, to be continued. Pass your own ``History()`` to keep the record if the model, a
+            callback or the loader raises.
 
     Returns:
         The history, ready to plot.
 
     Raises:
         NonFiniteError: a loss or parameter is NaN or infinite. Its ``history``, ``epoch`` and ``step`` say where.
-        DataError: the loader is empty, ends after one pass, disagrees with the plate of the model, or has more batches
-            than that of another process.
+        DataError: the loader is empty, ends after one pass, disagrees with the plate of the model, or has another
+            number of batches than the loader of another process.
         ArgumentError: an option is out of range, or does not go with the way of training.
         GuideError: the optimizer lacks parameters, or Pyro's store holds another model's under the same names.
 
@@ -190,7 +190,7 @@ class _Run:
         self.rollback = Rollback(self.route, self.history)
 
     def train(self, epochs: int, progress: bool) -> History:
-        """Train, and do what comes after the last epoch."""
+        """Train, save, and restore the best weights."""
         last = self.history.epoch + epochs
         steps = number_of_batches(self.loader)
         if steps is not None:
@@ -210,7 +210,7 @@ class _Run:
         return self.history
 
     def _train_until(self, last: int) -> None:
-        """Train epochs until the last, or until there is a reason to stop, which the history then has."""
+        """Train epochs until the last, or until there is a reason to stop, and record the reason in the history."""
         history, stopping = self.history, self.early_stopping
         stopped_before = stopping is not None and stopping.exhausted(stopping.monitored(history))
         history.stopped = "early stopping" if stopped_before else None
@@ -248,7 +248,7 @@ class _Run:
         return stopped
 
     def _validated(self) -> dict[str, float]:
-        """Evaluate what ``validate`` says, in columns of the history."""
+        """Return the validation metrics as columns of the history."""
         if self.validate is None:
             return {}
         metrics = self.route.agreed(validation_metrics(self.route, self.validate, self._target_device()))
@@ -271,7 +271,7 @@ class _Run:
         return self.route.agreed("early stopping" if exhausted else "callback" if state.stop else None)
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before the first step: make parameters exist, and remember where they start."""
+        """Create the parameters before the first step, and remember their start."""
         with explained_errors(self.route.model, (), args, kwargs):
             self.route.initialise(args, kwargs)
         for module in self.route.loose_modules:

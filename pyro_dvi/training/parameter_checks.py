@@ -20,7 +20,7 @@ from pyro_dvi.optim.learning_rates import is_uninitialised, parameter_names
 from pyro_dvi.runs.posterior_prior import without_posterior_prior
 from pyro_dvi.training.routes import Route
 
-# Parameter -> the model or guide that was trained with it. Weak on both sides: what is garbage has no claim.
+# Parameter -> the model or guide that was trained with it. Weak on both sides: garbage has no claim.
 _owners: Any = WeakIdKeyDictionary()
 
 _WAY_OUT = (
@@ -30,7 +30,7 @@ _WAY_OUT = (
 
 
 def check_parameters(route: Route) -> None:
-    """Refuse a model or guide whose names in the store belong to another one.
+    """Refuse a model or guide whose names in the store belong to another model or guide.
 
     Raises:
         GuideError: if the guide, or the model, would share parameters with another.
@@ -78,7 +78,7 @@ def claim_parameters(route: Route) -> None:
 def check_still_own(model: Any, guide: Any) -> None:
     """Refuse a trained model or guide whose names in the store another one has been trained under since.
 
-    Pyro would give it the values of the other. Values that were loaded into the store belong to nobody, and are taken.
+    Pyro would give it the values of the other. Values that were loaded into the store have no owner and are accepted.
 
     Raises:
         GuideError: naming the parameter.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between processes, their shares of the joint minibatch, their parameters, and the seeds of their draws."""
+"""Messages between processes: shares of the joint minibatch, parameters, and seeds of the draws."""
 
 import math
 import os
@@ -25,16 +25,16 @@ T = TypeVar("T")
 
 
 def several(group: Any) -> bool:
-    """Whether there are other processes to talk to.
+    """Return whether there is a process group.
 
     Raises:
-        UnsupportedError: torchrun has started several, which do not know each other.
+        UnsupportedError: torchrun has started several processes, but there is no process group.
     """
     if td.is_available() and td.is_initialized():
         return True
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UnsupportedError(
-            f"this is one of {os.environ['WORLD_SIZE']} processes (WORLD_SIZE), but there is no process group: call "
+            f"this is one of {os.environ['WORLD_SIZE']} processes, but there is no process group: call "
             "torch.distributed.init_process_group() at the start of the script"
         )
     return False
@@ -44,7 +44,7 @@ def exchange(message: T, group: Any) -> list[T]:
     """Return the messages of all processes, in their order.
 
     Raises:
-        PyroDviError: a process did not come, within the time that the process group allows.
+        PyroDviError: a process sent nothing within the timeout of the process group.
     """
     messages: list[Any] = [None] * td.get_world_size(group)
     try:
@@ -59,11 +59,11 @@ def exchange(message: T, group: Any) -> list[T]:
 
 
 def exchange_results(work: Callable[[], T], group: Any) -> list[T]:
-    """Let each process do some work by itself, and return the results of all, in their order.
+    """Do some work in each process, and return the results of all processes in their order.
 
     Raises:
-        Exception: the work of this process failed.
-        PyroDviError: that of another process failed.
+        Exception: the work failed in this process.
+        PyroDviError: the work failed in another process.
     """
     result: Any = None
     failure: Exception | None = None
@@ -81,7 +81,7 @@ def exchange_results(work: Callable[[], T], group: Any) -> list[T]:
 
 
 def weights_of(fractions: list[dict[str, float]], whole_data: bool) -> list[float]:
-    r"""Weights :math:`m_k / \sum_j m_j` of the processes."""
+    r"""Return the weights :math:`m_k / \sum_j m_j` of the processes."""
     if len(fractions) == 1:
         return [1.0]
     sites = fractions[0]
@@ -124,7 +124,7 @@ def weighted_sums(tensors: list[Any], weight: float, group: Any) -> list[Tensor]
 
 
 def create_parameters(model: Any, guide: Any, args: tuple, kwargs: dict) -> None:
-    """Make parameters exist that a first call creates."""
+    """Create the parameters that exist only after a first call."""
     looks = getattr(guide, "prototype_trace", True) is None
     if looks or not (isinstance(model, nn.Module) and isinstance(guide, nn.Module)):
         with undisturbed(), torch.no_grad(), poutine.block():
@@ -133,7 +133,7 @@ def create_parameters(model: Any, guide: Any, args: tuple, kwargs: dict) -> None
 
 
 def refuse_synchronised(model: Any) -> None:
-    """Refuse batch normalisation that meets other processes by itself.
+    """Refuse batch normalisation that communicates with other processes.
 
     Raises:
         UnsupportedError: naming the layer and what to use instead.
@@ -153,7 +153,7 @@ def modules_of(model: Any, guide: Any) -> nn.ModuleDict:
 
 
 def named_parameters(model: Any, guide: Any) -> dict[str, Tensor]:
-    """Every parameter once, by a name that is the same in all processes."""
+    """Return every parameter once, by a name that is the same in all processes."""
     named: dict[str, Tensor] = dict(modules_of(model, guide).named_parameters())
     if not pyro.settings.get("module_local_params"):
         owned = {id(parameter) for parameter in named.values()}
@@ -164,7 +164,7 @@ def named_parameters(model: Any, guide: Any) -> dict[str, Tensor]:
 
 
 def named_leaves(loss: Tensor, model: Any, guide: Any) -> dict[str, Tensor]:
-    """The parameters that the loss depends on, by name."""
+    """Return the parameters that the loss depends on, by name."""
     names = {id(parameter): name for name, parameter in named_parameters(model, guide).items()}
     leaves: dict[str, Tensor] = {}
     for leaf in leaves_of([loss]):
@@ -178,7 +178,7 @@ def named_leaves(loss: Tensor, model: Any, guide: Any) -> dict[str, Tensor]:
 
 
 def running_statistics(model: Any) -> Iterator[Tensor]:
-    """Yield means and variances that batch normalisation has just updated."""
+    """Yield means and variances that batch normalisation updates in training mode."""
     for module in model.modules() if isinstance(model, nn.Module) else ():
         if isinstance(module, _BatchNorm) and module.training and module.running_mean is not None:
             yield from (module.running_mean, module.running_var)  # type: ignore[misc]

@@ -30,7 +30,7 @@ _SCALE = re.compile(SCALE_PATTERN)
 
 
 class Route(ABC):
-    """A model, a guide, an ELBO and an optimizer, and how to take a step with them.
+    """A model, a guide, an ELBO and an optimizer, and one way to take a step with them.
 
     Args:
         model: the Pyro model, a module or a function.
@@ -40,9 +40,8 @@ class Route(ABC):
         steered: the optimizer object that the user gave, or None to predict only.
 
     Attributes:
-        loose_modules: modules that a model or guide which is a function calls; found by :meth:`initialise`.
-        model_parameters: identities of store parameters that a model which is a function asks for; found
-            there too.
+        loose_modules: modules that a function calls as model or guide; found by :meth:`initialise`.
+        model_parameters: identities of the store parameters of a model that is a function; also found there.
     """
 
     kind: str
@@ -63,7 +62,7 @@ class Route(ABC):
 
     @abstractmethod
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
-        """Put the optimizer into ``state``, of which it takes a copy."""
+        """Load a copy of ``state`` into the optimizer."""
 
     @abstractmethod
     def optimizer_groups(self) -> Iterator[tuple[str, Optimizer, int]]:
@@ -98,7 +97,7 @@ class Route(ABC):
         return {**self.modules(), **{f"called {i}": module for i, module in enumerate(self.loose_modules)}}
 
     def parameters(self) -> dict[str, Tensor]:
-        """Return every unconstrained parameter once, by the name that an error message should use."""
+        """Return every unconstrained parameter once, by its name for error messages."""
         named: dict[str, Tensor] = {}
         seen: set[int] = set()
         # The model first: a guide that holds its model shares parameters with it.
@@ -113,7 +112,7 @@ class Route(ABC):
         return named
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return parameters and buffers: everything that makes the weights of an epoch."""
+        """Return all parameters and buffers, by name."""
         named = {f"parameter {name}": parameter.detach() for name, parameter in self.parameters().items()}
         for name, buffer in nn.ModuleDict(self.all_modules()).named_buffers():
             named[f"buffer {name}"] = buffer.detach()
@@ -148,10 +147,10 @@ class Route(ABC):
         return float(optimizer.param_groups[position]["lr"]) * getattr(optimizer, "rate_factor", 1.0)
 
     def initialise(self, args: tuple[Any, ...], kwargs: dict[str, Any], always: bool = False) -> None:
-        """Make parameters exist that a first call creates, and find the modules that functions call.
+        """Create the parameters that exist only after a first call, and find the modules that functions call.
 
-        Buffers stay as they are. Automatic guides look at the model here instead of inside the first step, so
-        that its state before the step is known.
+        Buffers stay as they are. Automatic guides run the model here instead of inside the first step, so that their
+        state before the step is known.
 
         Args:
             args: positional arguments of model and guide.
@@ -161,8 +160,8 @@ class Route(ABC):
         looks = isinstance(self.guide, AutoGuide) and self.guide.prototype_trace is None
         if len(self.modules()) == 2 and not looks and not always:
             return
-        # A run that only looks around must not change what a resumed training draws. The first look of an automatic
-        # guide is part of the training: it draws the start.
+        # This run must not change the random numbers of a resumed training, except where an automatic guide draws its
+        # start, as part of the training.
         draws_start = looks and is_uninitialised(self.guide)
         called: list[nn.Module] = []
         with (
@@ -202,9 +201,9 @@ class SVIRoute(Route):
         super().__init__(svi.model, svi.guide, elbo, svi.loss, svi.optim)
 
     def step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-        """Take a step as ``svi.step`` does, but look at the loss before the update.
+        """Take a step as ``svi.step`` does, but check the loss before the update.
 
-        A NaN has by then spread to all parameters, and the report could not name its cause.
+        After the update a NaN would have spread to all parameters, and the report could not name its cause.
         """
         svi = self.svi
         if type(svi).step is not SVI.step:  # a subclass that takes steps of its own
@@ -226,11 +225,11 @@ class SVIRoute(Route):
         return value
 
     def optimizer_state(self) -> dict[str, Any]:
-        """Return the state by parameter name, with what a load left for parameters that are still to be stepped."""
+        """Return the state by parameter name, with loaded states of parameters that have not been stepped yet."""
         return {**self.svi.optim._state_waiting_to_be_consumed, **self.svi.optim.get_state()}
 
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
-        """Load at once for parameters that were stepped before; the ``set_state`` of Pyro's own never reaches those."""
+        """Load at once for parameters that were stepped before, which ``set_state`` of Pyro's own never reaches."""
         optim, state, store = self.svi.optim, copy.deepcopy(state), pyro.get_param_store()
         self._rate = None
         for parameter, held in () if isinstance(optim, JointOptim) else optim.optim_objs.items():
@@ -247,7 +246,7 @@ class SVIRoute(Route):
             yield name, torch_optimizer(optimizer), 0
 
     def store_parameters(self) -> dict[str, Tensor]:
-        """Return what this SVI has stepped; the whole store where functions have taken no step yet."""
+        """Return the parameters that this SVI has stepped, or the whole store before the first step of functions."""
         modules = self.modules()
         owned = {id(parameter) for part in modules.values() for parameter in part.parameters()}
         stepped = {id(parameter) for parameter in self.svi.optim.optim_objs}
@@ -308,7 +307,7 @@ class ModuleRoute(Route):
 
 
 def route_of(target: Any, optimizer: Optimizer | None = None, *, train: bool = True) -> Route:
-    """Choose the route for what was passed as ``svi``; a route is returned as it is.
+    """Return the route of an SVI or ELBOModule; a route is returned as it is.
 
     Raises:
         ArgumentError: it is neither an SVI nor an ELBOModule, the loss of the SVI is a class, or the optimizer is
