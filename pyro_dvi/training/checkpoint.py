@@ -45,7 +45,8 @@ def save(
     The file holds tensors and plain values only: :func:`load` runs no code from it. It holds no data.
     With a history of :func:`~pyro_dvi.training.fit` it holds the shapes and dtypes of the first batch, with which
     :func:`load` initialises the guide, and a summary of the model at made-up inputs of these shapes, by which it
-    recognises the model. Both exist only for batches of dense tensors in tuples, lists and dictionaries.
+    recognises the model. Both exist only for batches of dense tensors in tuples, lists and dictionaries. Without a
+    history the buffers of networks that a function calls are not saved.
 
     Args:
         path: file to write.
@@ -57,7 +58,7 @@ def save(
 
     Raises:
         ArgumentError: if ``svi`` is neither of the two.
-        CheckpointError: if the file cannot be written, or a function is given without the history of its training.
+        CheckpointError: if the file cannot be written.
     """
     history = History() if history is None else history
     route = route_of(svi, optimizer, train=False)
@@ -69,11 +70,6 @@ def save(
                 route.initialise(args, kwargs)
             centre = central_values(route.guide, args, kwargs)
             fingerprint = Fingerprint.of(route.model, args, kwargs, centre)
-    elif route is not svi and len(route.modules()) < 2:
-        raise CheckpointError(
-            "The networks that a function calls are found by a run of it: pass history=, what fit returned, or save "
-            "with fit(..., checkpoint=path)."
-        )
     content = {
         "described": _described(route),
         "states": {role: part.state_dict() for role, part in route.all_modules().items()},
@@ -208,20 +204,22 @@ def _load_weights(saved: Mapping[str, Any], route: Route) -> None:
     """Load modules and Pyro's store, and undo this if the fingerprint of the model then differs from the file's."""
     states, modules, store = saved["states"], route.all_modules(), pyro.get_param_store()
     existing = {name: value for name, value in store.named_parameters() if name in saved["store"]}
-    missing = [*(states.keys() ^ modules.keys()), *(saved["store"].keys() - existing.keys())]
+    with_buffers = {role for role, module in modules.items() if next(module.buffers(), None) is not None}
+    missing = [*(states.keys() - modules.keys()), *(with_buffers - states.keys())]
+    missing += saved["store"].keys() - existing.keys()
     if missing:
         raise CheckpointError(
-            f"The checkpoint and the target differ in {missing[:5]}. Build model and guide as they were, and pass "
-            "example=, one batch of the loader, if they are functions and the file has no shapes of batches."
+            f"The checkpoint and the target differ in {missing[:5]}. Build model and guide as they were; functions need "
+            "history=, what fit returned, when they are saved, or else example=, one batch, to be loaded."
         )
     _check_state("parameter store", existing, saved["store"])
-    for role in modules.keys() - {"guide"}:
+    for role in states.keys() - {"guide"}:
         _check_state(role, modules[role].state_dict(), states[role])
-    if "guide" in modules and next(modules["guide"].parameters(), None) is not None:
+    if "guide" in states and next(modules["guide"].parameters(), None) is not None:
         _check_state("guide", modules["guide"].state_dict(), states["guide"])
     before = route.weights()
     # Of all that is written now, a fresh guide is the likeliest to refuse: it goes first.
-    for role in sorted(modules, key=lambda role: role != "guide"):
+    for role in sorted(states, key=lambda role: role != "guide"):
         try:
             modules[role].load_state_dict(states[role])
         except (RuntimeError, KeyError, GuideError) as error:
