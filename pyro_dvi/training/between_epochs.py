@@ -106,9 +106,8 @@ class Schedule:
             own = route.svi.optim if isinstance(route.svi.optim, PyroLRScheduler) else None
             if self.scheduler not in (None, own):
                 raise ArgumentError(
-                    "lr_schedule: an SVI carries its schedule in its optimizer, for instance pyro_dvi.optim.Adam("
-                    "learning_rates(1e-3), scheduler=partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.99)); "
-                    "only EveryStep(svi.optim) can be given here."
+                    "lr_schedule: an SVI carries its schedule in its optimizer: pyro_dvi.optim.Adam({'lr': 1e-3}, "
+                    "scheduler=partial(ExponentialLR, gamma=0.99)). Only EveryStep(svi.optim) can be given here."
                 )
             self.scheduler, self.saved = own, None
         elif self.scheduler is not None:

@@ -209,8 +209,8 @@ def _load_weights(saved: Mapping[str, Any], route: Route) -> None:
     missing += saved["store"].keys() - existing.keys()
     if missing:
         raise CheckpointError(
-            f"The checkpoint and the target differ in {missing[:5]}. Build model and guide as they were; functions need "
-            "history=, what fit returned, when they are saved, or else example=, one batch, to be loaded."
+            f"The checkpoint and the target differ in {missing[:5]}. Build model and guide as they were; functions "
+            "need history=, what fit returned, when they are saved, or else example=, one batch, to be loaded."
         )
     _check_state("parameter store", existing, saved["store"])
     for role in states.keys() - {"guide"}:

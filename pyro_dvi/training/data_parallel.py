@@ -161,11 +161,9 @@ class DataParallel(ELBO):
         self.elbo.terms = {name: self.elbo.terms[name].new_tensor(value) for name, value in terms.items()}
         bad = [k for k, message in enumerate(messages) if not math.isfinite(message.terms["loss"])]
         if bad:
-            listed = ", ".join(f"{name}={value:.4g}" for name, value in messages[bad[0]].terms.items())
             raise NonFiniteError(
-                f"the loss of process {bad[0]} is not finite ({listed}; {len(bad)} of {len(messages)} processes). No "
-                "update was made. Lower the learning rate (above all that of the scales), look for extreme inputs, or "
-                "train in float64."
+                f"the loss of process {bad[0]} is not finite ({messages[bad[0]].terms}; {len(bad)} of {len(messages)} "
+                "processes). Lower the learning rate, look for extreme inputs, or train in float64."
             )
         names = sorted({name for message in messages for name in message.leaves})
         return self._joint(losses[0], terms["loss"], names, model, guide, weights[rank])
@@ -176,13 +174,10 @@ class DataParallel(ELBO):
         Raises:
             DataError: the numbers differ, and some processes would wait for ever; raised in all processes.
         """
-        if not several(self.group):
-            return
-        counts = exchange(number, self.group)
+        counts = exchange(number, self.group) if several(self.group) else [number]
         if len(set(counts)) > 1:
             raise DataError(
-                f"the processes have different numbers of batches: {counts}. Give all as many, as torch's "
-                "DistributedSampler does."
+                f"the processes have different numbers of batches, {counts}: use torch's DistributedSampler"
             )
 
     def agreed(self, value: Any) -> Any:

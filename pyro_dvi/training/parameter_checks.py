@@ -64,8 +64,6 @@ def check_parameters(route: Route) -> None:
 
 def claim_parameters(route: Route) -> None:
     """Remember that these parameters are trained with this model and guide."""
-    if pyro.settings.get("module_local_params"):
-        return
     in_model = set(route.model_parameters)
     if isinstance(route.model, nn.Module):
         in_model |= {id(parameter) for parameter in route.model.parameters()}
@@ -111,6 +109,5 @@ def _stored() -> dict[str, Tensor]:
 
 def _owner_of(parameter: Tensor) -> int | None:
     """Return the identity of the model or guide that a parameter was trained with; None if that is gone."""
-    owner = _owners.get(parameter)
-    owner = None if owner is None else owner()
+    owner = _owners.get(parameter, lambda: None)()
     return None if owner is None else id(owner)

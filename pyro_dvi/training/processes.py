@@ -102,8 +102,7 @@ def weights_of(fractions: list[dict[str, float]], whole_data: bool) -> list[floa
     for site, weights in zip(split[1:], others, strict=True):
         if not np.allclose(weights, first, rtol=0.0, atol=1e-9):
             raise UnsupportedError(
-                f"the observed sites {split[0]!r} and {site!r} are split among the processes in different proportions: "
-                "give each process the same share of all data"
+                f"give each process the same share of the observed sites {split[0]!r} and {site!r}"
             )
     return first
 

@@ -117,7 +117,7 @@ def test_all_processes_stop_by_the_validation_of_the_first(results):
 def test_fit_compares_the_numbers_of_batches(results):
     for rank in (0, 1):
         message = results[2, rank]["failures"]["numbers of batches"]
-        assert re.search(r"different numbers of batches: \[4, 3\].*DistributedSampler", message)
+        assert re.search(r"different numbers of batches, \[4, 3\].*DistributedSampler", message)
 
 
 # In one process ------------------------------------------------------------------------------------------------
