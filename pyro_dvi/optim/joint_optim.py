@@ -23,20 +23,20 @@ Options = dict[str, Any] | Callable[..., dict[str, Any]]
 Scheduler = Callable[[Optimizer], Any] | None
 P = ParamSpec("P")
 R = TypeVar("R")
-_KERNELS = {"fused", "foreach"}  # options by which torch is told
+_KERNELS = {"fused", "foreach"}  # torch's options for kernels
 _TOGETHER = {"max_norm", "norm_type"}  # of torch's clip_grad_norm_
 
 
 class JointOptim(PyroOptim):
     """A Pyro optimizer that steps all parameters with equal options at once, by fused or foreach kernels.
 
-    To be used wherever Pyro's own are, with the same numbers up to rounding. Its state has Pyro's format, one entry for
-    each name, and can be exchanged with that of Pyro's optimizers and schedulers.
+    It replaces Pyro's own optimizers, with the same numbers up to rounding. Its state has Pyro's format, one entry for
+    each name, and can be exchanged with the states of Pyro's optimizers and schedulers.
 
     Three things differ. After a step gradients are None instead of zero: the next backward pass writes them instead of
     adding to zeros, and a parameter that is part of a step but gets no gradient there stays as it is, as in torch.
-    A state that is set acts at once on parameters that were stepped before; it is copied. To change a rate by hand,
-    go through ``set(optimizer.optim_objs.values())``, since parameters share what they have there.
+    A state that is set is copied and acts at once on parameters that were stepped before. To change a rate by hand,
+    go through ``set(optimizer.optim_objs.values())``, since parameters share these optimizers.
 
     Copies and pickles know parameters by their names in Pyro's store.
 
@@ -68,8 +68,6 @@ class JointOptim(PyroOptim):
         if isinstance(clip_args, dict):
             self._together = {name: clip_args[name] for name in clip_args.keys() & _TOGETHER}
             clip_args = {name: value for name, value in clip_args.items() if name not in _TOGETHER}
-            if self._together and "max_norm" not in self._together:
-                raise ArgumentError("clip_args has no max_norm, the bound of the norm of all gradients")
         PyroOptim.__init__(self, optim_constructor, optim_args, clip_args)
         # An optimizer, or the scheduler of one, for each set of options and place in the schedule.
         self._shared: list[Any] = []
@@ -210,7 +208,7 @@ def torch_optimizer(held: Any) -> Optimizer:
 
 
 def _states(held: Any) -> dict[Tensor, dict[str, Any]]:
-    """For each parameter, what Pyro's own optimizer or scheduler of it would return as its state."""
+    """Return for each parameter the state that Pyro's own optimizer or scheduler of it would have."""
     optimizer, states = torch_optimizer(held), {}
     packed, (group,) = optimizer.state_dict(), optimizer.param_groups
     options = {**packed["param_groups"][0], "params": [0]}
@@ -225,7 +223,7 @@ def _states(held: Any) -> dict[Tensor, dict[str, Any]]:
 
 
 def _present(held: Any) -> dict[str, Any]:
-    """Options as they stand, and the place in the schedule."""
+    """Return the current options and the place in the schedule."""
     (group,) = torch_optimizer(held).param_groups
     options = {name: value for name, value in group.items() if name != "params"}
     return options if held is torch_optimizer(held) else {**options, "scheduler": held.state_dict()}
@@ -243,7 +241,7 @@ def load_state(held: Any, state: dict[str, Any]) -> None:
 
 
 def _kernels(constructor: Any, parameter: Tensor, options: dict[str, Any]) -> dict[str, bool]:
-    """The option by which torch takes its fastest kernel for this parameter; none where the user has spoken."""
+    """Return the option for torch's fastest kernel for this parameter; empty where the user has chosen one."""
     offered, device = inspect.signature(constructor).parameters, parameter.device.type
     spoken = (_KERNELS | {"differentiable", "capturable"}) & options.keys()
     odd = type(parameter) not in (Tensor, nn.Parameter) or _has_sparse_gradient(parameter)
@@ -262,7 +260,7 @@ def _has_sparse_gradient(parameter: Tensor) -> bool:
 
 
 def for_svi(constructor: type[Optimizer]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Refuse calls of an optimizer for SVI that are meant for the class of torch, and name that class.
+    """Refuse calls of an optimizer for SVI that are meant for torch's class of the same name, and name this class.
 
     Args:
         constructor: the class of torch.
@@ -303,8 +301,8 @@ def Adam(  # noqa: N802 (Pyro's style)
 ) -> JointOptim:
     """Adam for SVI (Kingma & Ba, 2015), one :class:`torch.optim.Adam` over all parameters.
 
-    The numbers are those of ``pyro.optim.Adam`` up to rounding, in fewer calls of the device; :class:`JointOptim` says
-    how the two differ.
+    It agrees with ``pyro.optim.Adam`` up to rounding, in fewer calls of the device; :class:`JointOptim` lists the
+    differences.
 
     Args:
         optim_args: options of the torch optimizer, :func:`learning_rates`, or any function of the parameter's name.
@@ -320,7 +318,9 @@ def Adam(  # noqa: N802 (Pyro's style)
         The optimizer; with ``scheduler``, also a ``pyro.optim.PyroLRScheduler``.
 
     Raises:
-        ArgumentError: an option that the optimizer does not have or that is out of range, or no such scheduler.
+        ArgumentError: ``scheduler`` makes no scheduler.
+        TypeError: the optimizer has no such option.
+        ValueError: an option is out of range.
 
     Example:
         >>> from functools import partial
@@ -349,13 +349,9 @@ def SGD(  # noqa: N802
 def _joint(
     constructor: type[Optimizer], optim_args: Options, clip_args: Any, scheduler: Scheduler
 ) -> JointOptim:
-    """Build the optimizer, after a look at what can be known to be wrong before the first step."""
-    name = constructor.__name__
+    """Build the optimizer, after its options have been tried on one that is thrown away."""
     known = optim_args("") if isinstance(optim_args, LearningRates) else optim_args
-    try:
-        optimizer = constructor([torch.zeros(())], **({} if callable(known) else known))
-    except (TypeError, ValueError) as error:
-        raise ArgumentError(f"{name}: {error}; see the arguments of torch.optim.{name}") from error
+    optimizer = constructor([torch.zeros(())], **({} if callable(known) else known))
     if scheduler is None:
         return JointOptim(constructor, optim_args, clip_args)
     try:
@@ -364,7 +360,7 @@ def _joint(
         made = error
     if not isinstance(made, LRScheduler | ReduceLROnPlateau):
         raise ArgumentError(
-            f"{name}: scheduler= must make a torch scheduler for a torch optimizer, as "
-            f"partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.99) does; {scheduler!r} makes {made!r}"
+            f"{constructor.__name__}: scheduler= must make a torch scheduler for a torch optimizer, as partial("
+            f"torch.optim.lr_scheduler.ExponentialLR, gamma=0.99) does; {scheduler!r} makes {made!r}"
         )
     return ScheduledJointOptim(scheduler, constructor, optim_args, clip_args)

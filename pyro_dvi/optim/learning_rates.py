@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Learning rates for posterior scales.
 
-The optimizer sees the logarithm (or inverse softplus) of a posterior scale :math:`\sigma`. Its gradient is
-small and its optimum several units away from the start, so with the step size of the means it is still on its
-way when the means have converged. The functions here give scales a step size of their own, for Pyro's
-optimizers (:func:`learning_rates`) and for torch's (:func:`parameter_groups`).
+The optimizer sees the logarithm (or inverse softplus) of a posterior scale :math:`\sigma`. Its gradient is small and
+its optimum several units away from the start, so with the step size of the means it has not converged when the means
+have.
+The functions here give scales their own step size, for Pyro's optimizers (:func:`learning_rates`) and for torch's
+(:func:`parameter_groups`).
 """
 
 import re
@@ -18,12 +19,12 @@ from pyro.nn import PyroModule
 from torch import nn
 
 from pyro_dvi.core.arguments import check_positive
-from pyro_dvi.errors import ArgumentError, GuideError, ModelError, UnsupportedError
+from pyro_dvi.errors import GuideError, UnsupportedError
 
 #: A pattern for names of log-scales: ``<Guide>.scales.<site>`` (MeanFieldGuide, AutoNormal), ``<Guide>.alphas.<site>``
 #: (MultiplicativeNoiseGuide) and ``<Guide>.scale`` (AutoDiagonalNormal), also as a part of an AutoGuideList. All are
-#: tied to the guide's name, a class name with a capital or ``guide`` in an ELBOModule, because a network may well own
-#: a parameter called ``scale``, and ten times its learning rate would do harm unseen.
+#: tied to the guide's name, a class name with a capital or ``guide`` in an ELBOModule, because a network may own a
+#: parameter called ``scale``, which ten times the learning rate would silently harm.
 SCALE_PATTERN = r"(^|\.)([A-Z]\w*|guide)(\.\d+)*\.(scales\.|alphas\.|scale$)"
 
 
@@ -40,8 +41,6 @@ class LearningRates:
         check_positive("base", self.base)
         check_positive("scale_multiplier", self.scale_multiplier)
         re.compile(self.scale_pattern)
-        if "lr" in self.options:
-            raise ArgumentError("learning_rates: the step size is the first argument, base; leave out lr.")
 
     # One parameter, not two: PyroOptim counts them, and hands the old two-argument form (module, name) where
     # the name of a guide's parameter would arrive cut in pieces.
@@ -125,7 +124,6 @@ def parameter_groups(
     Raises:
         ArgumentError: if a rate is not a positive finite number.
         GuideError: if a guide has not been called yet, so that its parameters do not exist.
-        ModelError: if nothing requires gradients.
         UnsupportedError: if the model or guide is a function, whose parameters only Pyro's store knows.
 
     Example:
@@ -148,23 +146,19 @@ def parameter_groups(
     for part in module.modules():
         if isinstance(part, AutoGuide) and is_uninitialised(part):
             raise GuideError(
-                f"parameter_groups: {type(part).__name__} has no parameters before its first call. Call it "
-                "once with the arguments of the model, guide(*batch), and build the optimizer afterwards."
+                f"parameter_groups: {type(part).__name__} has no parameters before its first call: call guide(*batch) "
+                "before the optimizer is built."
             )
     groups: dict[str, dict[str, Any]] = {}
     for name, parameter in parameter_names(module):
         if parameter.requires_grad:
             group = "scales" if re.search(scale_pattern, name) else "parameters"
             groups.setdefault(group, {"params": [], "name": group, **rates(name)})["params"].append(parameter)
-    if not groups:
-        raise ModelError(
-            f"parameter_groups: {type(module).__name__} has no parameter that requires gradients."
-        )
     return [groups[group] for group in sorted(groups)]
 
 
 def parameter_names(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Every parameter of ``module`` once, under the name that Pyro's optimizers would see.
+    """Yield every parameter of ``module`` once, with its name in Pyro's optimizers.
 
     Pyro names a parameter after the root :class:`~pyro.nn.PyroModule` that holds it and knows a constrained
     parameter without the suffix that torch's name carries: ``AutoNormal.scales.weight``, where
@@ -213,9 +207,8 @@ def check_parts(module: ELBOModule) -> None:
     for role, part in (("model", module.model), ("guide", module.guide)):
         if not isinstance(part, nn.Module):
             raise UnsupportedError(
-                f"The {role} of the ELBOModule is a function, and the parameters of its pyro.param statements live in "
-                "Pyro's store, where a torch optimizer cannot find them. Train it with pyro.infer.SVI and "
-                "learning_rates(...), or write it as a PyroModule."
+                f"The {role} of the ELBOModule is a function, whose parameters live in Pyro's store, where a torch "
+                "optimizer cannot find them: train it with pyro.infer.SVI, or write it as a PyroModule."
             )
 
 

@@ -1,22 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training: the loop and its history, early stopping, checkpoints, batch-norm statistics, several processes."""
 
-from pyro_dvi.training.batch_norm import BatchNormStatistics, recompute_batch_norm
-from pyro_dvi.training.checkpoint import Checkpoint, load, save
-from pyro_dvi.training.data_parallel import DataParallel, JointBatches
+from pyro_dvi.training.batch_norm import recompute_batch_norm
+from pyro_dvi.training.between_epochs import EarlyStopping, EveryStep
+from pyro_dvi.training.checkpoint import load, save
+from pyro_dvi.training.data_parallel import DataParallel
 from pyro_dvi.training.ensemble import EnsembleGuide, train_ensemble
 from pyro_dvi.training.history import History
 from pyro_dvi.training.loop import fit
-from pyro_dvi.training.stopping import EarlyStopping
 
 __all__ = [
-    "BatchNormStatistics",
-    "Checkpoint",
     "DataParallel",
     "EarlyStopping",
     "EnsembleGuide",
+    "EveryStep",
     "History",
-    "JointBatches",
     "fit",
     "load",
     "recompute_batch_norm",

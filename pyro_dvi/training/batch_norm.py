@@ -3,8 +3,6 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import torch
@@ -12,41 +10,10 @@ from pyro import poutine
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from pyro_dvi.core.arguments import check_count
 from pyro_dvi.core.batches import batches, check_loader
 from pyro_dvi.core.undisturbed import modules_met
-from pyro_dvi.errors import DataError, GuideError, ModelError
+from pyro_dvi.errors import GuideError, ModelError
 from pyro_dvi.runs.posterior_run import PosteriorMeans
-from pyro_dvi.training.random_state import preserve_random_state
-from pyro_dvi.training.routes import Route
-
-
-@dataclass(frozen=True)
-class BatchNormStatistics:
-    """How :func:`~pyro_dvi.training.fit` recomputes the statistics of batch normalisation.
-
-    Args:
-        num_batches: minibatches to average over; all of the training loader by default.
-        each_epoch: also before every validation, so that validation and early stopping see what is deployed.
-            Otherwise once, at the end.
-
-    Raises:
-        ArgumentError: if ``num_batches`` is not positive.
-    """
-
-    num_batches: int | None = None
-    each_epoch: bool = False
-
-    def __post_init__(self) -> None:
-        if self.num_batches is not None:
-            check_count("BatchNormStatistics: num_batches", self.num_batches)
-
-    def recompute(self, route: Route, loader: Iterable[Any], device: torch.device | None) -> None:
-        """Recompute the statistics of what is being trained, without a trace in its random numbers."""
-        with preserve_random_state(loader):
-            recompute_batch_norm(
-                route.model, route.guide, loader, num_batches=self.num_batches, device=device
-            )
 
 
 def recompute_batch_norm(
@@ -54,13 +21,12 @@ def recompute_batch_norm(
     guide: Callable[..., Any],
     loader: Iterable[Any],
     *,
-    num_batches: int | None = None,
     device: torch.device | None = None,
 ) -> list[nn.Module]:
     r"""Recompute the statistics of batch normalisation, with the weights at the posterior mean.
 
     The running statistics of training belong to weights that moved, and, under a sampling ELBO, to sampled weights.
-    For a prediction at the mean they are replaced by
+    Call this after :func:`~pyro_dvi.training.fit` for predictions at the mean. The statistics are replaced by
 
     .. math::
         m = \frac1B \sum_b m_b(\mu), \qquad v = \frac1B \sum_b v_b(\mu)
@@ -74,7 +40,6 @@ def recompute_batch_norm(
         model: a Pyro model, a module or a function around modules.
         guide: its guide; called before at least once.
         loader: training batches, as for :func:`~pyro_dvi.training.fit`.
-        num_batches: how many of them; all by default.
         device: where to move the batches.
 
     Returns:
@@ -83,7 +48,7 @@ def recompute_batch_norm(
     Raises:
         ModelError: if the model calls no batch normalisation with running statistics.
         GuideError: if the guide has no mean.
-        DataError: if the loader is empty. The statistics are then as before.
+        DataError: if the loader is empty. After an error the statistics are as before.
 
     Source: Izmailov et al. (2018), "Averaging Weights Leads to Wider Optima and Better Generalization", section 3.2.
 
@@ -101,19 +66,12 @@ def recompute_batch_norm(
     """
     check_loader(loader, passes=1)
     found: list[nn.Module] = []
-    count = 0
     with torch.no_grad(), poutine.block(), _cumulative_statistics(found, model, guide):
-        for args, kwargs in islice(batches(loader, device), num_batches):
+        for args, kwargs in batches(loader, device):
             _at_mean(model, guide, args, kwargs)(*args, **kwargs)
-            count += 1
-        if not count:
-            raise DataError(
-                "recompute_batch_norm: the loader yielded no batch; the statistics stay as they were."
-            )
         if not found:
             raise ModelError(
-                "recompute_batch_norm: the model calls no batch normalisation with running statistics "
-                "(track_running_stats=True), so there is nothing to recompute. Leave the option out."
+                "recompute_batch_norm: no batch, or a model that calls no BatchNorm with track_running_stats=True"
             )
     return found
 
@@ -151,7 +109,7 @@ def _cumulative_statistics(found: list[nn.Module], *parts: Any) -> Iterator[None
 def _at_mean(
     model: Callable[..., Any], guide: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Callable[..., Any]:
-    """The model with its latents at the mean of the guide for these arguments."""
+    """Return the model with its latents at the mean of the guide for these arguments."""
     try:
         with PosteriorMeans() as means:
             guide(*args, **kwargs)

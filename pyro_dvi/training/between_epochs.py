@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Validation and learning-rate schedules: what happens between two epochs."""
+"""Between two epochs: validation, learning-rate schedules, and the end of training, early or by a signal."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -11,9 +14,10 @@ from pyro.optim import PyroLRScheduler
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from pyro_dvi.core.arguments import check_choice
+from pyro_dvi.core.arguments import check_choice, check_count
 from pyro_dvi.core.batches import batches, with_rows
 from pyro_dvi.errors import ArgumentError, DataError
+from pyro_dvi.training.history import History
 from pyro_dvi.training.random_state import preserve_random_state
 from pyro_dvi.training.routes import Route, SVIRoute
 
@@ -21,20 +25,21 @@ from pyro_dvi.training.routes import Route, SVIRoute
 def validation_metrics(
     route: Route, validate: Callable[[], Any] | Iterable[Any], device: torch.device | None
 ) -> dict[str, float]:
-    """Evaluate a callable's metrics, or the mean loss over a loader, in evaluation mode.
+    """Evaluate the metrics of a callable, or the mean loss over a loader, in evaluation mode.
 
-    A loss is that of the data set it is an estimate for: with a plate of N training examples, every validation batch
-    of M examples is scaled by N/M, and batches count by their size.
+    A loss estimates the loss of the whole data set: with a plate of N training examples, every validation batch of M
+    examples is scaled by N/M, and batches count by their size.
 
     Raises:
-        ArgumentError: if the callable returns neither a number nor a mapping of numbers.
         DataError: if the loader is empty.
     """
     with _preserved_modes(route) as parts, preserve_random_state(validate):
         for part in parts:
             part.eval()
         if callable(validate):
-            return _as_metrics(validate())
+            result = validate()
+            metrics = result if isinstance(result, Mapping) else {"loss": result}
+            return {str(name): float(value) for name, value in metrics.items()}
         total = weight = 0.0
         for args, kwargs in batches(validate, device):
             rows = with_rows((*args, *kwargs.values()))
@@ -47,7 +52,7 @@ def validation_metrics(
 
 @contextmanager
 def training_mode(route: Route) -> Iterator[None]:
-    """Train what is in evaluation mode as a whole; a module that is frozen within a training model stays frozen."""
+    """Train the parts that are in evaluation mode as a whole; a frozen module within a training model stays frozen."""
     with _preserved_modes(route) as parts:
         for part in parts:
             if not part.training:
@@ -57,8 +62,8 @@ def training_mode(route: Route) -> Iterator[None]:
 
 @contextmanager
 def _preserved_modes(route: Route) -> Iterator[list[nn.Module]]:
-    """Give model, guide and what they call, and put each of their modules back into its own mode afterwards."""
-    parts = [*route.modules().values(), *route.loose_modules]
+    """Yield model, guide and the modules that they call, and restore the mode of each module afterwards."""
+    parts = list(route.all_modules().values())
     modes = [(module, module.training) for part in parts for module in part.modules()]
     try:
         yield parts
@@ -67,37 +72,27 @@ def _preserved_modes(route: Route) -> Iterator[list[nn.Module]]:
             module.training = training
 
 
-def _as_metrics(result: Any) -> dict[str, float]:
-    metrics = result if isinstance(result, Mapping) else {"loss": result}
-    try:
-        return {str(name): float(value) for name, value in metrics.items()}
-    except (TypeError, ValueError) as error:
-        raise ArgumentError(
-            f"validate must return a number or a mapping from names to numbers, got {type(result).__name__} ({error})."
-        ) from error
-
-
 @dataclass(frozen=True)
 class EveryStep:
     """A learning-rate schedule that moves with every training step instead of every epoch (``OneCycleLR``).
 
     Args:
-        scheduler: a torch scheduler, or the ``PyroLRScheduler`` that is the optimizer of the SVI.
+        scheduler: of the torch optimizer, or the ``PyroLRScheduler`` that is the optimizer of the SVI.
     """
 
     scheduler: LRScheduler | PyroLRScheduler
 
 
 class Schedule:
-    """The scheduler of a torch optimizer, or the one inside an SVI's optimizer, stepped at the right time.
+    """A learning-rate scheduler of a torch optimizer or of an SVI, stepped after each epoch or step.
 
     Args:
-        route: what is being trained.
+        route: the training.
         given: a scheduler, one in :class:`EveryStep`, or None.
 
     Attributes:
-        scheduler: what moves the learning rate, or None.
-        saved: what a checkpoint has to save of it: an SVI's is saved with its optimizer.
+        scheduler: the scheduler of the learning rate, or None.
+        saved: the scheduler that a checkpoint saves; an SVI's is saved with its optimizer.
 
     Raises:
         ArgumentError: ``given`` is no scheduler of this optimizer.
@@ -111,9 +106,8 @@ class Schedule:
             own = route.svi.optim if isinstance(route.svi.optim, PyroLRScheduler) else None
             if self.scheduler not in (None, own):
                 raise ArgumentError(
-                    "lr_schedule: an SVI carries its schedule in its optimizer, for instance pyro_dvi.optim.Adam("
-                    "learning_rates(1e-3), scheduler=partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.99)), "
-                    "which fit steps after every epoch. Only EveryStep(svi.optim) can be given here."
+                    "lr_schedule: an SVI carries its schedule in its optimizer: pyro_dvi.optim.Adam({'lr': 1e-3}, "
+                    "scheduler=partial(ExponentialLR, gamma=0.99)). Only EveryStep(svi.optim) can be given here."
                 )
             self.scheduler, self.saved = own, None
         elif self.scheduler is not None:
@@ -122,8 +116,6 @@ class Schedule:
             )
         kind = getattr(self.scheduler, "pt_scheduler_constructor", type(self.scheduler))
         self.needs_metric = isinstance(kind, type) and issubclass(kind, ReduceLROnPlateau)
-        if self.needs_metric and self.every_step:
-            raise ArgumentError("ReduceLROnPlateau follows the loss of epochs; do not wrap it in EveryStep.")
 
     def after_step(self) -> None:
         """Move, if the schedule counts steps."""
@@ -134,3 +126,75 @@ class Schedule:
         """Move, if the schedule counts epochs; ``metric`` is for ``ReduceLROnPlateau``."""
         if not self.every_step and self.scheduler is not None:
             self.scheduler.step(metric) if self.needs_metric else self.scheduler.step()
+
+
+@dataclass(frozen=True)
+class EarlyStopping:
+    """Stop when a validation metric has not improved for ``patience`` epochs, with the weights of the best epoch.
+
+    All its state is the history, so a resumed run stops where an uninterrupted one would.
+
+    Args:
+        patience: epochs without improvement until training stops.
+        monitor: name of the metric: a key of the mapping that ``validate`` returns, ``"loss"`` for a loader or a
+            single number.
+        maximise: whether larger is better (accuracy).
+
+    Raises:
+        ArgumentError: if ``patience`` is not a positive integer.
+
+    Example:
+        >>> stopping = EarlyStopping(patience=2)
+        >>> stopping.best_epoch([3.0, 1.0, 2.0, 1.5]), stopping.exhausted([3.0, 1.0, 2.0, 1.5])
+        (2, True)
+    """
+
+    patience: int = 10
+    monitor: str = "loss"
+    maximise: bool = False
+
+    def __post_init__(self) -> None:
+        check_count("EarlyStopping: patience", self.patience)
+
+    def best_epoch(self, values: Sequence[float]) -> int | None:
+        """Return the position, from 1, of the first best value; None if all are NaN."""
+        costs = [math.inf if math.isnan(value) else -value if self.maximise else value for value in values]
+        best = min(costs, default=math.inf)
+        return costs.index(best) + 1 if best < math.inf else None
+
+    def exhausted(self, values: Sequence[float]) -> bool:
+        """Return whether the patience is used up."""
+        return len(values) - (self.best_epoch(values) or 0) >= self.patience
+
+    def monitored(self, history: History) -> list[float]:
+        """Return the monitored column, empty before the first validation."""
+        return history.epochs.get(f"validation_{self.monitor}", [])
+
+
+@contextmanager
+def delayed_interrupts() -> Iterator[Callable[[], None]]:
+    """Hold back Ctrl-C, and the SIGTERM of a scheduler; yield a check that raises KeyboardInterrupt after a signal.
+
+    A second signal passes at once. Where Python's own handlers are not in charge (another thread, a host with handlers
+    of its own), nothing is changed.
+    """
+    usual: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    main = threading.current_thread() is threading.main_thread()
+    ours = [number for number, handler in usual.items() if main and signal.getsignal(number) == handler]
+    signals: list[int] = []
+
+    def check() -> None:
+        if signals:
+            raise KeyboardInterrupt
+
+    def handle(number: int, _frame: object) -> None:
+        check()
+        signals.append(number)
+
+    for number in ours:
+        signal.signal(number, handle)
+    try:
+        yield check
+    finally:
+        for number in ours:
+            signal.signal(number, usual[number])

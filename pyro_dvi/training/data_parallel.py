@@ -8,7 +8,7 @@ over examples add up with the scale :math:`N/\sum_j m_j`, and the KL divergence 
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from itertools import count, islice
 from typing import Any, NamedTuple
 
@@ -18,7 +18,6 @@ from pyro.infer.elbo import ELBO
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from pyro_dvi.core.batches import number_of_batches
 from pyro_dvi.errors import (
     ArgumentError,
     DataError,
@@ -48,10 +47,10 @@ class DataParallel(ELBO):
     .. math:: \mathrm{loss} = \sum_k w_k\, \mathrm{loss}_k, \qquad w_k = \frac{m_k}{\sum_j m_j}
 
     Every process builds the same model, guide and optimizer, and gets its own part of the data, as from torch's
-    ``DistributedSampler``. After each evaluation all have the loss and the gradients of the joint minibatch, and what a
-    natural-gradient optimizer measures beside them, so that the optimizers take the same step. Any optimizer serves:
-    Pyro's in ``SVI``, torch's for ``elbo(model, guide)``. Without a process group, or alone in it, the objective is
-    that of one process. In the first step the values of process 0 are given to all others.
+    ``DistributedSampler``. After each evaluation all have the loss and the gradients of the joint minibatch, and the
+    measurements of natural-gradient optimizers, so that all optimizers take the same step. Any optimizer works: Pyro's
+    in ``SVI``, torch's for ``elbo(model, guide)``. Without a process group, or with a single process, the objective is
+    unchanged. The first step copies the parameters of process 0 to all others.
 
     Status: equal to one process with the joint minibatch up to rounding where the objective is a sum over examples:
     :class:`~pyro_dvi.MomentPropagationELBO`; :class:`~pyro_dvi.NaturalGradientELBO`;
@@ -60,27 +59,26 @@ class DataParallel(ELBO):
     the joint minibatch.
 
     *Batch normalisation* in training mode takes the statistics of each part, as in torch's data parallelism, so the
-    result is not that of one process with the joint minibatch. Running statistics are averaged after every evaluation,
-    weighted by the parts, so that all processes keep one model. ``torch.nn.SyncBatchNorm`` is refused: it meets the
-    other processes inside the model, where objectives evaluate at times of their own. Take parts that are large enough
-    for statistics of their own, group or layer normalisation, or fixed statistics (``eval()``).
+    result differs from one process with the joint minibatch. Running statistics are averaged after every evaluation,
+    weighted by the parts, so that all processes keep one model. ``torch.nn.SyncBatchNorm`` is refused, since it would
+    wait for the other processes inside the model. Use large parts, group or layer normalisation, or fixed statistics
+    (``eval()``).
 
-    *Uneven parts* are weighted by their size. All processes have to take as many steps: ``fit`` compares the lengths of
-    the loaders, and :class:`JointBatches` lets some have more batches than others.
+    *Uneven parts* are weighted by their size. All processes have to take equally many steps: ``fit`` compares the
+    lengths of the loaders.
 
     :meth:`loss` evaluates on the data of this process alone. Write checkpoints in one process only; they load with or
     without this class.
 
     Args:
         elbo: the objective.
-        own_draws: draw other weights in each process, so that gradients and curvature are averages over as many draws
-            as processes, which may then all have the whole data set. By default all draw the same weights.
+        own_draws: draw different weights in each process, so that gradients and curvature are averages over one draw
+            per process. All processes may then have the whole data set. By default all draw the same weights.
         group: process group; the default one.
 
     Attributes:
         elbo: the objective of one process.
         terms: detached parts of the last joint loss.
-        stands_by: whether this process has no share in the next step; set by :class:`JointBatches`.
 
     Raises:
         ArgumentError: the objective is none of this library.
@@ -106,7 +104,6 @@ class DataParallel(ELBO):
         super().__init__(num_particles=elbo.num_particles)
         self.elbo = elbo
         self.own_draws, self.group = own_draws, group
-        self.stands_by = False
         self._seed: Any = None  # a number from the first step on
         self._prepared: tuple[Any, Any] | None = None
 
@@ -125,7 +122,7 @@ class DataParallel(ELBO):
         self.elbo.num_data = value
 
     def loss(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
-        """Return the loss on the data of this process, without a word to the others."""
+        """Return the loss on the data of this process, without communication."""
         return self.elbo.loss(model, guide, *args, **kwargs)  # type: ignore[no-any-return]
 
     def loss_and_grads(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
@@ -147,15 +144,13 @@ class DataParallel(ELBO):
         seed, step, rank = self._seed, self.elbo.step, td.get_rank(self.group)
         stream = (seed, step, rank) if self.own_draws else (seed, step)
         seeds = (hash((*stream, run)) % 2**63 for run in count())
-        stands_by, self.stands_by = self.stands_by, False
 
         def evaluate() -> _Evaluation:
             with JointRun(self._guide, seeds) as run:
                 loss = self.elbo.differentiable_loss(model, self._guide, *args, **kwargs)
             losses.append(loss)
-            found = dict.fromkeys(run.fractions, 0.0) if stands_by else run.fractions
             terms = {name: float(value) for name, value in self.elbo.terms.items()}
-            return _Evaluation(found, terms, sorted(named_leaves(loss, model, guide)))
+            return _Evaluation(run.fractions, terms, sorted(named_leaves(loss, model, guide)))
 
         messages = exchange_results(evaluate, self.group)
         weights = weights_of([m.fractions for m in messages], self.own_draws)
@@ -166,32 +161,27 @@ class DataParallel(ELBO):
         self.elbo.terms = {name: self.elbo.terms[name].new_tensor(value) for name, value in terms.items()}
         bad = [k for k, message in enumerate(messages) if not math.isfinite(message.terms["loss"])]
         if bad:
-            listed = ", ".join(f"{name}={value:.4g}" for name, value in messages[bad[0]].terms.items())
             raise NonFiniteError(
-                f"the loss of process {bad[0]} is not finite ({listed}; {len(bad)} of {len(messages)} processes). No "
-                "update was made. Lower the learning rate (above all that of the scales), look for extreme inputs, or "
-                "train in float64."
+                f"the loss of process {bad[0]} is not finite ({messages[bad[0]].terms}; {len(bad)} of {len(messages)} "
+                "processes). Lower the learning rate, look for extreme inputs, or train in float64."
             )
         names = sorted({name for message in messages for name in message.leaves})
         return self._joint(losses[0], terms["loss"], names, model, guide, weights[rank])
 
     def check_number_of_batches(self, number: int) -> None:
-        """Compare the number of batches in a pass over the data with that of the other processes.
+        """Check that all processes have the same number of batches in a pass over the data.
 
         Raises:
-            DataError: they differ, so that some would wait for the others for ever; in all processes.
+            DataError: the numbers differ, and some processes would wait for ever; raised in all processes.
         """
-        if not several(self.group):
-            return
-        counts = exchange(number, self.group)
+        counts = exchange(number, self.group) if several(self.group) else [number]
         if len(set(counts)) > 1:
             raise DataError(
-                f"the processes have different numbers of batches: {counts}. Pass JointBatches(loader, elbo), which "
-                "lets those that have none left stand by, or give all as many, as torch's DistributedSampler does."
+                f"the processes have different numbers of batches, {counts}: use torch's DistributedSampler"
             )
 
     def agreed(self, value: Any) -> Any:
-        """Return the value of process 0, in all processes: each may measure its own, but they have to act as one."""
+        """Return the value of process 0 in all processes, which may have measured different values."""
         return exchange(value, self.group)[0] if several(self.group) else value
 
     def state_dict(self) -> dict[str, Any]:
@@ -231,7 +221,7 @@ class DataParallel(ELBO):
     # The first step ---------------------------------------------------------------------------------------------
 
     def _prepare(self, model: Any, guide: Any, args: tuple, kwargs: dict) -> None:
-        """Create the parameters, and give those of process 0 to the others."""
+        """Create the parameters, and copy the values of process 0 to the others."""
         if self._prepared is not None and self._prepared[0] is model and self._prepared[1] is guide:
             return
 
@@ -268,7 +258,7 @@ class _GuideModule(nn.Module):
 
 
 class _Evaluation(NamedTuple):
-    """What a process tells the others about its evaluation."""
+    """The message of a process to the others about its evaluation."""
 
     fractions: dict[str, float]
     terms: dict[str, float]
@@ -286,82 +276,3 @@ class _Joint(Function):
     @staticmethod
     def backward(ctx: Any, out: Tensor) -> tuple[Tensor | None, ...]:
         return (None, None, *(out * gradient for gradient in ctx.gradients))
-
-
-_END = object()
-
-
-class JointBatches:
-    r"""The batches of this process, with its last one repeated until every process has had all of its own.
-
-    A process that repeats has no share in the joint minibatch: its weight is :math:`m_k = 0`, and it makes the same
-    update as the others.
-
-    Status: exact; every example counts once in an epoch.
-
-    Args:
-        loader: a ``DataLoader`` or another iterable that can be read again and again.
-        elbo: the objective, which is told when this process has no share.
-
-    Raises:
-        ArgumentError: the objective is no ``DataParallel``.
-        DataError: while it is read: a process has no batch at all.
-        PyroDviError: while it is read: the loader of another process failed.
-
-    Example:
-        >>> from pyro_dvi import TaylorELBO
-        >>> elbo = DataParallel(TaylorELBO())
-        >>> list(JointBatches(["one", "two"], elbo))  # alone
-        ['one', 'two']
-    """
-
-    def __init__(self, loader: Iterable[Any], elbo: DataParallel) -> None:
-        if not isinstance(elbo, DataParallel):
-            raise ArgumentError(
-                f"JointBatches takes the loader and the DataParallel objective, got {type(elbo).__name__}"
-            )
-        self.loader = loader
-        self.elbo = elbo
-        self._length: int | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "loader" or name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.loader, name)
-
-    def __len__(self) -> int:
-        """Number of batches of the process that has most; processes meet here at the first call."""
-        if self._length is None:
-            own = number_of_batches(self.loader)
-            all_lengths = exchange(own, self.elbo.group) if several(self.elbo.group) else [own]
-            known = [length for length in all_lengths if length is not None]
-            if len(known) < len(all_lengths):
-                raise TypeError(f"the loader ({type(self.loader).__name__}) does not know its length")
-            self._length = max(known)
-        return self._length
-
-    def __iter__(self) -> Iterator[Any]:
-        """Yield batches; processes meet before each."""
-        if not several(self.elbo.group):
-            yield from self.loader
-            return
-        batches: Iterator[Any] | None = None
-        batch = last = _END
-
-        def read() -> tuple[bool, bool]:
-            """Take the next batch; whether there is one, and whether there has been any."""
-            nonlocal batches, batch
-            batches = iter(self.loader) if batches is None else batches
-            batch = next(batches, _END)
-            return batch is not _END, batch is not _END or last is not _END
-
-        while True:
-            everyone = exchange_results(read, self.elbo.group, "the loader of ")
-            empty = [k for k, (_, has_any) in enumerate(everyone) if not has_any]
-            if empty and len(empty) < len(everyone):
-                raise DataError(f"process {empty[0]} has no batch at all: give every process at least one")
-            if not any(has_batch for has_batch, _ in everyone):
-                return
-            self.elbo.stands_by = batch is _END
-            last = last if batch is _END else batch
-            yield last

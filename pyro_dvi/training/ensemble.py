@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Posteriors trained apart, each with a parameter store of its own, and ensembles of them as one model and guide.
+r"""Posteriors trained separately, each with its own parameter store, and ensembles of them as one model and guide.
 
-The number of the member is one more latent variable: the model runs the network of the member m that site ``member``
-says, and the guide draws m and then the weights from the posterior of that member,
+The number of the member is one more latent variable, the site ``member``: the guide draws a member m and then the
+weights from the posterior of this member, and the model runs the network of member m,
 
 .. math:: q(m, \theta) = \tfrac1K\, q_m(\theta).
 """
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import Any
+from typing import Any, TypeGuard
 
 import pyro
 import pyro.distributions as dist
@@ -28,7 +28,7 @@ from pyro_dvi.training.random_state import preserve_random_state
 
 @dataclass(frozen=True, eq=False)
 class TrainedPosterior:
-    """A model and its trained guide, with what training left in Pyro's parameter store.
+    """A model and its trained guide, with their parameters in Pyro's store.
 
     Attributes:
         model: the Pyro model.
@@ -51,7 +51,7 @@ class TrainedPosterior:
         pyro.get_param_store().set_state(self.store)
 
     def trainable(self) -> dict[int, tuple[str, Tensor]]:
-        """Return names and tensors of what training may have moved, by identity."""
+        """Return names and tensors of all trainable parameters, by identity."""
         parts = [part for part in (self.model, self.guide) if isinstance(part, nn.Module)]
         named = [*self.store["params"].items(), *(pair for part in parts for pair in part.named_parameters())]
         return {id(tensor): (name, tensor) for name, tensor in named if tensor.requires_grad}
@@ -60,9 +60,9 @@ class TrainedPosterior:
 def train_apart(
     train: Callable[[], Any], seed: int, others: Iterable[TrainedPosterior] = ()
 ) -> TrainedPosterior:
-    """Run a training with a seed and an empty parameter store, and keep what it returns with that store.
+    """Run a training with a seed and an empty parameter store, and return its result together with this store.
 
-    Random numbers and Pyro's store are outside as if nothing had happened.
+    Global random numbers and Pyro's store are restored afterwards.
 
     Args:
         train: builds and trains a model and its guide, and returns the two.
@@ -88,7 +88,7 @@ def train_apart(
     with preserve_random_state(), pyro.get_param_store().scope() as store:
         pyro.set_rng_seed(seed)
         result = train()
-    if not (isinstance(result, tuple) and len(result) == 2 and all(map(callable, result))):
+    if not _is_pair(result):
         raise ArgumentError(f"train must return a tuple (model, guide), not {type(result).__name__}")
     posterior = TrainedPosterior(*result, store)
     own = posterior.trainable()
@@ -96,9 +96,8 @@ def train_apart(
         for key, (name, _) in other.trainable().items():
             if key in own:
                 raise ArgumentError(
-                    f"two trainings have moved the same parameter, {name!r}: each must begin anew. Build the network, "
-                    "the model and the guide inside train (copy.deepcopy of a network is enough); freeze what they are "
-                    "meant to share with requires_grad_(False)"
+                    f"two trainings have moved the same parameter, {name!r}: build network, model and guide inside "
+                    "train, and freeze shared parameters with requires_grad_(False)"
                 )
     return posterior
 
@@ -109,14 +108,14 @@ MEMBER = "member"  # the site that says which member it is
 def train_ensemble(
     train: Callable[[], Any], num_members: int = 5, *, seed: int = 0, progress: bool = True
 ) -> tuple["EnsembleModel", "EnsembleGuide"]:
-    r"""Train a deep ensemble: the same training several times, each from a start of its own.
+    r"""Train a deep ensemble: the same training several times, each from its own random start.
 
     .. math:: p(y \mid x) \approx \frac1K \sum_{k=1}^K p_k(y \mid x)
 
-    with the predictive distribution :math:`p_k` of each member by its own rule. The training may be any: an
-    ``AutoDelta`` by MAP is the deep ensemble of the literature, and ensembles of variational posteriors, of VOGN or of
-    Laplace approximations come in the same way. Each training has an empty parameter store of Pyro's and a seed of its
-    own; random numbers and store are outside as if nothing had happened.
+    with the predictive distribution :math:`p_k` of each member by its own rule. MAP training of an ``AutoDelta`` gives
+    the deep ensemble of the literature; ensembles of variational posteriors, of VOGN or of Laplace approximations work
+    in the same way. Each training has an empty parameter store and its own seed. Global random numbers and Pyro's store
+    are restored afterwards.
 
     Args:
         train: builds network, model and guide, trains them, and returns ``(model, guide)``. It must not set a seed.
@@ -166,7 +165,7 @@ def train_ensemble(
 
 
 class EnsembleModel(nn.Module):
-    """The model of an ensemble: it runs the model of the member whose number its site ``member`` has.
+    """Model of an ensemble, which draws the site ``member`` and runs the model of this member.
 
     Args:
         members: model, guide and parameters of each.
@@ -179,7 +178,7 @@ class EnsembleModel(nn.Module):
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """A model whose signature is that of all."""
+        """The first member's model, whose signature all members share."""
         return self.members[0].model  # type: ignore[no-any-return]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -241,26 +240,14 @@ class EnsembleGuide(nn.Module):
         same = [f"{i} and {k}" for (i, first), (k, second) in pairs if _are_same(first, second)]
         if same:
             warn(
-                f"members {', '.join(same)} of the ensemble have the same parameters, and add nothing to each other: "
-                "each training must start from random weights and must not set a seed itself"
+                f"members {', '.join(same)} of the ensemble have the same parameters: each training must start from "
+                "random weights and must not set a seed itself"
             )
 
     @property
     def model(self) -> EnsembleModel:
         """The model of the ensemble."""
         return self._model[0]
-
-    def check_objective(self, objective: Any) -> None:
-        """Refuse every objective.
-
-        Raises:
-            GuideError: always.
-        """
-        raise GuideError(
-            f"{'a loss function' if objective is None else type(objective).__name__} cannot train this "
-            f"{type(self).__name__}, whose members have been trained: it is for predictions. To train others, give "
-            "pyro_dvi.train_ensemble a function that trains one and returns its model and guide."
-        )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Draw a member, then its latents; what its guide returns."""
@@ -269,19 +256,19 @@ class EnsembleGuide(nn.Module):
             return member.guide(*args, **kwargs)
 
     def check_model(self, model: Callable[..., Any]) -> None:
-        """Refuse another model: predictions run those of the members.
+        """Refuse another model, since predictions run the models of the members.
 
         Raises:
             GuideError: it is not :attr:`model`.
         """
         if model is not self.model:
             raise GuideError(
-                f"an ensemble predicts with the models of its members, not with this {type(model).__name__}: give "
-                "guide.model, as predict(guide.model, guide, x)"
+                f"an ensemble predicts with the models of its members, not with this {type(model).__name__}: use "
+                "predict(guide.model, guide, x)"
             )
 
     def predicted_model(self, model: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the model with that of each member as its guide says."""
+        """Return the ensemble of the models with which the guides of the members predict."""
         return EnsembleModel(
             replace(m, model=getattr(m.guide, "predicted_model", lambda own: own)(m.model))
             for m in self.members
@@ -293,11 +280,15 @@ def _drawn_member(count: int) -> int:
     return int(pyro.sample(MEMBER, dist.Categorical(torch.full((count,), 1 / count, device="cpu"))))
 
 
+def _is_pair(value: Any) -> TypeGuard[tuple[Any, Any]]:
+    return isinstance(value, tuple) and len(value) == 2 and all(map(callable, value))
+
+
 def _as_member(given: Any) -> TrainedPosterior:
     """Return a trained posterior with its parameters, given as such or as a pair."""
     if isinstance(given, TrainedPosterior):
         return given
-    if not (isinstance(given, tuple) and len(given) == 2 and all(map(callable, given))):
+    if not _is_pair(given):
         raise ArgumentError(f"a member of an ensemble is a pair (model, guide) of callables, not {given!r}")
     modules = [part for part in given if isinstance(part, nn.Module)]
     # What another posterior has there now.

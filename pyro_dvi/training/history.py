@@ -1,18 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The record of a training, in columns."""
 
-import json
 import math
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyro
 from torch import nn
 from torch.distributions import transform_to
 
-from pyro_dvi.core.batches import mapped
 from pyro_dvi.core.table import InNotebook
 from pyro_dvi.optim.learning_rates import SCALE_PATTERN
 
@@ -25,7 +22,7 @@ _PRECISION = re.compile(r"(^|\.)([A-Z]\w*|guide)(\.\d+)*\.precisions\.")  # as o
 
 
 class Table(dict[str, list[float]], InNotebook):
-    """Columns of equal length; a value that a row does not give is NaN.
+    """Columns of equal length, with NaN where a row has no value.
 
     Example:
         >>> table = Table()
@@ -109,7 +106,7 @@ class History(InNotebook):
         return int(self.steps["step"][-1]) if self.steps.rows else 0
 
     def epoch_of(self, steps: int) -> dict[str, float]:
-        """Average the last ``steps`` steps to the row of an epoch; rate and weight are those of the last one."""
+        """Average the last ``steps`` steps to the row of an epoch, with rate and KL weight of the last step."""
         columns = {name: column[-steps:] for name, column in self.steps.items()}
         last = ("epoch", "step", "kl_weight", "lr")
         return {
@@ -136,7 +133,7 @@ class History(InNotebook):
         return [repr(self), self.to_dataframe()]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain lists and numbers; the weights of the best epoch are not included."""
+        """Return plain lists and numbers, for JSON for instance, without the weights of the best epoch."""
         return {
             "epochs": {name: list(column) for name, column in self.epochs.items()},
             "steps": {name: list(column) for name, column in self.steps.items()},
@@ -148,28 +145,9 @@ class History(InNotebook):
     def from_dict(cls, record: Mapping[str, Any]) -> "History":
         """Rebuild a history from :meth:`to_dict`."""
         history = cls()
-        history.epochs, history.steps = (Table(mapped(float, record[name])) for name in ("epochs", "steps"))
+        history.epochs, history.steps = (Table(record[name]) for name in ("epochs", "steps"))
         history.stopped, history.best_epoch = record["stopped"], record["best_epoch"]
         return history
-
-    def to_json(self, path: str | Path | None = None) -> str:
-        """Write standard JSON, in which a number that is not finite is ``null``; return the text."""
-        record = mapped(
-            lambda value: None if isinstance(value, float) and not math.isfinite(value) else value,
-            self.to_dict(),
-        )
-        text = json.dumps(record, indent=1, allow_nan=False)
-        if path is not None:
-            Path(path).write_text(text + "\n", encoding="utf-8")
-        return text
-
-    @classmethod
-    def from_json(cls, path: str | Path) -> "History":
-        """Read what :meth:`to_json` wrote; ``null`` becomes NaN."""
-        record = json.loads(Path(path).read_text(encoding="utf-8"))
-        for table in ("epochs", "steps"):
-            record[table] = mapped(lambda value: math.nan if value is None else value, record[table])
-        return cls.from_dict(record)
 
 
 def posterior_scale(route: "Route") -> float | None:

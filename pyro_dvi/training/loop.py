@@ -3,34 +3,43 @@
 
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from pyro.poutine.messenger import Messenger
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from pyro_dvi.core.arguments import check_choice, check_count
-from pyro_dvi.core.batches import arguments, check_loader, number_of_batches
+from pyro_dvi.core.batches import arguments, check_loader, dataset_size, number_of_batches
 from pyro_dvi.core.progress import progress_bar
 from pyro_dvi.errors import ArgumentError, DataError
 from pyro_dvi.runs.explained import explained_errors
 from pyro_dvi.runs.fingerprint import input_shapes
+from pyro_dvi.runs.observed import check_list, check_num_data, observation
+from pyro_dvi.runs.sites import is_data
 from pyro_dvi.runs.trained_for import check_trainable, note_trained_for
-from pyro_dvi.training.batch_norm import BatchNormStatistics
-from pyro_dvi.training.between_epochs import EveryStep, Schedule, training_mode, validation_metrics
-from pyro_dvi.training.checkpoint import Checkpoint, save
+from pyro_dvi.training.between_epochs import (
+    EarlyStopping,
+    EveryStep,
+    Schedule,
+    delayed_interrupts,
+    training_mode,
+    validation_metrics,
+)
+from pyro_dvi.training.checkpoint import save
 from pyro_dvi.training.history import History, posterior_scale
-from pyro_dvi.training.parameter_checks import check_parameters, claim_parameters, warn_of_decaying_scales
+from pyro_dvi.training.parameter_checks import check_parameters, claim_parameters
 from pyro_dvi.training.rollback import Rollback
 from pyro_dvi.training.routes import Route, route_of
-from pyro_dvi.training.stopping import EarlyStopping, Interrupts
 
 
 @dataclass
 class TrainingState:
-    """What a callback sees after an epoch.
+    """Argument of callbacks after an epoch.
 
     Attributes:
         epoch: number of epochs done, over all calls that share the history.
@@ -60,8 +69,7 @@ def fit(
     progress: bool = True,
     lr_schedule: LRScheduler | ReduceLROnPlateau | EveryStep | None = None,
     early_stopping: EarlyStopping | None = None,
-    recompute_batch_norm: bool | BatchNormStatistics = False,
-    checkpoint: Checkpoint | str | os.PathLike[str] | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
     device: torch.device | str | None = None,
     history: History | None = None,
 ) -> History:
@@ -72,7 +80,7 @@ def fit(
     .. math::
         -\mathrm{ELBO} \approx -\frac NM \sum_{i \le M} \mathrm E_q \log p(y_i \mid x_i) + \beta\,\mathrm{KL},
 
-    as ``svi.step`` or ``loss.backward(); optimizer.step()`` do; the loop adds what surrounds it.
+    as ``svi.step`` or ``loss.backward(); optimizer.step()`` do.
 
     Status: no approximation of its own.
 
@@ -94,9 +102,9 @@ def fit(
 
     Args:
         svi: a :class:`pyro.infer.SVI` with any Pyro optimizer or scheduler; or ``elbo(model, guide)`` with
-            ``optimizer``, which is the way under ``pyro.settings.set(module_local_params=True)``.
+            ``optimizer``, which also works under ``pyro.settings.set(module_local_params=True)``.
         loader: a DataLoader, a list of batches, or any iterable that can be read again and again.
-        epochs: how many more epochs to train. With ``history`` it may be 0: only what comes after the last is done.
+        epochs: number of further epochs. With ``history`` it may be 0.
         optimizer: torch optimizer of an ``ELBOModule``; see :func:`~pyro_dvi.optim.parameter_groups`.
         validate: a loader, whose mean loss is recorded as ``validation_loss``, or a callable without arguments that
             returns a number or a mapping of metrics. Runs after every epoch in evaluation mode and changes neither
@@ -106,25 +114,23 @@ def fit(
         lr_schedule: a torch scheduler of ``optimizer``, stepped after every epoch; wrap it in :class:`EveryStep` for
             every step. A ``PyroLRScheduler`` in the SVI is stepped after every epoch of its own accord.
             ``ReduceLROnPlateau`` follows ``validation_loss``, or the training loss where there is none.
-        early_stopping: when to stop, and whether to restore the best epoch. Needs ``validate``. A history in which the
+        early_stopping: stop early, with the weights of the best epoch. Needs ``validate``. A history in which the
             patience is used up already is not continued.
-        recompute_batch_norm: recompute the statistics of batch normalisation at the posterior mean in the end.
-        checkpoint: where to save; a path saves every epoch. The last file holds what this call leaves behind, the
-            recomputed statistics of batch normalisation included. See :func:`load` for going on.
+        checkpoint: file to save to after every epoch. See :func:`load` for going on, and call :func:`save` in a
+            callback to save less often.
         device: move model and guide there first.
-        history: of an earlier call, to be continued. One of your own, ``History()``, stays in your hands if the model,
-            a callback or the loader raises.
+        history: of an earlier call, to be continued. Pass your own ``History()`` to keep the record if the model, a
+            callback or the loader raises.
 
     Returns:
         The history, ready to plot.
 
     Raises:
         NonFiniteError: a loss or parameter is NaN or infinite. Its ``history``, ``epoch`` and ``step`` say where.
-        DataError: the loader is empty, ends after one pass, disagrees with the plate of the model, or has more batches
-            than that of another process.
+        DataError: the loader is empty, ends after one pass, disagrees with the plate of the model, or has another
+            number of batches than the loader of another process.
         ArgumentError: an option is out of range, or does not go with the way of training.
         GuideError: the optimizer lacks parameters, or Pyro's store holds another model's under the same names.
-        DeviceError: parameters live on several devices.
 
     Example:
         >>> import pyro, pyro.distributions as dist
@@ -148,35 +154,21 @@ def fit(
     check_loader(loader, max(epochs, 1))
     if validate is not None and not callable(validate):
         check_loader(validate, epochs, role="validate")
-    if early_stopping is not None and validate is None:
-        raise ArgumentError("early_stopping needs validate=: a loader or a callable that returns the metric.")
-    statistics = BatchNormStatistics() if recompute_batch_norm is True else recompute_batch_norm or None
-    checkpoint = Checkpoint(checkpoint) if isinstance(checkpoint, (str, os.PathLike)) else checkpoint
-    for name, value, kind, examples in (
-        ("callbacks", callbacks, Iterable, "a list of functions"),
-        ("early_stopping", early_stopping, EarlyStopping, "EarlyStopping(patience=10)"),
-        ("recompute_batch_norm", statistics, BatchNormStatistics, "BatchNormStatistics(), or True"),
-        ("checkpoint", checkpoint, Checkpoint, "Checkpoint('run.pt'), or a path"),
-        ("history", history, History, "the one that fit or load returned"),
-    ):
-        if value is not None:
-            check_choice(name, value, kind, examples)
+    if early_stopping is not None:
+        check_choice("early_stopping", early_stopping, EarlyStopping, "EarlyStopping(patience=10)")
+        if validate is None:
+            raise ArgumentError(
+                "early_stopping needs validate=: a loader or a callable that returns the metric."
+            )
     if device is not None:
         for part in route.modules().values():
             part.to(device)
     check_trainable(route.guide, route.elbo)
     check_parameters(route)
+    schedule, history = Schedule(route, lr_schedule), History() if history is None else history
+    place = None if device is None else torch.device(device)
     return _Run(
-        route,
-        loader,
-        validate,
-        callbacks,
-        Schedule(route, lr_schedule),
-        early_stopping,
-        statistics,
-        checkpoint,
-        None if device is None else torch.device(device),
-        History() if history is None else history,
+        route, history, loader, validate, callbacks, schedule, early_stopping, checkpoint, place
     ).train(epochs, progress)
 
 
@@ -185,25 +177,20 @@ class _Run:
     """One call of :func:`fit`."""
 
     route: Route
+    history: History
     loader: Iterable[Any]
     validate: Callable[[], Any] | Iterable[Any] | None
     callbacks: Sequence[Callable[[TrainingState], None]]
     schedule: Schedule
     early_stopping: EarlyStopping | None
-    statistics: BatchNormStatistics | None
-    checkpoint: Checkpoint | None
+    checkpoint: str | os.PathLike[str] | None
     device: torch.device | None
-    history: History
-    interrupts: Interrupts = field(default_factory=Interrupts)
-    rollback: Rollback = field(init=False)
-    bar: Any = None
-    looked_at_updates: bool = False
 
     def __post_init__(self) -> None:
         self.rollback = Rollback(self.route, self.history)
 
     def train(self, epochs: int, progress: bool) -> History:
-        """Train, and do what comes after the last epoch."""
+        """Train, save, and restore the best weights."""
         last = self.history.epoch + epochs
         steps = number_of_batches(self.loader)
         if steps is not None:
@@ -212,62 +199,37 @@ class _Run:
             if self.schedule.scheduler is None and hasattr(self.route.steered, "set_total_steps"):
                 self.route.steered.set_total_steps(last * steps)
         with (
-            progress_bar(progress, None if steps is None else epochs * steps) as self.bar,
-            self.route.informed(self.loader),
+            progress_bar(progress, None if steps is None else epochs * steps) as self._bar,
+            _informed(self.route, self.loader) as self._first_step,
             training_mode(self.route),
         ):
             self._train_until(last)
-            self._finish()
+            self._save()
+            if self.early_stopping is not None and self.history.best_weights:
+                self.route.set_weights(self.history.best_weights)
         return self.history
 
     def _train_until(self, last: int) -> None:
-        """Train epochs until the last, or until there is a reason to stop, which the history then has."""
-        history, checkpoint = self.history, self.checkpoint
-        history.stopped = self._stopped_before()
+        """Train epochs until the last, or until there is a reason to stop, and record the reason in the history."""
+        history, stopping = self.history, self.early_stopping
+        stopped_before = stopping is not None and stopping.exhausted(stopping.monitored(history))
+        history.stopped = "early stopping" if stopped_before else None
         try:
-            with self.interrupts.caught():
+            with delayed_interrupts() as self._check_signals:
                 while history.stopped is None and history.epoch < last:
                     history.stopped = self._epoch(history.epoch + 1)
-                    unfinished = history.stopped is None and history.epoch < last
-                    if unfinished and checkpoint is not None and history.epoch % checkpoint.every == 0:
+                    if history.stopped is None and history.epoch < last:
                         self._save()
         except KeyboardInterrupt:
             history.stopped = "interrupted"
         history.stopped = history.stopped or "epochs"
-
-    def _stopped_before(self) -> str | None:
-        """The reason why a history that is continued has ended already, if there is one."""
-        stopping = self.early_stopping
-        if stopping is None or f"validation_{stopping.monitor}" not in self.history.epochs:
-            return None
-        return "early stopping" if stopping.exhausted(stopping.monitored(self.history)) else None
-
-    def _finish(self) -> None:
-        """Leave the weights of the best epoch and statistics of theirs, and save: the best beside the last ones."""
-        history, last = self.history, None
-        if self.early_stopping is not None and self.early_stopping.restore_best and history.best_weights:
-            last = self.route.weights()
-            self.route.set_weights(history.best_weights)
-        try:
-            if self.statistics is not None and history.stopped != "interrupted":
-                self.statistics.recompute(self.route, self.loader, self._target_device())
-                if last is not None:
-                    history.best_weights = self.route.weights()
-        finally:
-            if self.checkpoint is not None:
-                self.route.set_weights(last or {})
-                self._save()
-                self.route.set_weights(history.best_weights if last and history.best_weights else {})
 
     def _epoch(self, epoch: int) -> str | None:
         """Train an epoch; return the reason to stop, if there is one."""
         started, first = time.perf_counter(), self.history.step
         for batch in self.loader:
             self._step(epoch, *arguments(batch, self._target_device()))
-            self.interrupts.check()
-        if not self.looked_at_updates:
-            warn_of_decaying_scales(self.route)
-            self.looked_at_updates = True
+            self._check_signals()
         steps = self.history.step - first
         if not steps:
             raise DataError(f"The loader yielded no batch in epoch {epoch}. Can it be read more than once?")
@@ -282,17 +244,18 @@ class _Run:
         self.schedule.after_epoch(record.get("validation_loss", record["loss"]))
         self.rollback.remember()
         stopped = self._after_epoch(epoch)
-        self.interrupts.check()
+        self._check_signals()
         return stopped
 
     def _validated(self) -> dict[str, float]:
-        """Evaluate what ``validate`` says, in columns of the history."""
+        """Return the validation metrics as columns of the history."""
         if self.validate is None:
             return {}
-        device = self._target_device()
-        if self.statistics is not None and self.statistics.each_epoch:
-            self.statistics.recompute(self.route, self.loader, device)
-        metrics = self.route.agreed(validation_metrics(self.route, self.validate, device))
+        metrics = self.route.agreed(validation_metrics(self.route, self.validate, self._target_device()))
+        if self.early_stopping is not None and self.early_stopping.monitor not in metrics:
+            raise ArgumentError(
+                f"EarlyStopping monitors {self.early_stopping.monitor!r}, but validate reports {list(metrics)}"
+            )
         return {f"validation_{name}": value for name, value in metrics.items()}
 
     def _after_epoch(self, epoch: int) -> str | None:
@@ -308,13 +271,11 @@ class _Run:
         return self.route.agreed("early stopping" if exhausted else "callback" if state.stop else None)
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before the first step: make parameters exist, and remember where they start."""
+        """Create the parameters before the first step, and remember their start."""
         with explained_errors(self.route.model, (), args, kwargs):
             self.route.initialise(args, kwargs)
         for module in self.route.loose_modules:
             module.train()
-        if self.checkpoint is not None:
-            self.checkpoint.check_covers(self.route.loose_modules)
         check_parameters(self.route)
         claim_parameters(self.route)
         note_trained_for(self.route.guide, getattr(self.route.elbo, "prediction_rule", "Samples"))
@@ -325,33 +286,73 @@ class _Run:
         try:
             if not self.rollback.snapshots:
                 self._prepare(args, kwargs)
-            loss = self.route.checked_step(args, kwargs)
+            check, self._first_step = self._first_step, nullcontext()
+            with check:
+                loss = self.route.step(args, kwargs)
             self.rollback.trust()
         except Exception as error:
             diverged = self.rollback.after(error, epoch, args, kwargs)
             if diverged is None:
                 raise
             raise diverged from error
-        row = {"epoch": float(epoch), "step": float(self.history.step + 1), "loss": loss}
+        row = {"epoch": epoch, "step": self.history.step + 1, "loss": loss}
         terms = getattr(self.route.elbo, "terms", {})
         kinds = ("log_likelihood", "penalty", "kl", "kl_weight")
         row |= {name: float(terms[name]) for name in kinds if name in terms}
         row["lr"] = self.route.learning_rate()
         self.history.steps.append(**row)
         self.schedule.after_step()
-        self.bar.update()
-        self.bar.set_postfix(epoch=epoch, loss=f"{loss:.5g}", refresh=False)
+        self._bar.update()
+        self._bar.set_postfix(epoch=epoch, loss=f"{loss:.5g}", refresh=False)
 
     def _save(self) -> None:
-        assert self.checkpoint is not None
-        save(
-            self.checkpoint.path,
-            self.route,
-            lr_schedule=self.schedule.saved,
-            history=self.history,
-            loader=self.loader,
-            modules=self.checkpoint.modules,
-        )
+        if self.checkpoint is not None:
+            schedule = self.schedule.saved
+            save(self.checkpoint, self.route, lr_schedule=schedule, history=self.history, loader=self.loader)
 
     def _target_device(self) -> torch.device | None:
         return self.device or self.route.device()
+
+
+@contextmanager
+def _informed(route: Route, loader: Iterable[Any]) -> Iterator[Any]:
+    """Let the objective see the optimizer, and tell it the size of the data set while training lasts.
+
+    Yields:
+        A context for the first step, which compares the size with the plate of the model where the objective does not:
+        objectives without ``num_data``, and lists of batches. Of several processes each may have a list of its share.
+    """
+    elbo, size = route.elbo, dataset_size(loader)
+    check: Any = nullcontext()
+    told, known = hasattr(elbo, "num_data"), getattr(elbo, "num_data", None)
+    shared = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if size is not None and not told:
+        check = _SitesSeen(lambda seen: check_num_data([*map(observation, filter(is_data, seen))], size))
+    elif isinstance(loader, (list, tuple)) and not shared and known is None:
+        check = _SitesSeen(lambda seen: check_list(seen, loader, told))
+    if hasattr(elbo, "prepare"):
+        elbo.prepare(route.guide, route.steered)
+    if told and known is None:
+        elbo.num_data = size
+    try:
+        yield check
+    finally:
+        if told:
+            elbo.num_data = known
+
+
+class _SitesSeen(Messenger):
+    """Hand the sites of a step to a check after the step."""
+
+    def __init__(self, check: Callable[[list[Any]], None]) -> None:
+        super().__init__()
+        self.check = check
+        self.seen: list[Any] = []
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        if error[0] is None:
+            self.check(self.seen)
+
+    def _pyro_post_sample(self, msg: Any) -> None:
+        self.seen.append(msg)

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters that belong to another training, and updates that harm them.
+"""Parameters that belong to another training.
 
 Pyro's store knows parameters by name only. A second model or guide with the same names, a new one made in the same
 session for instance, takes over the parameters of the first without a word, and training one then changes the other.
 """
 
-import re
 import weakref
 from collections.abc import Iterator
 from contextlib import suppress
@@ -16,23 +15,22 @@ from pyro.infer.autoguide import AutoGuide
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from pyro_dvi.errors import GuideError, ModelError, warn
-from pyro_dvi.optim.learning_rates import SCALE_PATTERN, is_uninitialised, parameter_names
+from pyro_dvi.errors import GuideError, ModelError
+from pyro_dvi.optim.learning_rates import is_uninitialised, parameter_names
 from pyro_dvi.runs.posterior_prior import without_posterior_prior
 from pyro_dvi.training.routes import Route
 
-# Parameter -> the model or guide that was trained with it. Weak on both sides: what is garbage has no claim.
+# Parameter -> the model or guide that was trained with it. Weak on both sides: garbage has no claim.
 _owners: Any = WeakIdKeyDictionary()
 
 _WAY_OUT = (
-    "To start afresh call pyro.clear_param_store() before the model and guide are built, or keep the models "
-    "apart with pyro.get_param_store().scope(); if you loaded the store from a file on purpose, call model "
-    "and guide once before training, or use pyro_dvi.load."
+    "Call pyro.clear_param_store() before model and guide are built, or keep models apart with "
+    "pyro.get_param_store().scope(); if you loaded the store from a file, call model and guide before training."
 )
 
 
 def check_parameters(route: Route) -> None:
-    """Refuse a model or guide whose names in the store belong to another one.
+    """Refuse a model or guide whose names in the store belong to another model or guide.
 
     Raises:
         GuideError: if the guide, or the model, would share parameters with another.
@@ -45,33 +43,27 @@ def check_parameters(route: Route) -> None:
         taken = [name for name in _stored() if name.startswith(f"{guide._pyro_name}.")]
         if taken:
             raise GuideError(
-                f"Pyro's parameter store already holds {taken[0]!r} and {len(taken) - 1} other parameters "
-                f"of another {guide._pyro_name}; this new guide would share them. {_WAY_OUT}"
+                f"Pyro's parameter store already holds {taken[0]!r} of another {guide._pyro_name}. {_WAY_OUT}"
             )
     for role, part in route.modules().items():
         for name, parameter, _ in supplanted(part):
             if not parameter.is_contiguous():
                 raise ModelError(
-                    f"Parameter {name!r} of the {role} is not contiguous (channels_last?), so that Pyro's store holds, "
-                    "and would train, a copy of it. Call .contiguous() on the module's parameters, or train "
-                    "elbo(model, guide) with a torch optimizer under module_local_params=True."
+                    f"Parameter {name!r} of the {role} is not contiguous (channels_last?), so that Pyro's store would "
+                    "train a copy of it: make the parameters of the module .contiguous()."
                 )
             raise GuideError(
-                f"Pyro's parameter store holds another parameter under the name {name!r} of this {role}: it "
-                f"was put there by a different {type(part).__name__}. {_WAY_OUT}"
+                f"Pyro's parameter store holds another parameter under the name {name!r} of this {role}. {_WAY_OUT}"
             )
     for name, tensor in route.parameters().items():
         if _owner_of(tensor) not in (None, id(without_posterior_prior(route.model)), id(guide)):
             raise GuideError(
-                f"Parameter {name!r} belongs to another model or guide that was trained before; training here would "
-                f"change it as well. {_WAY_OUT}"
+                f"Parameter {name!r} belongs to another model or guide that was trained before. {_WAY_OUT}"
             )
 
 
 def claim_parameters(route: Route) -> None:
     """Remember that these parameters are trained with this model and guide."""
-    if pyro.settings.get("module_local_params"):
-        return
     in_model = set(route.model_parameters)
     if isinstance(route.model, nn.Module):
         in_model |= {id(parameter) for parameter in route.model.parameters()}
@@ -84,7 +76,7 @@ def claim_parameters(route: Route) -> None:
 def check_still_own(model: Any, guide: Any) -> None:
     """Refuse a trained model or guide whose names in the store another one has been trained under since.
 
-    Pyro would give it the values of the other. Values that were loaded into the store belong to nobody, and are taken.
+    Pyro would give it the values of the other. Values that were loaded into the store have no owner and are accepted.
 
     Raises:
         GuideError: naming the parameter.
@@ -97,9 +89,8 @@ def check_still_own(model: Any, guide: Any) -> None:
             if stored in _owners and _owner_of(stored) not in own:
                 raise GuideError(
                     f"Pyro's parameter store holds another parameter under the name {name!r} of this {role}: another "
-                    "model or guide of the same names was trained since, and its values would be taken for these. "
-                    "Predict and export before the next is trained, keep them apart with "
-                    "pyro.get_param_store().scope(), or reload this one with pyro_dvi.load."
+                    "model or guide of the same names was trained since. Predict before the next is trained, keep them "
+                    "apart with pyro.get_param_store().scope(), or reload this one with pyro_dvi.load."
                 )
 
 
@@ -118,18 +109,5 @@ def _stored() -> dict[str, Tensor]:
 
 def _owner_of(parameter: Tensor) -> int | None:
     """Return the identity of the model or guide that a parameter was trained with; None if that is gone."""
-    owner = _owners.get(parameter)
-    owner = None if owner is None else owner()
+    owner = _owners.get(parameter, lambda: None)()
     return None if owner is None else id(owner)
-
-
-def warn_of_decaying_scales(route: Route) -> None:
-    """Warn of a weight decay that acts on posterior scales."""
-    for name, optimizer, place in route.optimizer_groups():
-        if optimizer.param_groups[place].get("weight_decay") and re.search(SCALE_PATTERN, name):
-            warn(
-                f"The weight decay of {route.optimizer_name} acts on {name!r}, posterior scales on a logarithmic axis, "
-                "and pulls them to a value near 1 whatever the data say. The prior of the model decays the weights "
-                "already: train without it."
-            )
-            break

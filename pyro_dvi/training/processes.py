@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between processes, their shares of the joint minibatch, their parameters, and the seeds of their draws."""
+"""Messages between processes: shares of the joint minibatch, parameters, and seeds of the draws."""
 
 import math
 import os
@@ -25,16 +25,16 @@ T = TypeVar("T")
 
 
 def several(group: Any) -> bool:
-    """Whether there are other processes to talk to.
+    """Return whether there is a process group.
 
     Raises:
-        UnsupportedError: torchrun has started several, which do not know each other.
+        UnsupportedError: torchrun has started several processes, but there is no process group.
     """
     if td.is_available() and td.is_initialized():
         return True
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UnsupportedError(
-            f"this is one of {os.environ['WORLD_SIZE']} processes (WORLD_SIZE), but there is no process group: call "
+            f"this is one of {os.environ['WORLD_SIZE']} processes, but there is no process group: call "
             "torch.distributed.init_process_group() at the start of the script"
         )
     return False
@@ -44,27 +44,26 @@ def exchange(message: T, group: Any) -> list[T]:
     """Return the messages of all processes, in their order.
 
     Raises:
-        PyroDviError: a process did not come, within the time that the process group allows.
+        PyroDviError: a process sent nothing within the timeout of the process group.
     """
     messages: list[Any] = [None] * td.get_world_size(group)
     try:
         td.all_gather_object(messages, message, group=group)
     except RuntimeError as error:
         raise PyroDviError(
-            f"process {td.get_rank(group)} waited for the others, but not all came: one has ended or failed, or has no "
-            "batch left where this one has. Every process must take as many steps: give all as many batches, as "
-            "torch's DistributedSampler does, or let DataParallel go on without those that have none, by for x, y in "
-            f"JointBatches(loader, elbo). ({str(error).splitlines()[0]})"
+            f"process {td.get_rank(group)} waited for the others, but one has ended or failed, or has no batch left: "
+            "give every process as many batches, as torch's DistributedSampler does "
+            f"({str(error).splitlines()[0]})"
         ) from error
     return messages
 
 
-def exchange_results(work: Callable[[], T], group: Any, what: str = "") -> list[T]:
-    """Let each process do some work by itself, and return the results of all, in their order.
+def exchange_results(work: Callable[[], T], group: Any) -> list[T]:
+    """Do some work in each process, and return the results of all processes in their order.
 
     Raises:
-        Exception: the work of this process failed.
-        PyroDviError: that of another process failed.
+        Exception: the work failed in this process.
+        PyroDviError: the work failed in another process.
     """
     result: Any = None
     failure: Exception | None = None
@@ -77,36 +76,33 @@ def exchange_results(work: Callable[[], T], group: Any, what: str = "") -> list[
         raise failure
     for k, (_, failed) in enumerate(messages):
         if failed is not None:
-            raise PyroDviError(f"{what}process {k} failed: {failed}")
+            raise PyroDviError(f"process {k} failed: {failed}")
     return [other for other, _ in messages]
 
 
 def weights_of(fractions: list[dict[str, float]], whole_data: bool) -> list[float]:
-    r"""Weights :math:`m_k / \sum_j m_j` of the processes."""
+    r"""Return the weights :math:`m_k / \sum_j m_j` of the processes."""
     if len(fractions) == 1:
         return [1.0]
     sites = fractions[0]
     if not sites or any(set(other) != set(sites) for other in fractions):
         raise ModelError(
-            f"the processes do not observe the same sites: {[sorted(other) for other in fractions]}. Each needs some "
-            "of the data in every step."
+            f"the processes do not observe the same sites: {[sorted(other) for other in fractions]}"
         )
     split = [site for site in sites if any(other[site] != 1.0 for other in fractions)]
     if not split:
         if whole_data:
             return [1 / len(fractions)] * len(fractions)
         raise DataError(
-            f"observed site {next(iter(sites))!r} does not say how large the data set is, so the parts of the "
-            "processes cannot be put together: use pyro.plate('data', size=N, subsample_size=len(x)) with the "
-            "number N of all examples. If every process has all of them, pass own_draws=True."
+            f"observed site {next(iter(sites))!r} does not say how large the data set is: use pyro.plate('data', "
+            "size=N, subsample_size=len(x)), or own_draws=True if every process has all N examples"
         )
     totals = {site: math.fsum(other[site] for other in fractions) for site in split}
     first, *others = ([other[site] / totals[site] for other in fractions] for site in split)
     for site, weights in zip(split[1:], others, strict=True):
         if not np.allclose(weights, first, rtol=0.0, atol=1e-9):
             raise UnsupportedError(
-                f"the observed sites {split[0]!r} and {site!r} are split among the processes in different proportions: "
-                "give each process the same share of all data"
+                f"give each process the same share of the observed sites {split[0]!r} and {site!r}"
             )
     return first
 
@@ -127,18 +123,16 @@ def weighted_sums(tensors: list[Any], weight: float, group: Any) -> list[Tensor]
 
 
 def create_parameters(model: Any, guide: Any, args: tuple, kwargs: dict) -> None:
-    """Make parameters exist that a first call creates."""
+    """Create the parameters that exist only after a first call."""
     looks = getattr(guide, "prototype_trace", True) is None
-    if looks and hasattr(guide, "initialize"):
-        guide.initialize(*args, **kwargs)
-    elif looks or not (isinstance(model, nn.Module) and isinstance(guide, nn.Module)):
+    if looks or not (isinstance(model, nn.Module) and isinstance(guide, nn.Module)):
         with undisturbed(), torch.no_grad(), poutine.block():
             trace = poutine.trace(guide).get_trace(*args, **kwargs)
             poutine.replay(model, trace=trace)(*args, **kwargs)
 
 
 def refuse_synchronised(model: Any) -> None:
-    """Refuse batch normalisation that meets other processes by itself.
+    """Refuse batch normalisation that communicates with other processes.
 
     Raises:
         UnsupportedError: naming the layer and what to use instead.
@@ -146,9 +140,8 @@ def refuse_synchronised(model: Any) -> None:
     for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
         if isinstance(module, nn.SyncBatchNorm):
             raise UnsupportedError(
-                f"layer {name!r} is torch.nn.SyncBatchNorm, which talks to the other processes whenever the model "
-                "runs; objectives run it at times of their own. Use nn.BatchNorm1d/2d/3d, whose running statistics "
-                "DataParallel averages, or nn.GroupNorm or nn.LayerNorm, which need no statistics of the minibatch."
+                f"layer {name!r} is torch.nn.SyncBatchNorm, which would wait for the other processes inside the model: "
+                "use nn.BatchNorm1d/2d/3d, whose running statistics DataParallel averages, or nn.GroupNorm"
             )
 
 
@@ -159,7 +152,7 @@ def modules_of(model: Any, guide: Any) -> nn.ModuleDict:
 
 
 def named_parameters(model: Any, guide: Any) -> dict[str, Tensor]:
-    """Every parameter once, by a name that is the same in all processes."""
+    """Return every parameter once, by a name that is the same in all processes."""
     named: dict[str, Tensor] = dict(modules_of(model, guide).named_parameters())
     if not pyro.settings.get("module_local_params"):
         owned = {id(parameter) for parameter in named.values()}
@@ -170,22 +163,21 @@ def named_parameters(model: Any, guide: Any) -> dict[str, Tensor]:
 
 
 def named_leaves(loss: Tensor, model: Any, guide: Any) -> dict[str, Tensor]:
-    """The parameters that the loss depends on, by name."""
+    """Return the parameters that the loss depends on, by name."""
     names = {id(parameter): name for name, parameter in named_parameters(model, guide).items()}
     leaves: dict[str, Tensor] = {}
     for leaf in leaves_of([loss]):
         if id(leaf) not in names:
             raise GuideError(
-                f"the loss depends on a tensor of shape {tuple(leaf.shape)} with gradients that is no parameter of "
-                "the model, the guide or Pyro's store, so processes cannot tell which of theirs it is: make it an "
-                "nn.Parameter or pyro.param"
+                f"the loss depends on a tensor of shape {tuple(leaf.shape)} that is no parameter of model, guide "
+                "or Pyro's store: make it an nn.Parameter or pyro.param"
             )
         leaves[names[id(leaf)]] = leaf
     return leaves
 
 
 def running_statistics(model: Any) -> Iterator[Tensor]:
-    """Yield means and variances that batch normalisation has just updated."""
+    """Yield means and variances that batch normalisation updates in training mode."""
     for module in model.modules() if isinstance(model, nn.Module) else ():
         if isinstance(module, _BatchNorm) and module.training and module.running_mean is not None:
             yield from (module.running_mean, module.running_var)  # type: ignore[misc]

@@ -31,7 +31,7 @@ def random_state(loader: Any = None) -> dict[str, Any]:
 
 
 def check_generators(state: dict[str, Any], loader: Any) -> None:
-    """Compare a loader with the one of ``state``.
+    """Compare a loader with the loader of ``state``.
 
     Raises:
         CheckpointError: if it has another number of generators.
@@ -39,14 +39,13 @@ def check_generators(state: dict[str, Any], loader: Any) -> None:
     saved, given = len(state["loader"]), len(_generators(loader))
     if given != saved:
         raise CheckpointError(
-            f"The state holds {saved} generators of the data loader, but the loader given has {given}. Pass the same "
-            "kind of loader (same generator=... argument) to save and load, or restore_random=False to go on with "
-            "fresh random numbers."
+            f"The state holds {saved} generators of the data loader, but the given loader has {given}. Pass the same "
+            "kind of loader to save and load, or restore_random=False."
         )
 
 
 def restore_random_state(state: dict[str, Any], loader: Any = None) -> None:
-    """Put every generator back to ``state``; those of the loader only if it is given."""
+    """Put the global generators, and the generators of the loader if it is given, back to ``state``."""
     torch.set_rng_state(state["torch"].cpu())
     for device in accelerators():
         if str(device) in state["accelerators"]:
@@ -61,7 +60,7 @@ def restore_random_state(state: dict[str, Any], loader: Any = None) -> None:
 
 @contextmanager
 def preserve_random_state(loader: Any = None) -> Iterator[None]:
-    """Let nothing that is drawn inside the block change what is drawn after it.
+    """Restore all random states when the block ends.
 
     Example:
         >>> with preserve_random_state():

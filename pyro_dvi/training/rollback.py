@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Diverged training: back to the last good state, with a report of what is not finite."""
+"""Diverged training: restore the last good state, and report the numbers that are not finite."""
 
 import copy
 import math
@@ -13,7 +13,7 @@ from pyro_dvi.core.batches import non_finite_inputs
 from pyro_dvi.core.undisturbed import preserve_buffers
 from pyro_dvi.errors import NonFiniteError, PyroDviError
 from pyro_dvi.runs.explained import non_finite
-from pyro_dvi.training.checkpoint_file import first_line
+from pyro_dvi.training.checkpoint import first_line
 from pyro_dvi.training.history import History
 from pyro_dvi.training.random_state import preserve_random_state
 from pyro_dvi.training.routes import Route
@@ -41,11 +41,11 @@ class _Snapshot:
 
 
 class Rollback:
-    """States to go back to: after the last epoch and, until the next step has a finite loss, after the one before.
+    """Snapshots after the last epoch and, until the next step has a finite loss, after the epoch before.
 
     Args:
-        route: what is being trained.
-        history: its record.
+        route: the training.
+        history: the record of the training.
     """
 
     def __init__(self, route: Route, history: History) -> None:
@@ -57,7 +57,7 @@ class Rollback:
         self.snapshots = [_Snapshot(self.route, self.history.epoch), *self.snapshots[:1]]
 
     def trust(self) -> None:
-        """Forget the state before the newest, from which a step has been taken."""
+        """Keep the newest snapshot only, from which a step has succeeded."""
         del self.snapshots[1:]
 
     def after(
@@ -66,18 +66,17 @@ class Rollback:
         """Go back after an error in a step and return the report; None if training has not diverged.
 
         Pyro's validation, or a factorisation, meets a NaN before the loss does, and parameters that are finite but far
-        too large make distributions impossible: the batch then has a loss at earlier weights, but not at the present
-        ones. An error of our own says by itself what is wrong with the data.
+        too large make distributions impossible: the batch then has a loss at earlier weights, but not at the current
+        ones. An error of this library describes by itself the problem with the data.
         """
         diverged = isinstance(error, NonFiniteError)
         # Before there is a snapshot, the guide looks at the model for the first time, and may have met bad inputs.
         ours = isinstance(error, PyroDviError) and not isinstance(error, ArithmeticError)
         inputs = non_finite_inputs(args, kwargs) if diverged or not (ours and self.snapshots) else []
         certain = bool(diverged or inputs or non_finite_tensors(self.route))
-        if not certain and (ours or not isinstance(error, _NUMERICAL)):
-            return None
-        if not certain and self._is_finite_at({}, args, kwargs):
-            return None  # the error was none of the weights
+        numerical = isinstance(error, _NUMERICAL) and not ours
+        if not certain and (not numerical or self._is_finite_at({}, args, kwargs)):
+            return None  # the weights did not cause the error
         finding = f"{first_line(error).rstrip('.')}. {_diagnosis(self.route, args, kwargs)}"
         # Of several processes each sees its own batch only, and all have to go back to the same state.
         if inputs or (diverged and hasattr(self.route.elbo, "agreed")):
@@ -89,7 +88,7 @@ class Rollback:
         return self.report(epoch, finding, *self.snapshots[-1:]) if certain else None
 
     def check_after_epoch(self, epoch: int) -> None:
-        """Go back if the last step of an epoch has spoilt the parameters, after its loss was taken.
+        """Go back if the last step of an epoch has made parameters non-finite.
 
         Raises:
             NonFiniteError: the report.
@@ -117,7 +116,7 @@ class Rollback:
     def _is_finite_at(
         self, weights: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
-        """Tell whether this batch has a finite loss at these weights; without any, at the present ones."""
+        """Return whether this batch has a finite loss at these weights, or at the current ones for an empty mapping."""
         now = self.route.weights()
         try:
             self.route.set_weights(weights)
@@ -130,7 +129,7 @@ class Rollback:
 
 def non_finite_tensors(route: Route) -> list[str]:
     """Name parameters and buffers that should be finite and are not."""
-    # Copies of weights are detached and do not say whether they are trained.
+    # Detached copies of weights do not show requires_grad.
     parameters = {f"parameter {name}": value for name, value in route.parameters().items()}
     return non_finite({**route.tensors(), **parameters})
 
@@ -162,6 +161,6 @@ def _diagnosis(route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> s
             f"{name} (up to {sizes.get(name, 0.0):.3g})"
         )
     return (
-        f"{text}. Lower the learning rate (that of posterior scales first: scale_multiplier), warm up the KL weight, "
-        "clip gradients (clip_args), or train in float64."
+        f"{text}. Lower the learning rate (first of posterior scales: scale_multiplier), warm up the KL weight, clip "
+        "gradients (clip_args), or train in float64."
     )

@@ -5,8 +5,9 @@ import copy
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from itertools import chain
 from typing import Any
 
 import pyro
@@ -16,53 +17,44 @@ from pyro.infer import SVI
 from pyro.infer.autoguide import AutoGuide
 from pyro.infer.elbo import ELBO, ELBOModule
 from pyro.infer.util import zero_grads
-from pyro.poutine.messenger import Messenger
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pyro_dvi.core.batches import dataset_size
 from pyro_dvi.core.undisturbed import modules_met, preserve_buffers
-from pyro_dvi.errors import ArgumentError, DeviceError, GuideError, NonFiniteError, UnsupportedError
+from pyro_dvi.errors import ArgumentError, GuideError, NonFiniteError, UnsupportedError
 from pyro_dvi.optim.joint_optim import JointOptim, load_state, torch_optimizer
 from pyro_dvi.optim.learning_rates import SCALE_PATTERN, check_parts, is_uninitialised, parameter_names
-from pyro_dvi.runs.observed import check_list, check_num_data, observation
-from pyro_dvi.runs.sites import is_data
 from pyro_dvi.training.random_state import preserve_random_state
 
 _SCALE = re.compile(SCALE_PATTERN)
 
 
 class Route(ABC):
-    """A model, a guide, an ELBO and an optimizer, and how to take a step with them.
+    """A model, a guide, an ELBO and an optimizer, and one way to take a step with them.
 
     Args:
         model: the Pyro model, a module or a function.
         guide: the guide, a module or a function.
         elbo: the ELBO, or None where the loss is a plain function.
+        loss: the function of model, guide and a batch that evaluates the objective.
         steered: the optimizer object that the user gave, or None to predict only.
 
     Attributes:
-        loose_modules: modules that a model or guide which is a function calls; found by :meth:`initialise`.
-        model_parameters: identities of store parameters that a model which is a function asks for; found
-            there too.
+        loose_modules: modules that a function calls as model or guide; found by :meth:`initialise`.
+        model_parameters: identities of the store parameters of a model that is a function; also found there.
     """
 
     kind: str
 
-    def __init__(self, model: Any, guide: Any, elbo: Any, steered: Any) -> None:
-        self.model, self.guide, self.elbo, self.steered = model, guide, elbo, steered
+    def __init__(self, model: Any, guide: Any, elbo: Any, loss: Any, steered: Any) -> None:
+        self.model, self.guide, self.elbo, self.loss, self.steered = model, guide, elbo, loss, steered
         self.loose_modules: list[nn.Module] = []
         self.model_parameters: set[int] = set()
         self._rate: tuple[Optimizer, int] | None = None
-        self._first_step: Any = nullcontext()
 
     @abstractmethod
     def step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
         """Take a training step, or raise :class:`NonFiniteError` before the update."""
-
-    @abstractmethod
-    def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-        """Return the loss of a batch without training."""
 
     @abstractmethod
     def optimizer_state(self) -> dict[str, Any]:
@@ -70,16 +62,17 @@ class Route(ABC):
 
     @abstractmethod
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
-        """Put the optimizer into ``state``, of which it takes a copy."""
-
-    @property
-    @abstractmethod
-    def optimizer_name(self) -> str:
-        """Name of the optimizer, to recognise a checkpoint of another one."""
+        """Load a copy of ``state`` into the optimizer."""
 
     @abstractmethod
     def optimizer_groups(self) -> Iterator[tuple[str, Optimizer, int]]:
         """Yield names of parameters, the optimizer of each and the position of its group there."""
+
+    def optimizer_name(self) -> str:
+        """Name the torch classes of optimizer and scheduler, to recognise a checkpoint of others."""
+        parts = (getattr(self.steered, f"pt_{part}_constructor", None) for part in ("scheduler", "optim"))
+        names = [getattr(part, "__name__", type(part).__name__) for part in parts if part]
+        return " of ".join(names or [type(self.steered).__name__])
 
     def store_parameters(self) -> dict[str, Tensor]:
         """Return parameters that live in Pyro's store only, under the names that they have there."""
@@ -89,53 +82,22 @@ class Route(ABC):
         """Return the value of the first process, where several train."""
         return getattr(self.elbo, "agreed", lambda own: own)(value)
 
-    @contextmanager
-    def informed(self, loader: Iterable[Any]) -> Iterator[None]:
-        """Let the objective see the optimizer, and tell it the size of the data set while training lasts.
-
-        The size is compared with the plate of the model: by an ELBO that can do so, for others and for a list of
-        batches in the first step. Of several processes each may have a list of its own share.
-        """
-        size = dataset_size(loader)
-        told = hasattr(self.elbo, "num_data")
-        known = getattr(self.elbo, "num_data", None)
-        shared = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if size is not None and not told:
-            self._first_step = _SitesSeen(
-                lambda seen: check_num_data([*map(observation, filter(is_data, seen))], size)
-            )
-        elif isinstance(loader, (list, tuple)) and not shared and known is None:
-            self._first_step = _SitesSeen(lambda seen: check_list(seen, loader, told))
-        if hasattr(self.elbo, "prepare"):
-            self.elbo.prepare(self.guide, self.steered)
-        if told and known is None:
-            self.elbo.num_data = size
-        try:
-            yield
-        finally:
-            self._first_step = nullcontext()
-            if told:
-                self.elbo.num_data = known
-
-    def checked_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-        """Take a training step; the first one only with a plate that fits the data set.
-
-        Raises:
-            DataError: if the plate of the model does not scale the minibatch up to the data set.
-            NonFiniteError: before the update.
-        """
-        with self._first_step:
-            loss = self.step(args, kwargs)
-        self._first_step = nullcontext()
-        return loss
+    def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+        """Return the loss of a batch without training."""
+        with torch.no_grad():
+            return float(self.loss(self.model, self.guide, *args, **kwargs))
 
     def modules(self) -> dict[str, nn.Module]:
         """Return model and guide, as far as they are modules."""
         parts = {"model": self.model, "guide": self.guide}
         return {role: part for role, part in parts.items() if isinstance(part, nn.Module)}
 
+    def all_modules(self) -> dict[str, nn.Module]:
+        """Return model and guide, as far as they are modules, and the modules that functions call."""
+        return {**self.modules(), **{f"called {i}": module for i, module in enumerate(self.loose_modules)}}
+
     def parameters(self) -> dict[str, Tensor]:
-        """Return every unconstrained parameter once, by the name that an error message should use."""
+        """Return every unconstrained parameter once, by its name for error messages."""
         named: dict[str, Tensor] = {}
         seen: set[int] = set()
         # The model first: a guide that holds its model shares parameters with it.
@@ -150,10 +112,9 @@ class Route(ABC):
         return named
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return parameters and buffers: everything that makes the weights of an epoch."""
+        """Return all parameters and buffers, by name."""
         named = {f"parameter {name}": parameter.detach() for name, parameter in self.parameters().items()}
-        parts = {**self.modules(), **{f"called {i}": module for i, module in enumerate(self.loose_modules)}}
-        for name, buffer in nn.ModuleDict(parts).named_buffers():
+        for name, buffer in nn.ModuleDict(self.all_modules()).named_buffers():
             named[f"buffer {name}"] = buffer.detach()
         return named
 
@@ -169,23 +130,10 @@ class Route(ABC):
             current[name].copy_(weights[name])
 
     def device(self) -> torch.device | None:
-        """Return the device of the parameters, or None while there are none.
-
-        Raises:
-            DeviceError: if they live on several.
-        """
-        places: dict[torch.device, str] = {}
-        for name, parameter in self.parameters().items():
-            places.setdefault(parameter.device, name)
-        if len(places) > 1:
-            (one, first), (two, second), *_ = places.items()
-            raise DeviceError(
-                f"Parameter {first!r} is on {one}, parameter {second!r} on {two}. Move model and guide to one device "
-                "before training: fit(..., device=...)."
-            )
+        """Return the device of the first parameter or buffer, or None while there are none."""
         # A network whose weights are all latent has no parameters before its guide has run, but buffers.
-        buffers = (buffer.device for part in self.modules().values() for buffer in part.buffers())
-        return next(iter(places or buffers), None)
+        buffers = (buffer for part in self.modules().values() for buffer in part.buffers())
+        return next((tensor.device for tensor in chain(self.parameters().values(), buffers)), None)
 
     def learning_rate(self) -> float:
         """Return the learning rate of the means (of the first parameter that is not a posterior scale)."""
@@ -198,17 +146,22 @@ class Route(ABC):
         optimizer, position = self._rate
         return float(optimizer.param_groups[position]["lr"]) * getattr(optimizer, "rate_factor", 1.0)
 
-    def initialise(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Make parameters exist that a first call creates, and find the modules that functions call.
+    def initialise(self, args: tuple[Any, ...], kwargs: dict[str, Any], always: bool = False) -> None:
+        """Create the parameters that exist only after a first call, and find the modules that functions call.
 
-        Buffers stay as they are. Automatic guides look at the model here instead of inside the first step, so
-        that its state before the step is known.
+        Buffers stay as they are. Automatic guides run the model here instead of inside the first step, so that their
+        state before the step is known.
+
+        Args:
+            args: positional arguments of model and guide.
+            kwargs: their keyword arguments.
+            always: also run modules that have all their parameters, which may ask for more in Pyro's store.
         """
         looks = isinstance(self.guide, AutoGuide) and self.guide.prototype_trace is None
-        if len(self.modules()) == 2 and not looks:
+        if len(self.modules()) == 2 and not looks and not always:
             return
-        # A run that only looks around must not change what a resumed training draws. The first look of an automatic
-        # guide is part of the training: it draws the start.
+        # This run must not change the random numbers of a resumed training, except where an automatic guide draws its
+        # start, as part of the training.
         draws_start = looks and is_uninitialised(self.guide)
         called: list[nn.Module] = []
         with (
@@ -220,10 +173,12 @@ class Route(ABC):
         ):
             with torch.enable_grad():  # as in training, where a LaplaceGuide is a point mass
                 trace = poutine.trace(self.guide).get_trace(*args, **kwargs)
-            if not isinstance(self.model, nn.Module):
+            if always or not isinstance(self.model, nn.Module):
                 replayed = poutine.trace(poutine.replay(self.model, trace=trace), param_only=True)
                 sites = replayed.get_trace(*args, **kwargs).nodes.values()
                 self.model_parameters = {id(site["value"].unconstrained()) for site in sites}
+        if len(self.modules()) == 2:  # modules list the networks that they call
+            return
         inner = {id(module) for part in self.modules().values() for module in part.modules()}
         inner |= {id(child) for module in called for child in module.modules() if child is not module}
         self.loose_modules = [module for module in dict.fromkeys(called) if id(module) not in inner]
@@ -237,18 +192,18 @@ class SVIRoute(Route):
     def __init__(self, svi: SVI) -> None:
         if pyro.settings.get("module_local_params"):
             raise UnsupportedError(
-                "pyro.infer.SVI does not work with pyro.settings module_local_params=True: its optimizers look "
-                "parameters up in the global store. Train elbo(model, guide) with a torch optimizer instead: "
+                "pyro.infer.SVI does not work with module_local_params=True. Train elbo(model, guide): "
                 "fit(elbo(model, guide), loader, epochs, optimizer=torch.optim.Adam(parameter_groups(...)))."
             )
         self.svi = svi
         owner = getattr(svi.loss, "__self__", None)
-        super().__init__(svi.model, svi.guide, owner if isinstance(owner, ELBO) else None, svi.optim)
+        elbo = owner if isinstance(owner, ELBO) else None
+        super().__init__(svi.model, svi.guide, elbo, svi.loss, svi.optim)
 
     def step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-        """Take a step as ``svi.step`` does, but look at the loss before the update.
+        """Take a step as ``svi.step`` does, but check the loss before the update.
 
-        A NaN has by then spread to all parameters, and the report could not name its cause.
+        After the update a NaN would have spread to all parameters, and the report could not name its cause.
         """
         svi = self.svi
         if type(svi).step is not SVI.step:  # a subclass that takes steps of its own
@@ -259,9 +214,8 @@ class SVIRoute(Route):
         by_pyro = getattr(svi.loss_and_grads, "__qualname__", "").startswith("SVI.")
         if by_pyro and not getattr(loss, "requires_grad", False):
             raise ArgumentError(
-                f"The loss of the SVI, {svi.loss!r}, has no gradient, so no parameter would be updated: write "
-                "loss=elbo in place of loss=elbo.loss. A function of your own has to return a tensor that depends on "
-                "the parameters."
+                f"The loss of the SVI, {svi.loss!r}, has no gradient. Write loss=elbo in place of loss=elbo.loss; a "
+                "function of your own has to return a tensor that depends on the parameters."
             )
         value = _finite(loss)
         sites: Any = capture.trace.nodes.values()
@@ -270,16 +224,12 @@ class SVIRoute(Route):
         zero_grads(parameters)
         return value
 
-    def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-        """Evaluate with ``svi.evaluate_loss``."""
-        return float(self.svi.evaluate_loss(*args, **kwargs))
-
     def optimizer_state(self) -> dict[str, Any]:
-        """Return the state by parameter name, with what a load left for parameters that are still to be stepped."""
+        """Return the state by parameter name, with loaded states of parameters that have not been stepped yet."""
         return {**self.svi.optim._state_waiting_to_be_consumed, **self.svi.optim.get_state()}
 
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
-        """Load at once for parameters that were stepped before; the ``set_state`` of Pyro's own never reaches those."""
+        """Load at once for parameters that were stepped before, which ``set_state`` of Pyro's own never reaches."""
         optim, state, store = self.svi.optim, copy.deepcopy(state), pyro.get_param_store()
         self._rate = None
         for parameter, held in () if isinstance(optim, JointOptim) else optim.optim_objs.items():
@@ -287,13 +237,6 @@ class SVIRoute(Route):
             if own is not None:
                 load_state(held, own)
         optim.set_state(state)
-
-    @property
-    def optimizer_name(self) -> str:
-        """Names of the torch classes inside the Pyro optimizer."""
-        optim = self.svi.optim
-        parts = (getattr(optim, "pt_scheduler_constructor", None), optim.pt_optim_constructor)
-        return " of ".join(getattr(part, "__name__", type(part).__name__) for part in parts if part)
 
     def optimizer_groups(self) -> Iterator[tuple[str, Optimizer, int]]:
         """Yield the groups of the torch optimizers of parameters that were stepped."""
@@ -303,7 +246,7 @@ class SVIRoute(Route):
             yield name, torch_optimizer(optimizer), 0
 
     def store_parameters(self) -> dict[str, Tensor]:
-        """Return what this SVI has stepped; the whole store where functions have taken no step yet."""
+        """Return the parameters that this SVI has stepped, or the whole store before the first step of functions."""
         modules = self.modules()
         owned = {id(parameter) for part in modules.values() for parameter in part.parameters()}
         stepped = {id(parameter) for parameter in self.svi.optim.optim_objs}
@@ -325,8 +268,8 @@ class ModuleRoute(Route):
     kind = "ELBOModule"
 
     def __init__(self, module: ELBOModule, optimizer: Any, train: bool) -> None:
-        super().__init__(module.model, module.guide, module.elbo, optimizer)
-        self.module, self.optimizer = module, optimizer
+        super().__init__(module.model, module.guide, module.elbo, module.elbo.loss, optimizer)  # type: ignore[attr-defined]
+        self.module = module
         check_parts(module)
         held = {name for name, *_ in self.optimizer_groups()} if train else set()
         missing = [name for name, p in self.parameters().items() if p.requires_grad and name not in held]
@@ -335,47 +278,36 @@ class ModuleRoute(Route):
             what = ", ".join(missing[:5]) or f"{type(self.guide).__name__}, which has none yet"
             raise GuideError(
                 f"The optimizer does not hold {len(missing) or 'the'} parameters of the model and guide: {what}. Call "
-                "the guide once, guide(*batch), build the optimizer from parameter_groups(elbo(model, guide), base) "
-                "after that, and freeze with requires_grad_(False) what should stay as it is."
+                "guide(*batch) before you build it, and freeze other parameters with requires_grad_(False)."
             )
 
     def step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
         """Take the usual torch step."""
-        self.optimizer.zero_grad(set_to_none=True)
+        self.steered.zero_grad(set_to_none=True)
         loss = self.module(*args, **kwargs)
         value = _finite(loss)
         loss.backward()
-        self.optimizer.step()
+        self.steered.step()
         return value
-
-    def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-        """Evaluate with ``elbo.loss``."""
-        with torch.no_grad():
-            return float(self.elbo.loss(self.model, self.guide, *args, **kwargs))
 
     def optimizer_state(self) -> dict[str, Any]:
         """Return the state of the torch optimizer."""
-        return {} if self.optimizer is None else self.optimizer.state_dict()
+        return {} if self.steered is None else self.steered.state_dict()
 
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
         """Load into the torch optimizer."""
-        self.optimizer.load_state_dict(copy.deepcopy(state))
-
-    @property
-    def optimizer_name(self) -> str:
-        """Name of the torch class."""
-        return type(self.optimizer).__name__
+        self.steered.load_state_dict(copy.deepcopy(state))
 
     def optimizer_groups(self) -> Iterator[tuple[str, Optimizer, int]]:
         """Yield the groups of the torch optimizer."""
-        held = {id(p): i for i, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
+        held = {id(p): i for i, group in enumerate(self.steered.param_groups) for p in group["params"]}
         for name, parameter in self.parameters().items():
             if id(parameter) in held:
-                yield name, self.optimizer, held[id(parameter)]
+                yield name, self.steered, held[id(parameter)]
 
 
 def route_of(target: Any, optimizer: Optimizer | None = None, *, train: bool = True) -> Route:
-    """Choose the route for what was passed as ``svi``; a route is returned as it is.
+    """Return the route of an SVI or ELBOModule; a route is returned as it is.
 
     Raises:
         ArgumentError: it is neither an SVI nor an ELBOModule, the loss of the SVI is a class, or the optimizer is
@@ -388,10 +320,8 @@ def route_of(target: Any, optimizer: Optimizer | None = None, *, train: bool = T
         raise ArgumentError(f"The loss of the SVI is the class {loss.__name__}: write loss={loss.__name__}()")
     if not isinstance(target, SVI | ELBOModule):
         raise ArgumentError(
-            "Expected pyro.infer.SVI(model, guide, optim, loss), or elbo(model, guide) together with optimizer=, got "
-            f"{type(target).__name__}. Write\n"
-            "    svi = SVI(model, guide, dvi.optim.Adam(dvi.optim.learning_rates(1e-2)), loss=dvi.TaylorELBO())\n"
-            "    dvi.fit(svi, loader, epochs=20)"
+            f"Expected SVI(model, guide, dvi.optim.Adam({{'lr': 1e-2}}), loss=dvi.TaylorELBO()), or elbo(model, guide) "
+            f"together with optimizer=, got {type(target).__name__}"
         )
     if isinstance(target, SVI):
         if optimizer is not None:
@@ -399,9 +329,8 @@ def route_of(target: Any, optimizer: Optimizer | None = None, *, train: bool = T
         return SVIRoute(target)
     if not isinstance(optimizer, Optimizer) and (train or optimizer is not None):
         raise ArgumentError(
-            f"An ELBOModule needs a torch optimizer, not {type(optimizer).__name__}: fit(elbo(model, guide), loader, "
-            "epochs, optimizer=torch.optim.Adam(parameter_groups(elbo(model, guide), base=1e-3))). Pyro's optimizers "
-            "go into pyro.infer.SVI."
+            f"An ELBOModule needs a torch optimizer, not {type(optimizer).__name__}, such as "
+            "torch.optim.Adam(parameter_groups(elbo(model, guide), base=1e-3)). Pyro's go into pyro.infer.SVI."
         )
     return ModuleRoute(target, optimizer, train)
 
@@ -411,32 +340,8 @@ def _finite(loss: Any) -> float:
 
     Raises:
         NonFiniteError: if it is NaN or infinite.
-        UnsupportedError: if it is several numbers.
     """
-    if isinstance(loss, tuple):
-        raise UnsupportedError(
-            f"The loss is a tuple of {len(loss)} numbers (a wake-sleep objective); training here follows "
-            "one. Write the loop over svi.step yourself."
-        )
     value = float(loss.detach() if isinstance(loss, Tensor) else loss)
     if not math.isfinite(value):
         raise NonFiniteError(f"the loss is {value}")
     return value
-
-
-class _SitesSeen(Messenger):
-    """Hand the sites of a step to a check when it has been taken."""
-
-    def __init__(self, check: Callable[[list[Any]], None]) -> None:
-        super().__init__()
-        self.check = check
-        self.seen: list[Any] = []
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        seen, self.seen = self.seen, []
-        if error[0] is None:
-            self.check(seen)
-
-    def _pyro_post_sample(self, msg: Any) -> None:
-        self.seen.append(msg)

@@ -15,8 +15,7 @@ from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
 import pyro_dvi as dvi
 from pyro_dvi.natural_gradients.optimizer import Update
 from pyro_dvi.natural_gradients.updates import IVON, OGN, VOGN, IVONOptimizer, VOGNOptimizer
-from pyro_dvi.training import fit
-from pyro_dvi.training.between_epochs import EveryStep
+from pyro_dvi.training import EveryStep, fit
 
 EPOCHS, BATCHES = 3, 2
 STEPS = EPOCHS * BATCHES

@@ -15,7 +15,6 @@ from pyro.infer.autoguide import AutoNormal
 from pyro.optim import PyroOptim
 from pyro.optim.clipped_adam import ClippedAdam
 
-from pyro_dvi.errors import ArgumentError
 from pyro_dvi.optim import learning_rates
 from pyro_dvi.optim.joint_optim import JointOptim
 
@@ -110,11 +109,6 @@ def test_gradients_are_clipped_together(norm_type, others):
         expected = {name: 1e-3 * gradient / max(1.0, float(norm) / 20) for name, gradient in limited.items()}
         assert_same(moved, expected, rtol=1e-6)
     assert shortened > 2
-
-
-def test_a_norm_without_a_bound_is_refused():
-    with pytest.raises(ArgumentError, match="max_norm"):
-        JointOptim(Adam, {"lr": 0.1}, {"norm_type": math.inf})
 
 
 @pytest.mark.parametrize("kernel", [{"foreach": True}, {"fused": True}, {"foreach": False}])

@@ -22,7 +22,7 @@ from pyro_dvi.guides import MeanFieldGuide
 from pyro_dvi.moment_propagation.multiplicative_noise import MultiplicativeNoiseGuide
 from pyro_dvi.natural_gradients.precision_guide import NaturalGradientGuide
 from pyro_dvi.natural_gradients.updates import IVON, OGN, VOGN, VOGNOptimizer
-from pyro_dvi.training.data_parallel import DataParallel, JointBatches
+from pyro_dvi.training.data_parallel import DataParallel
 
 N, BATCH, STEPS = 40, 12, 4
 
@@ -130,81 +130,24 @@ def train_module(rank: int, world: int) -> dict[str, Any]:
         return {"losses": losses, "parameters": {k: v.detach().clone() for k, v in module.named_parameters()}}
 
 
-def train_unevenly(rank: int, world: int) -> dict[str, Any]:
-    """Of two processes the second has two batches an epoch and the first four."""
-    with pyro.settings.context(module_local_params=True):
-        torch.manual_seed(7 * rank)
-        model = Net()
-        guide = NaturalGradientGuide(model)
-        x, y = data()
-        guide.initialize(x, y)
-        elbo = DataParallel(dvi.NaturalGradientELBO())
-        module = elbo(model, guide)
-        optimizer = VOGNOptimizer(module.parameters(), lr=0.05)
-        first, second = torch.arange(24).split(6), torch.arange(24, N).split(8)
-        if world == 1:
-            joint = [torch.cat(pair) for pair in zip(first, second, strict=False)]
-            rows = [*joint, *first[2:]]
-        else:
-            rows = list((first, second)[rank])
-        losses = []
-        batches = JointBatches(rows, elbo)
-        assert len(batches) == 4
-        for _ in range(2):
-            for part in batches:
-                optimizer.zero_grad()
-                loss = module(x[part], y[part])
-                loss.backward()
-                optimizer.step()
-                losses.append(loss.item())
-        return {"losses": losses, "parameters": {k: v.detach().clone() for k, v in module.named_parameters()}}
-
-
-def fit_unevenly(rank: int) -> dict[str, Any]:
-    """``fit`` where process 0 has more batches than process 1, with batch normalisation."""
-    pyro.clear_param_store()
-    model = Net(norm=True)
-    guide = NaturalGradientGuide(model)
-    elbo = DataParallel(dvi.NaturalGradientELBO())
-    svi = SVI(model, guide, VOGN({"lr": 0.05}), loss=elbo)
+def loops_of_different_lengths(rank: int) -> dict[str, str]:
+    """``fit`` where process 0 has more batches than process 1, and a loop that is longer in one."""
+    found = {}
     x, y = data()
+
+    def svi_of(elbo: Any) -> SVI:
+        pyro.clear_param_store()
+        model = Net()
+        return SVI(model, NaturalGradientGuide(model), VOGN({}), loss=elbo)
+
     rows = (torch.arange(24), torch.arange(24, N))[rank]
     loader = DataLoader(TensorDataset(x[rows], y[rows]), batch_size=6)
-    dvi.fit(svi, JointBatches(list(loader), elbo), 2, progress=False)
     try:
-        dvi.fit(svi, list(loader), 2, progress=False)
-        message = ""
+        dvi.fit(svi_of(DataParallel(dvi.NaturalGradientELBO())), list(loader), 2, progress=False)
     except DataError as error:
-        message = str(error)
-    buffers = {name: value.clone() for name, value in model.named_buffers()}
-    return {"losses": [], "parameters": parameters(guide), "buffers": buffers, "message": message}
-
-
-def loaders_that_end(rank: int) -> dict[str, str]:
-    """Loaders that fail or are empty in one process, and a loop that is longer in one."""
-    found = {}
-    elbo = DataParallel(dvi.NaturalGradientELBO())
-
-    def failing() -> Any:
-        yield 1
-        if rank:
-            raise OSError("no such file")
-
-    for name, loader in (("failing loader", failing()), ("empty loader", [1, 2] if rank else [])):
-        try:
-            list(JointBatches(loader, elbo))
-        except (OSError, PyroDviError) as error:
-            found[name] = f"{type(error).__name__}: {error}"
+        found["numbers of batches"] = str(error)
     group = td.new_group(timeout=timedelta(seconds=1))
-    pyro.clear_param_store()
-    model = Net()
-    svi = SVI(
-        model,
-        NaturalGradientGuide(model),
-        VOGN({}),
-        loss=DataParallel(dvi.NaturalGradientELBO(), group=group),
-    )
-    x, y = data()
+    svi = svi_of(DataParallel(dvi.NaturalGradientELBO(), group=group))
     try:
         for _ in range(1 if rank else 2):
             svi.step(x[:8], y[:8])
@@ -326,13 +269,11 @@ def everything(rank: int, world: int, path: str) -> dict[str, Any]:
     results: dict[str, Any] = {case: train(case, rank, world) for case in CASES}
     results["module"] = train_module(rank, world)
     results["functions"] = hand_written(rank, world)
-    results["uneven"] = train_unevenly(rank, world)
     results["own draws"] = train("VOGN", rank, world, own_draws=True)
     if world > 1:
         results["fit"] = fit_and_save(rank, world, path)
-        results["uneven fit"] = fit_unevenly(rank)
         results["early stopping"] = stop_early(rank)
-        results["failures"] = {**failures(rank), **loaders_that_end(rank)}
+        results["failures"] = {**failures(rank), **loops_of_different_lengths(rank)}
     return results
 
 

@@ -54,9 +54,9 @@ def train(method: str, folder: Path, begun: Any = None) -> None:
         history=history,
         checkpoint=path,
         validate=sequence(),
-        recompute_batch_norm=True,
         progress=False,
     )
+    dvi.training.recompute_batch_norm(model, guide, sequence())
     x, y = data()
     if isinstance(guide, dvi.LaplaceGuide):
         guide.fit([(x, y)], unconverged=dvi.laplace.Accept())

@@ -17,9 +17,9 @@ from pyro.infer.autoguide import (
 from pyro.optim import Adam
 from torch import nn
 
-from pyro_dvi.errors import ArgumentError, DataError, GuideError, ModelError
+from pyro_dvi.errors import DataError, GuideError, ModelError
 from pyro_dvi.guides import MeanFieldGuide
-from pyro_dvi.training import BatchNormStatistics, EarlyStopping, fit, recompute_batch_norm
+from pyro_dvi.training import fit, recompute_batch_norm
 from tests.training.problems import Net, same, sequence, shuffled, svi_of, weights_of
 
 
@@ -88,7 +88,7 @@ def test_functions():
         pyro.sample("w", dist.LogNormal(torch.ones(3), 0.1).to_event(1))
 
     batches = sequence()
-    assert recompute_batch_norm(model, guide, batches, num_batches=2) == [net[1]]
+    assert recompute_batch_norm(model, guide, batches[:2]) == [net[1]]
     expected = torch.stack([net[0](x).mean(0) for x, _ in batches[:2]]).mean(0)
     torch.testing.assert_close(net[1].running_mean, expected)
     assert net[1].num_batches_tracked == 2
@@ -129,50 +129,13 @@ def test_bad_input():
     svi = svi_of("AutoNormal + Trace_ELBO")
     svi.model.norm = nn.BatchNorm1d(4, track_running_stats=False)
     svi.guide(*sequence()[0])
-    with pytest.raises(ModelError, match="no batch normalisation with running statistics"):
+    with pytest.raises(ModelError, match="no BatchNorm with track_running_stats"):
         recompute_batch_norm(svi.model, svi.guide, sequence())
-    with pytest.raises(ArgumentError, match="num_batches must be a positive whole number"):
-        BatchNormStatistics(num_batches=0)
     pyro.clear_param_store()
     model = Net()
     guide = AutoIAFNormal(model)
     with pytest.raises(GuideError, match="AutoIAFNormal|factorised"):
         recompute_batch_norm(model, guide, sequence())
-
-
-def test_fit_recomputes_at_the_end():
-    svi = svi_of("AutoNormal + Trace_ELBO")
-    fit(svi, shuffled(), 2, recompute_batch_norm=True, progress=False)
-    found = weights_of(svi)
-    assert found["model.norm.num_batches_tracked"] == 3
-    recompute_batch_norm(svi.model, svi.guide, sequence())
-    assert svi.model.norm.num_batches_tracked == 3
-
-
-def test_fit_recomputes_before_validation_without_a_trace_in_training():
-    plain = svi_of("AutoNormal + Trace_ELBO")
-    reference = fit(plain, shuffled(), 3, progress=False)
-    pyro.clear_param_store()
-    svi = svi_of("AutoNormal + Trace_ELBO")
-    seen = []
-
-    def validate():
-        seen.append(int(svi.model.norm.num_batches_tracked))
-        return float(len(seen))
-
-    statistics = BatchNormStatistics(num_batches=2, each_epoch=True)
-    history = fit(
-        svi,
-        shuffled(),
-        3,
-        validate=validate,
-        recompute_batch_norm=statistics,
-        early_stopping=EarlyStopping(5),
-        progress=False,
-    )
-    assert seen == [2, 2, 2]
-    assert history.steps["loss"] == reference.steps["loss"]
-    assert history.best_epoch == 1
 
 
 def test_the_network_at_the_mean_predicts_better_than_with_running_statistics():

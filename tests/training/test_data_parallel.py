@@ -14,13 +14,10 @@ import pyro_dvi as dvi
 from pyro_dvi.errors import ArgumentError, UnsupportedError
 from pyro_dvi.natural_gradients.precision_guide import NaturalGradientGuide
 from pyro_dvi.natural_gradients.updates import VOGN
-from pyro_dvi.training.data_parallel import DataParallel, JointBatches
+from pyro_dvi.training.data_parallel import DataParallel
 from tests.training import distributed_programs as programs
 
 pytestmark = pytest.mark.distributed
-
-
-UNEVEN = {"uneven": 8}  # number of steps
 
 
 @pytest.fixture(scope="module")
@@ -41,10 +38,10 @@ def results(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [*programs.CASES, "module", "functions", *UNEVEN])
+@pytest.mark.parametrize("case", [*programs.CASES, "module", "functions"])
 def test_two_processes_equal_one_with_the_joint_minibatch(results, case):
     reference = results[1, 0][case]
-    assert len(set(reference["losses"])) == UNEVEN.get(case, programs.STEPS)
+    assert len(set(reference["losses"])) == programs.STEPS
     for rank in (0, 1):
         ours = results[2, rank][case]
         torch.testing.assert_close(ours["losses"], reference["losses"], rtol=1e-10, atol=0)
@@ -54,7 +51,7 @@ def test_two_processes_equal_one_with_the_joint_minibatch(results, case):
             assert ours["step"] == programs.STEPS
 
 
-@pytest.mark.parametrize("case", ["VOGN", "own draws", "fit", "uneven", "uneven fit", "early stopping"])
+@pytest.mark.parametrize("case", ["VOGN", "own draws", "fit", "early stopping"])
 def test_processes_agree_to_the_last_bit(results, case):
     first, second = results[2, 0][case], results[2, 1][case]
     assert first["losses"] == second["losses"]
@@ -94,11 +91,6 @@ def test_a_checkpoint_of_several_processes_loads_in_one(results):
         ("no plate", (r"DataError: .*pyro\.plate\('data', size=N.*own_draws",) * 2),
         ("infinite", (r"NonFiniteError: the loss of process 1 is not finite.*1 of 2 processes",) * 2),
         ("synchronised", (r"UnsupportedError: layer 'net\.2' is torch.nn.SyncBatchNorm.*nn.GroupNorm",) * 2),
-        (
-            "failing loader",
-            (r"PyroDviError: the loader of process 1 failed: OSError", "OSError: no such file"),
-        ),
-        ("empty loader", (r"DataError: process 0 has no batch at all",) * 2),
         ("models", (r"processes 0 and 1 do not have the same parameters",) * 2),
     ],
 )
@@ -112,7 +104,7 @@ def test_every_process_hears_of_an_error(results, name, messages):
 def test_a_process_that_waits_in_vain_says_why(results):
     assert "longer loop" not in results[2, 1]["failures"]
     assert re.search(
-        r"process 0 waited for the others.*no batch left.*JointBatches",
+        r"process 0 waited for the others.*no batch left.*DistributedSampler",
         results[2, 0]["failures"]["longer loop"],
     )
 
@@ -124,8 +116,8 @@ def test_all_processes_stop_by_the_validation_of_the_first(results):
 
 def test_fit_compares_the_numbers_of_batches(results):
     for rank in (0, 1):
-        message = results[2, rank]["uneven fit"]["message"]
-        assert re.search(r"different numbers of batches: \[4, 3\].*JointBatches.*DistributedSampler", message)
+        message = results[2, rank]["failures"]["numbers of batches"]
+        assert re.search(r"different numbers of batches, \[4, 3\].*DistributedSampler", message)
 
 
 # In one process ------------------------------------------------------------------------------------------------
@@ -163,16 +155,3 @@ def test_options_of_the_wrong_type():
         DataParallel(Trace_ELBO())
     with pytest.raises(ArgumentError, match="DataParallel"):
         DataParallel(DataParallel(dvi.TaylorELBO()))
-    with pytest.raises(ArgumentError, match="NaturalGradientELBO"):
-        JointBatches([1, 2], dvi.NaturalGradientELBO())
-
-
-def test_joint_batches_of_one_process_are_its_own():
-    dataset = torch.utils.data.TensorDataset(*programs.data())
-    loader = torch.utils.data.DataLoader(dataset, batch_size=16)
-    joint = JointBatches(loader, DataParallel(dvi.NaturalGradientELBO()))
-    assert len(joint) == 3 and joint.dataset is dataset
-    assert [len(x) for x, _ in joint] == [16, 16, 8]
-    DataParallel(dvi.NaturalGradientELBO()).check_number_of_batches(3)
-    with pytest.raises(TypeError):
-        len(JointBatches(iter([1]), DataParallel(dvi.NaturalGradientELBO())))

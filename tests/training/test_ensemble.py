@@ -12,7 +12,7 @@ from pyro.infer.autoguide import AutoDelta
 from torch import nn
 
 import pyro_dvi as dvi
-from pyro_dvi.errors import ArgumentError, DviWarning, GuideError
+from pyro_dvi.errors import ArgumentError, DviWarning
 from pyro_dvi.training import EnsembleGuide, train_ensemble
 
 X = torch.linspace(-1, 1, 20)[:, None]
@@ -182,7 +182,7 @@ def test_one_network_for_all():
         dvi.fit(svi, [(X, Y)], 1, progress=False)
         return model, guide
 
-    with pytest.raises(ArgumentError, match="each must begin anew"):
+    with pytest.raises(ArgumentError, match="same parameter, .*inside train"):
         train_ensemble(again, 2, progress=False)
 
 
@@ -197,10 +197,3 @@ def test_what_is_no_member():
         EnsembleGuide([])
     with pytest.raises(ArgumentError, match=r"pair \(model, guide\) of callables, not 3"):
         EnsembleGuide([3])  # type: ignore[list-item]
-
-
-@pytest.mark.parametrize("elbo", [dvi.TaylorELBO, dvi.NaturalGradientELBO, Trace_ELBO])
-def test_an_ensemble_is_not_trained_as_a_whole(ensemble, elbo):
-    svi = SVI(ensemble.model, ensemble, dvi.optim.Adam({"lr": 0.01}), loss=elbo())
-    with pytest.raises(GuideError, match=rf"{elbo.__name__} cannot train this EnsembleGuide.*train_ensemble"):
-        dvi.fit(svi, [(X, Y)], 1, progress=False)

@@ -11,8 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from pyro_dvi.errors import ArgumentError, DataError, GuideError, UnsupportedError
-from pyro_dvi.training import Checkpoint, EarlyStopping, History, fit, save
-from pyro_dvi.training.between_epochs import EveryStep
+from pyro_dvi.training import EarlyStopping, fit
 from pyro_dvi.variational_laplace.taylor import TaylorELBO
 from tests.training.problems import Net, data, module_of, sequence, svi_of, weights_of
 
@@ -63,15 +62,6 @@ def svi_with_local_parameters():
         return fit(svi(), sequence(), 1, progress=False)
 
 
-def wake_sleep():
-    def losses(*args):
-        return torch.tensor(1.0), torch.tensor(2.0)
-
-    model = Net()
-    target = SVI(model, AutoNormal(model), Adam({"lr": 0.1}), loss=losses, loss_and_grads=losses)
-    return fit(target, sequence(), 1, progress=False)
-
-
 def foreign_scheduler():
     optimizer = ExponentialLR({"optimizer": torch.optim.Adam, "optim_args": {"lr": 0.1}, "gamma": 0.5})
     return fit(svi(), sequence(), 1, lr_schedule=optimizer, progress=False)
@@ -80,12 +70,6 @@ def foreign_scheduler():
 def functional_module_route():
     guide = nn.Linear(1, 1)
     return fit(Trace_ELBO()(lambda: None, guide), [()], 1, optimizer=torch.optim.Adam(guide.parameters()))
-
-
-def plateau_every_step():
-    module, optimizer = module_of(NET)
-    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-    return fit(module, sequence(), 1, optimizer=optimizer, lr_schedule=EveryStep(plateau), progress=False)
 
 
 def run(loader=None, epochs=1, **options):
@@ -132,33 +116,15 @@ MISTAKES = [
         "model instead of SVI",
         lambda: fit(Net(), sequence(), 1),
         ArgumentError,
-        "Expected pyro.infer.SVI.*got Net",
+        "Expected SVI.*got Net",
     ),
-    (
-        "checkpoint=3",
-        lambda: run(checkpoint=3),
-        ArgumentError,
-        r"checkpoint must .*Checkpoint\('run.pt'\).* not 3",
-    ),
-    ("checkpoint=True", lambda: run(checkpoint=True), ArgumentError, "checkpoint must .*path, not True"),
-    ("class of a checkpoint", lambda: run(checkpoint=Checkpoint), ArgumentError, r"write Checkpoint\(...\)"),
-    ("history='a'", lambda: run(history="a"), ArgumentError, "history must .*fit or load returned, not 'a'"),
-    ("class of a history", lambda: run(history=History), ArgumentError, r"history.*write History\(...\)"),
-    ("saved history", lambda: save("no file", svi(), history="a"), ArgumentError, "history must .* not 'a'"),
-    ("callback alone", lambda: run(callbacks=print), ArgumentError, "callbacks must .*a list of functions"),
     (
         "patience alone",
         lambda: run(validate=lambda: 1.0, early_stopping=3),
         ArgumentError,
         r"early_stopping must .*EarlyStopping\(patience=10\), not 3",
     ),
-    (
-        "statistics",
-        lambda: run(recompute_batch_norm=3),
-        ArgumentError,
-        "recompute_batch_norm must .*True, not 3",
-    ),
-    ("model and guide", lambda: fit(Net(), "guide", sequence()), ArgumentError, "Write\n.*SVI.model, guide"),
+    ("model and guide", lambda: fit(Net(), "guide", sequence()), ArgumentError, "Expected SVI.model, guide"),
     (
         "class as loss",
         lambda: fit(SVI(Net(), None, Adam({"lr": 0.1}), loss=TaylorELBO), sequence(), 1),
@@ -210,19 +176,12 @@ MISTAKES = [
         UnsupportedError,
         "model of the ELBOModule is a function",
     ),
-    ("wake-sleep", wake_sleep, UnsupportedError, "tuple of 2"),
     ("early stopping alone", lambda: run(early_stopping=EarlyStopping()), ArgumentError, "needs validate="),
     (
         "unknown metric",
         lambda: run(validate=lambda: {"nll": 1.0}, early_stopping=EarlyStopping(monitor="NLL")),
         ArgumentError,
-        "monitors 'NLL'.*reports 'nll'",
-    ),
-    (
-        "validation without numbers",
-        lambda: run(validate=lambda: "good"),
-        ArgumentError,
-        "number or a mapping",
+        "monitors 'NLL', but validate reports .*nll",
     ),
     ("empty validation", lambda: run(validate=[]), DataError, "validate is empty"),
     (
@@ -232,7 +191,6 @@ MISTAKES = [
         "validate is an iterator",
     ),
     ("no patience", lambda: EarlyStopping(patience=0), ArgumentError, "patience must be"),
-    ("negative min_delta", lambda: EarlyStopping(min_delta=-1.0), ArgumentError, "min_delta must not"),
     ("torch scheduler for SVI", foreign_scheduler, ArgumentError, "an SVI carries its schedule"),
     (
         "number as schedule",
@@ -240,7 +198,6 @@ MISTAKES = [
         ArgumentError,
         "lr_schedule must be .*torch.optim.lr_scheduler",
     ),
-    ("plateau every step", plateau_every_step, ArgumentError, "do not wrap it in EveryStep"),
 ]
 
 
@@ -271,14 +228,3 @@ def test_settings_survive_a_mistake():
         fit(target, DataLoader(TensorDataset(torch.ones(4, 9), torch.ones(4))), 1, progress=False)
     assert target.loss.__self__.num_data is None
     assert not any(module.training for module in target.model.modules())
-
-
-def test_mixed_devices_are_named():
-    from pyro_dvi.errors import DeviceError
-
-    target = svi()
-    target.guide(*sequence()[0])
-    target.model.first.bias = nn.Parameter(torch.empty(4, device="meta"))
-    pyro.clear_param_store()
-    with pytest.raises(DeviceError, match=r"'first.weight' is on cpu, parameter 'first.bias' on meta"):
-        fit(target, sequence(), 1, progress=False)

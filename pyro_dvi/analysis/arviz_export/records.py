@@ -85,7 +85,7 @@ def training_group(history: History) -> Group:
     if not isinstance(history, History):
         raise ArgumentError(
             f"history must be what pyro_dvi.fit returned, not {type(history).__name__}: "
-            "History.from_dict and History.from_json read saved ones"
+            "History.from_dict reads a saved one"
         )
     if not history.epochs.rows:
         raise ArgumentError("the history holds no finished epoch to export")

@@ -285,7 +285,7 @@ def test_rules_of_another_ensemble(regression):
 
 def test_the_model_of_a_member(regression):
     model, guide, _ = regression
-    with pytest.raises(GuideError, match=r"give guide\.model"):
+    with pytest.raises(GuideError, match=r"use predict\(guide\.model"):
         dvi.predict(guide.members[0].model, guide, X)
 
 
