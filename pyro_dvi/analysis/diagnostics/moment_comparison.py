@@ -92,7 +92,7 @@ def compare_with_sampling(
         progress: show a progress bar over draws.
 
     Returns:
-        The report, to print; :func:`pyro_dvi.analysis.plots.moment_comparison` draws it.
+        The report, to print.
 
     Raises:
         ArgumentError: fewer than two draws, or no propagation.

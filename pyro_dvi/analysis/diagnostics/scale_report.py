@@ -67,7 +67,7 @@ def scale_report(
         history: the history that :func:`~pyro_dvi.fit` returned, or a mapping with its column ``posterior_scale``.
 
     Returns:
-        The report, to print; :func:`pyro_dvi.analysis.plots.posterior_scales` draws it.
+        The report, to print.
 
     Raises:
         DataError: no snapshot, one of other sites or shapes, or a history without posterior scales.
@@ -309,7 +309,7 @@ def signal_to_noise(guide: Any) -> SignalToNoise:
         guide: as for :func:`scale_report`.
 
     Returns:
-        The ratios by site, to print; :func:`pyro_dvi.analysis.plots.signal_to_noise` draws them.
+        The ratios by site, to print.
 
     Raises:
         GuideError: a guide without Gaussians over real numbers, or one that has not seen its model.
