@@ -198,17 +198,15 @@ def _panels(
     Raises:
         ArgumentError: another number of axes.
     """
+    drawn = np.asarray(axes, dtype=object).ravel()
     if axes is None:
         wide = min(len(names), columns)
         high = -(-len(names) // wide)
-        figsize = (size[0] * wide, size[1] * high)
-        grid = plt.subplots(high, wide, figsize=figsize, layout="constrained", squeeze=False, sharey=sharey)[
-            1
-        ]
+        options: dict[str, Any] = {"figsize": (size[0] * wide, size[1] * high), "layout": "constrained"}
+        _, grid = plt.subplots(high, wide, squeeze=False, sharey=sharey, **options)
         for unused in grid.ravel()[len(names) :]:
             unused.remove()
-        axes = grid.ravel()[: len(names)]
-    drawn = np.asarray(axes, dtype=object).ravel()
+        drawn = grid.ravel()[: len(names)]
     if len(drawn) != len(names):
         raise ArgumentError(f"there are {len(names)} panels {list(names)}, but {len(drawn)} axes")
     return drawn

@@ -259,5 +259,6 @@ def rejection_curve(
     ax.yaxis.set_major_formatter(PercentFormatter(1.0))
     ax.yaxis.set_major_locator(MaxNLocator(5))
     legend = legend_above(ax, 1.08 if title else 1, alignment="left")
-    legend.set_title("thin: random rejection; shaded: below an oracle", prop={"size": "x-small"})
+    legend.set_title("thin: random rejection; shaded: below an oracle")
+    legend.get_title().set_fontsize("x-small")
     return ax
