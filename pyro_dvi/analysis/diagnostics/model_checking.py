@@ -116,8 +116,8 @@ def prior_predictive_check(
         noise = torch.Generator().manual_seed(seed + 1)  # other numbers than those of the latents
         drawn = _DataSets(num_samples, num_samples, noise)
         Components(model, None, rule, seed).read(drawn, replace(batch, observed=None), name)
-    actual, *draws = _statistics(nodes[name], drawn)
-    rows = [_row(label, value, np.array([own[label] for own in draws])) for label, value in actual.items()]
+    statistics = _statistics(nodes[name], drawn)
+    rows = [_row(label, float(values[0]), values[1:]) for label, values in statistics.items()]
     numbers = dict.fromkeys(("data", "5%", "50%", "95%"), ".4g")
     formats = {"statistic": "", **numbers, "p-value": ".3f", "finding": ""}
     heading = f"{num_samples:,} data sets of {batch.num_rows:,} examples from the prior, site {name!r}"
@@ -139,8 +139,8 @@ class _DataSets(ObservationDraws):
             self.confidence.append(float(log_p.amax(-1).exp().mean()))
 
 
-def _statistics(node: Any, drawn: _DataSets) -> list[dict[str, float]]:
-    """Return the statistics of the data and of every data set drawn, without the values that the model masks."""
+def _statistics(node: Any, drawn: _DataSets) -> dict[str, np.ndarray]:
+    """Return each statistic of the data and then of every data set drawn, without the values that the model masks."""
     fn, counts = node["fn"], counted(node)
     examples = drawn.first.axis - len(fn.event_shape)
     sets = torch.cat([node["value"].movedim(examples, 0).cpu()[None], drawn.values.to(node["value"].dtype)])
@@ -148,15 +148,13 @@ def _statistics(node: Any, drawn: _DataSets) -> list[dict[str, float]]:
     if counts is not None:
         keep = counts.movedim(examples, 0).cpu()
     if not drawn.confidence:
-        numbers = sets.double()[:, keep]
-        spread = {"mean": numbers.mean(1), "sd": numbers.std(1, correction=0)}
-        found = spread | {"min": numbers.amin(1), "max": numbers.amax(1)}
-        return [{name: float(value[k]) for name, value in found.items()} for k in range(len(sets))]
+        numbers = sets[:, keep].double().numpy()
+        return {"mean": numbers.mean(1), "sd": numbers.std(1), "min": numbers.min(1), "max": numbers.max(1)}
     if fn.event_shape:  # one-hot code
         sets, keep = sets.argmax(-1), keep.any(-1)
-    shares = [(own.bincount().max() / len(own)).item() for own in sets.long()[:, keep]]
+    shares = [float(own.bincount().max() / len(own)) for own in sets.long()[:, keep]]
     confidence = [math.nan, *drawn.confidence]  # of the model alone
-    return [{"largest share": a, "confidence": b} for a, b in zip(shares, confidence, strict=True)]
+    return {"largest share": np.array(shares), "confidence": np.array(confidence)}
 
 
 def _row(name: str, observed: float, values: np.ndarray) -> dict[str, Any]:
@@ -170,30 +168,27 @@ def _row(name: str, observed: float, values: np.ndarray) -> dict[str, Any]:
     low, median, high = np.quantile(values, (0.05, 0.5, 0.95), method="inverted_cdf").tolist()
     p_value, finding = above / len(values), "unusual" if 2 * tail < UNUSUAL else ""
     if name == "confidence":  # of the model alone
-        p_value, finding = math.nan, "" if median < SURE else "overconfident"
+        p_value, finding = math.nan, "overconfident" if median > SURE else ""
     row = {"statistic": name, "data": observed, "5%": low, "50%": median, "95%": high}
     return row | {"p-value": p_value, "finding": finding}
 
 
 def _verdict(rows: list[dict[str, Any]]) -> str:
-    unusual = [
-        f"{row['statistic']} ({'above' if row['p-value'] < 0.5 else 'below'} nearly all draws)"
-        for row in rows
-        if row["finding"] == "unusual"
-    ]
-    verdict = "No statistic of the data is unusual under the prior."
-    if unusual:
-        verdict = f"The prior hardly produces data like these: {', '.join(unusual)}."
+    findings = []
     for row in rows:
-        if row["statistic"] == "sd" and row["50%"] > VAGUE * row["data"] > 0:
-            verdict += (
-                f" It is vague: data from it typically spread {row['50%'] / row['data']:.3g} times as far."
+        statistic, median, data = row["statistic"], row["50%"], row["data"]
+        if row["finding"] == "unusual":
+            side = "above" if row["p-value"] < 0.5 else "below"
+            findings.append(f"The {statistic} of the data is {side} nearly all draws of the prior.")
+        if statistic == "sd" and median > VAGUE * data > 0:
+            findings.append(
+                f"The prior is vague: its data typically spread {median / data:.3g} times as far."
             )
         if row["finding"] == "overconfident":
-            verdict += (
-                f" Networks from it are {row['50%']:.0%} confident: try narrower priors, such as fan_in."
+            findings.append(
+                f"Networks of the prior are {median:.0%} confident: try narrower priors, such as fan_in."
             )
-    return verdict
+    return " ".join(findings) or "No statistic of the data is unusual under the prior."
 
 
 def compare_held_out(predictions: Mapping[str, Prediction], y: Any = None) -> "pandas.DataFrame":
@@ -272,41 +267,31 @@ def compare_held_out(predictions: Mapping[str, Prediction], y: Any = None) -> "p
 
 
 def _scores(predictions: Mapping[str, Prediction], y: Any) -> dict[str, Tensor]:
-    """Log predictive density of every example, by name."""
-    is_mapping = isinstance(predictions, Mapping) and len(predictions) > 0
-    if not is_mapping or not all(isinstance(own, Prediction) for own in predictions.values()):
+    """Return the log predictive density of every example, by name."""
+    if not predictions or not all(isinstance(own, Prediction) for own in predictions.values()):
         raise ArgumentError(
-            "predictions must map names to what predict returned, as {'at the mean': prediction}, not "
-            f"{reprlib.repr(predictions)}"
+            f"predictions must map names to what predict returned, not {reprlib.repr(predictions)}"
         )
     found: dict[str, Tensor] = {}
     first_name, first = next(iter(predictions.items()))
-    for name, prediction in predictions.items():
-        if prediction.site != first.site or len(prediction) != len(first):
+    for name, own in predictions.items():
+        same = own.site == first.site and len(own) == len(first)
+        if same and y is None and own.observed is not None and first.observed is not None:
+            same = torch.equal(own.observed.cpu(), first.observed.cpu())
+        if same:
+            score = own.log_likelihood(y).detach().cpu().double()
+            found[name] = score.reshape(len(score), -1)
+            same = torch.equal(found[name].isnan(), found[first_name].isnan())
+        if not same:
             raise DataError(
-                f"{name!r} predicts {len(prediction)} examples of site {prediction.site!r}, {first_name!r} predicts "
-                f"{len(first)} of {first.site!r}: predict the same data with each"
-            )
-        if y is None and _differ(prediction.observed, first.observed):
-            raise DataError(
-                f"{name!r} and {first_name!r} have other observations: predict the same data, in the same order "
-                "(a loader without shuffle), with each"
-            )
-        score = prediction.log_likelihood(y).detach().cpu().double()
-        found[name] = score.reshape(len(score), -1)
-        if not torch.equal(found[name].isnan(), found[first_name].isnan()):
-            raise DataError(
-                f"{name!r} and {first_name!r} mask other observations: score the same ones with each"
+                f"{name!r} and {first_name!r} predict other examples, sites, observations or masks: predict the same "
+                "data, in the same order (a loader without shuffle), with each"
             )
     counts = ~found[first_name].isnan()  # not a number: masked
     # The parts of an example are no examples, and one that is masked as a whole is none.
     return {name: score[counts.any(-1)].nansum(-1) for name, score in found.items()}
 
 
-def _differ(a: Tensor | None, b: Tensor | None) -> bool:
-    return a is not None and b is not None and not torch.equal(a.cpu(), b.cpu())
-
-
 def _standard_error(values: Tensor) -> float:
-    """Of the sum."""
+    """Return the standard error of the sum."""
     return float(values.std() * len(values) ** 0.5) if len(values) > 1 else float("nan")
