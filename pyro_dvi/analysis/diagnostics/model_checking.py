@@ -148,8 +148,10 @@ def _statistics(node: Any, drawn: _DataSets) -> dict[str, np.ndarray]:
     if counts is not None:
         keep = counts.movedim(examples, 0).cpu()
     if not drawn.confidence:
-        numbers = sets[:, keep].double().numpy()
-        return {"mean": numbers.mean(1), "sd": numbers.std(1), "min": numbers.min(1), "max": numbers.max(1)}
+        numbers = sets[:, keep].double()
+        found = {"mean": numbers.mean(1), "sd": numbers.std(1, correction=0)}
+        found |= {"min": numbers.amin(1), "max": numbers.amax(1)}
+        return {name: values.numpy() for name, values in found.items()}
     if fn.event_shape:  # one-hot code
         sets, keep = sets.argmax(-1), keep.any(-1)
     shares = [float(own.bincount().max() / len(own)) for own in sets.long()[:, keep]]
