@@ -74,13 +74,13 @@ def tune_kl_weight(
     Pyro's store holds the parameters of the best, in place of others of the same names, and random numbers outside
     are as if nothing had been drawn. A training that diverges is a row of the table.
 
-    Status: the best of those tried. Its score is lower than what new data will show, since it was chosen by that.
+    Status: the best of those tried. New data will have a higher score, since the weight was chosen by its score.
 
     Args:
-        train: given a KL weight, builds and trains a model and its guide, and returns ``(model, guide)``; by any
-            objective with a ``kl_weight``: ``TaylorELBO``, ``SampledELBO`` (with ``AutoDelta`` for the maximum a
+        train: given a KL weight, builds and trains a model and its guide, and returns ``(model, guide)``; with any
+            objective that has a ``kl_weight``: ``TaylorELBO``, ``SampledELBO`` (with ``AutoDelta`` for the maximum a
             posteriori), a ``LaplaceGuide``, ... Networks must be built, or copied, inside it.
-        validation: what :func:`~pyro_dvi.predict` takes, inputs with observations: data that ``train`` does not use.
+        validation: inputs with observations, as in :func:`~pyro_dvi.predict`; data that ``train`` does not use.
         kl_weights: positive numbers to begin with; a single one is not extended.
         score: called with model, guide and validation data, returns a number that is better when lower; by default
             ``predict(model, guide, validation).metrics()["nll"]``, by the rule that the guide was trained for.

@@ -108,7 +108,7 @@ def to_arviz(
         method: rule of prediction, by default the guide's, as in :func:`~pyro_dvi.predict`.
         site: observed site or sites; by default all, if the data hold an observation of each.
         observed: the model's argument that holds the observation, or several; by default the one whose default is None,
-            of several those that are called like observed sites.
+            of several the arguments that are called like observed sites.
         prior: number of draws from the prior.
         log_prior: add the log densities of the draws.
         predictions: other inputs, in any form of ``data``; observations that come along are not used.
@@ -210,7 +210,7 @@ def to_arviz(
             groups["prior_predictive"], *_ = predicted[1].groups()
         if log_prior:
             groups["log_prior"] = priors = log_prior_of(tuned, first, nodes, weights.draws(first.inputs))
-            # A rule that does not draw weights scores other weights than those drawn.
+            # A rule that does not draw weights does not score the drawn ones.
             of_weights = groups["log_likelihood"] if own is weights else Group()
             log_q = log_posterior(guide, first, nodes, groups["posterior"], used_seed)
             groups["sample_stats"] = sample_stats(priors, of_weights, log_q)
@@ -268,7 +268,7 @@ def _through(
 
 @contextmanager
 def _nothing_predicted() -> Iterator[None]:
-    """Draw weights to export them alone: a LaplaceGuide need not warn of them."""
+    """Do not warn of drawn weights of a LaplaceGuide, which are exported and predict nothing."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=re.escape(DRAWN_WEIGHTS), category=DviWarning)
         try:
@@ -281,7 +281,7 @@ def _nothing_predicted() -> Iterator[None]:
 def _rule_and_count(
     given: GivenSamples | None, method: Any, guide: Any, num_samples: int | None
 ) -> tuple[PredictionRule, int]:
-    """Return the rule of prediction, and how many draws there are of each site."""
+    """Return the rule of prediction, and the number of draws of each site."""
     if num_samples is not None:
         check_count("num_samples", num_samples)
     if given is not None and method is not None:
@@ -298,8 +298,8 @@ def _rule_and_count(
         return rule, components if several else 500 // components * components
     if of_weights and components != num_samples:
         raise ArgumentError(
-            f"num_samples={num_samples} and method={rule} disagree: the draws of the posterior are those of the "
-            "predictions. Leave out num_samples."
+            f"num_samples={num_samples} and method={rule} disagree: predictions use the draws of the posterior. "
+            "Leave out num_samples."
         )
     if num_samples % components:
         raise ArgumentError(
@@ -310,7 +310,7 @@ def _rule_and_count(
 
 
 def _free_run(model: Callable[..., Any], batch: Batch, given: GivenSamples) -> Mapping[str, Any]:
-    """Return the sites of a run at values from the prior, of the right shapes, where it has any."""
+    """Return the sites of a run at values from the prior, or at the first draw where the prior is improper."""
     try:
         return observed_run(model, batch, {})
     except NotImplementedError:  # an improper prior

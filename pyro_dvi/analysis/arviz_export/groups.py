@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""One group of an ArviZ object before ArviZ sees it: arrays, and what is known of their names and dimensions.
+r"""Groups of arrays with names and dimensions, and the ArviZ object made of them.
 
-Build the object of whichever ArviZ is installed: the only place that knows its versions.
+The only module that distinguishes versions of ArviZ.
 """
 
 import warnings
@@ -31,7 +31,7 @@ class Group:
 
     Attributes:
         sampled: whether dimensions ``chain`` and ``draw`` come first.
-        arrays: values; those of a sampled group with both dimensions.
+        arrays: values, in a sampled group with both dimensions.
         suggested: names of the other dimensions, None where none is known.
         coords: coordinates that belong to the values, such as the places of observations that are not masked.
     """
@@ -50,17 +50,17 @@ class Group:
     ) -> None:
         """Add a variable; draws come without their chain.
 
-        Where a mask leaves something out, values are NaN; what is left of draws has one dimension, ``<name>_observed``,
-        with the places in the flattened array as its coordinates.
+        Values that a mask leaves out are NaN; the remaining values of draws have one dimension, ``<name>_observed``,
+        with their places in the flattened array as its coordinates.
 
         Args:
             name: of the variable.
             array: its values.
             suggested: names of their dimensions.
-            counts: which of the values of a draw are kept, by their first dimensions; None if all are.
+            counts: mask of the values of a draw that are kept, by their first dimensions; None if all are.
 
         Raises:
-            ModelError: its name is that of one of ArviZ's dimensions.
+            ModelError: ArviZ has a dimension of this name.
         """
         name = safe_name(name)
         if counts is not None and not self.sampled:
@@ -113,7 +113,7 @@ def plate_names(node: Any, shape: Sequence[int]) -> list[str | None]:
         shape: of its value.
 
     Returns:
-        one entry a dimension, None where no plate is responsible.
+        One entry a dimension, None where no plate has it.
     """
     names: list[str | None] = [None] * len(shape)
     for frame in node["cond_indep_stack"]:

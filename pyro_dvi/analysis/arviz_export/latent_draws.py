@@ -73,7 +73,7 @@ class GivenSamples(FromDraws):
 
         Args:
             nodes: the sites.
-            is_complete: whether the model saw its observation, so that all that it drew is latent.
+            is_complete: whether the model saw its observation, so that every site that it drew is latent.
 
         Raises:
             ArgumentError: draws of sites that are not latent, none of a latent one, or of another shape.
@@ -101,7 +101,7 @@ class GivenSamples(FromDraws):
 def chosen_sites(
     latents: Mapping[str, Tensor], nodes: Mapping[str, Any], sites: str | Sequence[str] | None, max_size: int
 ) -> list[str]:
-    """Choose by name, of latent sites and those of ``pyro.deterministic`` in a run of the model, else by size.
+    """Choose latent and deterministic sites by name, or latent sites by size.
 
     Raises:
         ArgumentError: a name that neither guide nor model has.
@@ -163,7 +163,7 @@ def _computed(
     draws: Iterator[Latents],
     of: Callable[[Any], Tensor] = itemgetter("value"),
 ) -> Iterator[tuple[Latents, Mapping[str, Tensor]]]:
-    """Yield each draw with a number of some sites of the model, computed for many draws at a time where it can be."""
+    """Yield each draw with ``of`` some sites of the model, computed for many draws at a time where possible."""
     run = sites_at(model, *batch.whole, names)
 
     def read(latents: Latents) -> dict[str, Tensor]:
@@ -230,7 +230,7 @@ def log_posterior(
         guide: the posterior.
         batch: arguments of the model.
         nodes: its sites in a run with this batch.
-        drawn: the draws, by which it is made sure that the densities are theirs.
+        drawn: the draws, to check that the densities belong to them.
         seed: of the draws.
     """
     latent = {name: node for name, node in nodes.items() if is_latent(node)}
@@ -251,17 +251,17 @@ def log_posterior(
             for name, array in drawn.arrays.items()
             if name in trace.nodes
         )
-        if sum(spread) < free or not all(same):  # a point mass in some sites; draws that came in another way
+        if sum(spread) < free or not all(same):  # a point mass in some sites, or draws of another origin
             return None
         try:
             logs = [node["fn"].log_prob(node["value"]).double().sum() for node in sites]
-        except NotImplementedError:  # of a method that knows draws alone
+        except NotImplementedError:  # a method without densities
             return None
         densities.append(torch.stack(logs).sum())
     return torch.stack(densities) if densities else None
 
 
 def _num_free(node: Any) -> int:
-    """Return how many free numbers a value of a site has: one less than entries on a simplex, none if discrete."""
+    """Return the number of free values of a site: one less than entries on a simplex, none if discrete."""
     support = node["fn"].support
     return 0 if support.is_discrete else math.prod(biject_to(support).inverse_shape(node["value"].shape))

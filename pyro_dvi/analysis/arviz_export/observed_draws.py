@@ -36,7 +36,7 @@ def choose_responses(
 
 
 def _observations(batch: Batch, sites: Sequence[str], nodes: Mapping[str, Any]) -> dict[str, Observation]:
-    """Return what each site observes in a run by :func:`~pyro_dvi.predictive.engine.model_runs.observed_run`.
+    """Return the observation of each site in a run by :func:`~pyro_dvi.predictive.engine.model_runs.observed_run`.
 
     Raises:
         DataError: the data hold an observation, and a site observes nothing.
@@ -62,8 +62,8 @@ class Predictions:
         components: give their predictive distributions.
         count: draws in all.
         noise_seed: of the noise of the first site; the others take the numbers after it.
-        are_scored: whether observations are scored, each site given those of the others: the distribution at a site is
-            then :math:`p(y_s \mid y_{\setminus s}, x, \theta)` in the order of the model, whose product over sites
+        are_scored: whether observations are scored, each site given the observations of the others: its distribution
+            is then :math:`p(y_s \mid y_{\setminus s}, x, \theta)` in the order of the model, whose product over sites
             is the likelihood, also where one site depends on another.
     """
 
@@ -103,12 +103,12 @@ class Predictions:
 
     @property
     def rows(self) -> str | None:
-        """The name of the dimension of examples, if a plate gives one."""
+        """Name of the dimension of examples, if a plate gives one."""
         return self._sites[0].dims[0]
 
 
 class _Site:
-    """The same of one site; examples come after the dimension of draws.
+    """Predictions of one site; examples come after the dimension of draws.
 
     The noise has a seed of its own, since batches share the draws of the weights but not the noise.
     """
@@ -153,7 +153,7 @@ class _Site:
         if not self._log_probs:
             return
         log_probs, cells = joined(self._log_probs, 1), joined(self._cells, 0)
-        if len(log_probs) > 1:  # else the same for every draw, of which ArviZ can make nothing
+        if len(log_probs) > 1:  # else the same for every draw, of no use to ArviZ
             share = self._count // len(log_probs)
             log_probs = log_probs if share == 1 else log_probs.repeat(share, 0)
             densities.add(

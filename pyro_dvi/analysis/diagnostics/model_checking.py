@@ -50,8 +50,8 @@ def prior_predictive_check(
 
     The statistics T are mean, standard deviation, minimum and maximum of numbers, and the share of the most frequent
     class; for classes, the table also has the mean probability of the likeliest class under the prior. A prior
-    should make the data possible without being so wide that they are a needle in it; priors of single weights, which
-    look harmless, can make a deep network certain of one class. No training is needed, and no guide. Modules run in
+    should make the data possible without being much wider than they are; priors that look harmless for single weights
+    can make a deep network certain of one class. Neither training nor a guide is needed. Modules run in
     evaluation mode. For other statistics and for figures, export draws of the prior with ``to_arviz(prior=200)``.
 
     Status: p-values are exact for the prior up to Monte-Carlo error. If the data came from the prior, each statistic
@@ -61,7 +61,7 @@ def prior_predictive_check(
         model: the Pyro model, a module or a function.
         data: as in :func:`~pyro_dvi.predict`, with observations: ``(x, y)`` or a loader; used are the first
             ``batch_size`` examples, or the first batch of a loader.
-        num_samples: data sets to draw; of fewer than a hundred, none is far enough out to be called unusual.
+        num_samples: data sets to draw; fewer than a hundred call nothing unusual.
         site: observed site, where the model has several.
         observed: the model's argument that holds the observation; by default the one whose default is None, of several
             the one that is called like ``site``.
@@ -113,7 +113,7 @@ def prior_predictive_check(
             site, [name for name in responses(nodes, latents) if nodes[name]["is_observed"]]
         )
         rule = PriorSamples(num_samples, model, batch.inputs, tuple(latents))
-        noise = torch.Generator().manual_seed(seed + 1)  # other numbers than those of the latents
+        noise = torch.Generator().manual_seed(seed + 1)  # not the numbers of the latents
         drawn = _DataSets(num_samples, num_samples, noise)
         Components(model, None, rule, seed).read(drawn, replace(batch, observed=None), name)
     statistics = _statistics(nodes[name], drawn)
@@ -203,7 +203,7 @@ def compare_held_out(predictions: Mapping[str, Prediction], y: Any = None) -> "p
         \mathrm{dse}_a = \sqrt{\frac{m}{m-1} \sum_{i=1}^m (d_i - \bar d)^2}, \qquad
         d_i = \log p_a(y_i \mid x_i) - \log p_{\text{best}}(y_i \mid x_i)
 
-    Every prediction is scored as what it is, whatever its rule: at the mean, by moments, linearised or over draws.
+    Every prediction is scored by its own rule: at the mean, by moments, linearised or over draws.
     ``az.loo`` and ``az.compare`` estimate the same number from the data of the training, by reweighting posterior
     draws; that needs predictions which average over these draws (:class:`~pyro_dvi.Samples`), and a posterior near
     the exact one. A difference well above its ``dse`` is more than the choice of examples explains; other training

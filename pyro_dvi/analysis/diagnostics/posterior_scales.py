@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Posterior standard deviations beside those of the prior: have they converged, and which weights differ from zero?"""
+"""Posterior standard deviations: convergence, ratio to the prior, and signal-to-noise ratios of weights."""
 
 import math
 from collections.abc import Iterator, Mapping

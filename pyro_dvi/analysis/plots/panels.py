@@ -193,7 +193,7 @@ def _panels(
     size: tuple[float, float],
     sharey: bool = False,
 ) -> np.ndarray:
-    """Return ``axes``, or those of a new figure with so many ``columns``, one for each name.
+    """Return ``axes``, or a new figure's, with so many ``columns``; one for each name.
 
     Raises:
         ArgumentError: another number of axes.

@@ -95,7 +95,7 @@ def _of_classes(prediction: Any, labels: Any, name: str = "") -> tuple[Any, Any]
 
     Args:
         prediction: probabilities, or a :class:`~pyro_dvi.predictive.Prediction` of classes.
-        labels: observed classes; None for those of the prediction.
+        labels: observed classes; None for the labels that came with the prediction.
         name: of the method, for errors.
 
     Raises:
@@ -131,19 +131,19 @@ def reliability_diagram(
 
     Points on the diagonal are calibrated, below it overconfident. The grey bars are the gaps that the expected
     calibration error averages; its value is in the title. Error bars are one binomial standard error,
-    :math:`\sqrt{a(1-a)/n_b}`, open circles are bins of fewer than five examples, and the bins are those of
+    :math:`\sqrt{a(1-a)/n_b}`, open circles are bins of fewer than five examples, and the bins come from
     :func:`~pyro_dvi.predictive.metrics.reliability_table`.
 
     Args:
         probabilities: class probabilities ``[..., C]``, probabilities of label 1, ``[...]``, or a
             :class:`~pyro_dvi.predictive.Prediction` of classes.
-        labels: observed classes ``0..C-1``, shape ``[...]``; by default those of the prediction.
+        labels: observed classes ``0..C-1``, shape ``[...]``; by default the labels of the prediction.
         num_bins: equally wide bins between 0 and 1.
         title: of the axes.
         ax: axes to draw into, part of a grid as ``plt.subplots`` makes it; the counts take their lower part.
 
     Returns:
-        The axes of the diagram; those of the counts are the figure's last, ``ax.figure.axes[-1]``.
+        The axes of the diagram; the axes of the counts are the figure's last, ``ax.figure.axes[-1]``.
 
     Raises:
         ArgumentError: less than one bin, or axes that are not part of a grid.
@@ -215,7 +215,7 @@ def rejection_curve(
     Args:
         predictions: class probabilities ``[N, C]`` (``[N]`` of label 1), a
             :class:`~pyro_dvi.predictive.Prediction`, or a mapping from names of methods to either.
-        labels: observed classes ``[N]``; by default those of the predictions.
+        labels: observed classes ``[N]``; by default the labels of the predictions.
         uncertainty: values to rank by, ``[N]``, high values first; a mapping by name where ``predictions`` is one. By
             default the predictive entropy.
         title: of the axes.
