@@ -158,12 +158,21 @@ parts = pd.DataFrame(
 ).T
 print(parts.round(3).to_string())
 
+doubts = {
+    name: {
+        kind: prediction.entropy
+        for kind, prediction in {"familiar": familiar[name], **strange[name]}.items()
+    }
+    for name in ["MAP", "MNVI"]
+}
+doubts["VOGN"] = {
+    kind: prediction.mutual_information for kind, prediction in vogn.items()
+}
 figure, axes = plt.subplots(1, 3, figsize=(13, 4.2), layout="constrained")
-for ax, name in zip(axes, ["MAP", "MNVI"], strict=False):
-    dvi.plots.entropy_histogram(familiar[name], strange[name], title=name, ax=ax)
-information = {kind: prediction.mutual_information for kind, prediction in vogn.items()}
-inside = information.pop("familiar")
-dvi.plots.entropy_histogram(inside, information, title="VOGN", ax=axes[2])
+for ax, (name, sets) in zip(axes, doubts.items(), strict=True):
+    ax.hist(list(sets.values()), bins=20, density=True, histtype="step", label=list(sets))
+    ax.set(title=name, xlabel="predictive entropy (nats)")
+axes[0].legend()
 axes[2].set_xlabel("mutual information of label and weights (nats)")
 plt.show()
 

@@ -88,11 +88,9 @@ for name, (make_guide, elbo) in METHODS.items():
     )
     history = dvi.fit(svi, [train], epochs=270, progress=False)
     earlier = dvi.diagnostics.scale_snapshot(guide)
-    history = dvi.fit(svi, [train], epochs=30, history=history, progress=False)
+    dvi.fit(svi, [train], epochs=30, history=history, progress=False)
     fitted[name] = model, guide
-    verdict = dvi.diagnostics.scale_report(
-        guide, earlier=earlier, history=history
-    ).verdict
+    verdict = dvi.diagnostics.scale_report(guide, earlier=earlier).verdict
     print(textwrap.fill(f"{name}: {verdict}"), end="\n\n")
 
 # %%

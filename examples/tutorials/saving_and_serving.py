@@ -89,13 +89,10 @@ print(f"accuracy {scores['accuracy']:.1%}, NLL {scores['nll']:.3f}")
 # The posterior in a file
 # -----------------------
 #
-# A checkpoint is for this library. For analysis there is NetCDF, which ArviZ reads: draws, predictions, data, and
-# the history of the training.
+# A checkpoint is for this library. For analysis there is NetCDF, which ArviZ reads: draws, predictions and data.
 
 data = x[1000:], y[1000:]
-posterior = dvi.to_arviz(
-    model, guide, data, 100, sites="net.2.bias", history=history, seed=0
-)
+posterior = dvi.to_arviz(model, guide, data, 100, sites="net.2.bias", seed=0)
 posterior.to_netcdf(folder / "posterior.nc")
 again = az.from_netcdf(folder / "posterior.nc")
 print(dict(again["posterior"]["net.2.bias"].sizes))

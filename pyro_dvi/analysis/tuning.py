@@ -3,7 +3,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,15 +25,14 @@ _NUMERICAL = (ValueError, ArithmeticError, linalg.LinAlgError)  # type: ignore[a
 
 @dataclass(frozen=True, repr=False)
 class TunedKLWeight(Report):
-    """What a choice of the KL weight was made from; ``print`` shows it as a table.
+    """The best KL weight, its posterior, and the scores of all weights; ``print`` shows them as a table.
 
     Attributes:
         kl_weight: the best.
         model: the model that was trained with it.
         guide: its posterior.
         table: columns ``kl_weight``, ascending, and ``score``, where lower is better; NaN where training failed.
-        failures: why it failed, by weight.
-        at_edge: whether the best is the smallest or largest of those that were tried.
+        failures: why training failed, by weight.
     """
 
     kl_weight: float
@@ -41,7 +40,6 @@ class TunedKLWeight(Report):
     guide: Any
     table: Table
     failures: dict[float, str]
-    at_edge: bool
 
     def _shown(self) -> list[Any]:
         rows = []
@@ -76,13 +74,13 @@ def tune_kl_weight(
     Pyro's store holds the parameters of the best, in place of others of the same names, and random numbers outside
     are as if nothing had been drawn. A training that diverges is a row of the table.
 
-    Status: the best of those tried. Its score is lower than what new data will show, since it was chosen by that.
+    Status: the best of those tried. New data will have a higher score, since the weight was chosen by its score.
 
     Args:
-        train: given a KL weight, builds and trains a model and its guide, and returns ``(model, guide)``; by any
-            objective with a ``kl_weight``: ``TaylorELBO``, ``SampledELBO`` (with ``AutoDelta`` for the maximum a
+        train: given a KL weight, builds and trains a model and its guide, and returns ``(model, guide)``; with any
+            objective that has a ``kl_weight``: ``TaylorELBO``, ``SampledELBO`` (with ``AutoDelta`` for the maximum a
             posteriori), a ``LaplaceGuide``, ... Networks must be built, or copied, inside it.
-        validation: what :func:`~pyro_dvi.predict` takes, inputs with observations: data that ``train`` does not use.
+        validation: inputs with observations, as in :func:`~pyro_dvi.predict`; data that ``train`` does not use.
         kl_weights: positive numbers to begin with; a single one is not extended.
         score: called with model, guide and validation data, returns a number that is better when lower; by default
             ``predict(model, guide, validation).metrics()["nll"]``, by the rule that the guide was trained for.
@@ -135,89 +133,61 @@ def tune_kl_weight(
         raise ArgumentError(
             f"kl_weights must be one to max_trainings={max_trainings} numbers, not {len(grid)}"
         )
-    search = _Search(train, partial(_nll, seed=seed) if score is None else score, validation, seed)
+    score = partial(_nll, seed=seed) if score is None else score
+    scores: dict[float, float] = {}
+    failures: dict[float, str] = {}
+    kept: TrainedPosterior | None = None
+    cause: Exception | None = None
+    waiting = grid
     with progress_bar(progress, len(grid), unit="training") as bar:
-        waiting: list[float] = grid
-        while waiting and len(search.scores) < max_trainings:
+        while waiting and len(scores) < max_trainings:
             for weight in waiting:
-                search.try_weight(weight)
+                try:
+                    posterior = train_apart(partial(train, weight), seed, [] if kept is None else [kept])
+                    with preserve_random_state(), posterior.in_store():
+                        scores[weight] = float(score(posterior.model, posterior.guide, validation))
+                    if not math.isfinite(scores[weight]):
+                        raise NonFiniteError(f"the score is {scores[weight]}")
+                    kept = posterior if _best(scores) == weight else kept
+                except _NUMERICAL as error:
+                    if isinstance(error, PyroDviError) and not isinstance(error, ArithmeticError):
+                        raise
+                    scores[weight], cause = math.nan, error
+                    failures[weight] = str(error).split("\n")[0].split(". ")[0]
                 bar.update()
-            waiting = search.beyond()
+            waiting = _beyond(scores)
             bar.total = bar.n + len(waiting)
-    return search.result()
-
-
-@dataclass
-class _Search:
-    """The trainings done, and the best posterior among them."""
-
-    train: Callable[[float], tuple[Any, Any]]
-    score: Callable[[Any, Any, Any], float]
-    validation: Any
-    seed: int
-    scores: dict[float, float] = field(default_factory=dict)
-    failures: dict[float, str] = field(default_factory=dict)
-    posterior: TrainedPosterior | None = None
-    error: Exception | None = None
-
-    @property
-    def best(self) -> float:
-        """The weight with the lowest score."""
-        return min(self.scores, key=lambda weight: (math.isnan(self.scores[weight]), self.scores[weight]))
-
-    def try_weight(self, weight: float) -> None:
-        """Train at a weight; keep the posterior if it is the best so far."""
-        self.scores[weight] = math.nan
-        try:
-            others = [] if self.posterior is None else [self.posterior]
-            posterior = train_apart(partial(self.train, weight), self.seed, others)
-            with preserve_random_state(), posterior.in_store():
-                score = float(self.score(posterior.model, posterior.guide, self.validation))
-        except _NUMERICAL as error:
-            if isinstance(error, PyroDviError) and not isinstance(error, ArithmeticError):
-                raise
-            score, self.error = math.nan, error
-            self.failures[weight] = str(error).split("\n")[0].split(". ")[0]
-        if not math.isfinite(score):
-            self.failures.setdefault(weight, f"the score is {score}")
-            return
-        self.scores[weight] = score
-        if self.best == weight:
-            self.posterior = posterior
-
-    def beyond(self) -> list[float]:
-        """The next weight beyond the end of the grid where the best is, if it is at one."""
-        if self.posterior is None or len(self.scores) < 2:
-            return []
-        ordered = sorted(self.scores)
-        if self.best == ordered[-1]:
-            ordered.reverse()
-        if self.best != ordered[0]:
-            return []
-        first, second, *rest = ordered
-        step = first / second if not rest else second / rest[0]  # of 0.03, 0.1, 0.3 two make a decade
-        return [float(f"{first * step:.6g}")]
-
-    def result(self) -> TunedKLWeight:
-        """Put the best into Pyro's store, and report."""
-        if self.posterior is None:
-            listed = "; ".join(f"{weight:g}: {why}" for weight, why in self.failures.items())
-            raise NonFiniteError(
-                f"every training has failed ({listed}). Run train(kl_weight) alone at one of these weights until it "
-                "works; where it diverges, lower the learning rate, that of posterior scales first, or train in float64"
-            ) from self.error
-        ordered = sorted(self.scores)
-        at_edge = len(ordered) > 1 and self.best in (ordered[0], ordered[-1])
-        if at_edge:
-            warn(
-                f"the best KL weight, {self.best:g}, is at the end of those tried, {ordered[0]:g} to {ordered[-1]:g}: "
-                "begin with others (kl_weights), or allow more trainings (max_trainings)"
-            )
-        self.posterior.put_back()
-        table = Table(kl_weight=ordered, score=[self.scores[weight] for weight in ordered])
-        return TunedKLWeight(
-            self.best, self.posterior.model, self.posterior.guide, table, self.failures, at_edge
+    if kept is None:
+        listed = "; ".join(f"{weight:g}: {why}" for weight, why in failures.items())
+        raise NonFiniteError(
+            f"every training has failed ({listed}). Run train(kl_weight) alone at one of these weights until it works; "
+            "where it diverges, lower the learning rate, first of the posterior scales, or train in float64"
+        ) from cause
+    if _beyond(scores):
+        warn(
+            f"the best KL weight, {_best(scores):g}, is at the end of those tried, {min(scores):g} to "
+            f"{max(scores):g}: begin with others (kl_weights), or allow more trainings (max_trainings)"
         )
+    kept.put_back()
+    table = Table(kl_weight=sorted(scores), score=[scores[weight] for weight in sorted(scores)])
+    return TunedKLWeight(_best(scores), kept.model, kept.guide, table, failures)
+
+
+def _best(scores: dict[float, float]) -> float:
+    """Return the weight with the lowest score."""
+    return min(scores, key=lambda weight: (math.isnan(scores[weight]), scores[weight]))
+
+
+def _beyond(scores: dict[float, float]) -> list[float]:
+    """Return the next weight beyond the end of the grid where the best is, if it is at one."""
+    ordered = sorted(scores)
+    if _best(scores) == ordered[-1]:
+        ordered.reverse()
+    if len(ordered) < 2 or _best(scores) != ordered[0] or math.isnan(scores[ordered[0]]):
+        return []
+    first, second, *rest = ordered
+    step = first / second if not rest else second / rest[0]  # of 0.03, 0.1, 0.3 two make a decade
+    return [float(f"{first * step:.6g}")]
 
 
 def _nll(model: Any, guide: Any, validation: Any, seed: int) -> float:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import pyro_dvi as dvi
-from pyro_dvi.analysis.diagnostics.scale_report import scale_report, signal_to_noise
+from pyro_dvi.analysis.diagnostics.posterior_scales import scale_report, signal_to_noise
 from pyro_dvi.errors import ArgumentError, UnsupportedError
 from pyro_dvi.laplace import (
     Accept,
@@ -207,7 +207,7 @@ def test_draws_and_marginals_have_no_spread_elsewhere(sine):
     torch.testing.assert_close(deviations, posterior.marginal_variance()[:5].sqrt())
     low, high = guide.quantiles([0.1, 0.9])["w1"]
     assert torch.equal(high > low, MASKS["w1"])
-    assert signal_to_noise(guide).num_weights == SIZE
+    assert sum(ratio.numel() for ratio in signal_to_noise(guide).values()) == SIZE
     assert scale_report(guide)["elements"] == [2, 3, 1]
     uncertain = parameter_uncertainty(guide, problem.batches, subset={"w1": MASKS["w1"]})["w1"]
     assert uncertain.shape == (1, 5) and torch.equal(uncertain != 0, MASKS["w1"])

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Export to ArviZ: ``InferenceData`` with ArviZ 0.x, ``xarray.DataTree`` with ArviZ 1.x.
 
-The only chapter that knows ArviZ; ``import pyro_dvi`` does not load it.
+Only this folder imports ArviZ; ``import pyro_dvi`` does not load it.
 """
 
 from pyro_dvi.analysis.arviz_export.exporter import to_arviz

@@ -5,22 +5,28 @@ import re
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
+import torch
 from pyro.infer.autoguide import AutoLaplaceApproximation
 
-from pyro_dvi.analysis.arviz_export.groups import Group, assemble, check_names, listed
-from pyro_dvi.analysis.arviz_export.latent_draws import GivenSamples, LatentDraws, Selection, Summaries
-from pyro_dvi.analysis.arviz_export.log_densities import log_posterior, sample_stats
-from pyro_dvi.analysis.arviz_export.log_densities import log_prior as log_prior_of
-from pyro_dvi.analysis.arviz_export.observed_draws import Predictions, choose_responses
-from pyro_dvi.analysis.arviz_export.records import attributes, inputs_of, named_constants, training_group
+from pyro_dvi.analysis.arviz_export.groups import Group, assemble
+from pyro_dvi.analysis.arviz_export.latent_draws import (
+    GivenSamples,
+    chosen_sites,
+    latent_draws,
+    log_posterior,
+    sample_stats,
+)
+from pyro_dvi.analysis.arviz_export.latent_draws import log_prior as log_prior_of
+from pyro_dvi.analysis.arviz_export.observed_draws import Predictions, choose_responses, inputs_of
 from pyro_dvi.core.arguments import check_count
 from pyro_dvi.core.progress import progress_bar
 from pyro_dvi.core.undisturbed import device_of
-from pyro_dvi.errors import ArgumentError, DviWarning, GuideError, UnsupportedError
+from pyro_dvi.errors import ArgumentError, DataError, DviWarning, GuideError, UnsupportedError
 from pyro_dvi.laplace.approximation import DRAWN_WEIGHTS
 from pyro_dvi.predictive import PredictionRule
 from pyro_dvi.predictive.components import Components
@@ -29,7 +35,6 @@ from pyro_dvi.predictive.engine.model_runs import evaluation_mode, observed_run,
 from pyro_dvi.predictive.engine.posterior_values import check_posterior, example_latents, predicted_model
 from pyro_dvi.predictive.predict import names_of_sites, rule_of
 from pyro_dvi.predictive.rules.rule import PriorSamples, draws_weights, with_draws
-from pyro_dvi.training import History
 
 
 def to_arviz(
@@ -40,32 +45,25 @@ def to_arviz(
     *,
     sites: str | Sequence[str] | None = None,
     max_site_size: int = 1000,
-    summarise: Summaries | None = None,
     method: PredictionRule | None = None,
     site: str | Sequence[str] | None = None,
     observed: str | Sequence[str] | None = None,
     prior: int | None = None,
-    log_likelihood: bool | None = None,
     log_prior: bool = False,
-    chains: int = 1,
-    constant_data: Mapping[str, Any] | None = None,
     predictions: Any = None,
-    history: History | None = None,
-    elbo: Any = None,
     batch_size: int = 1000,
     seed: int | None = None,
     coords: Mapping[Any, Any] | None = None,
     dims: Mapping[Any, Sequence[Hashable]] | None = None,  # Any: the key of a Mapping is invariant
-    pred_coords: Mapping[Any, Any] | None = None,
     progress: bool = False,
 ) -> Any:
-    r"""Posterior draws, predictions and data as one ArviZ object.
+    r"""Export posterior draws, predictions and data as one ArviZ object.
 
     Groups, with dimensions ``chain`` (of length 1) and ``draw`` first where there are draws:
 
     ``posterior``
-        draws of the latent sites from the guide, in their own (constrained) space. Of an ensemble those of one member
-        follow those of the other; ``member`` says whose they are.
+        draws of the latent sites from the guide, in their own (constrained) space. For an ensemble, the draws of the
+        members follow one another, and ``member`` is the number of the member.
     ``posterior_predictive``
         draws of every observed site from the predictive distribution of ``method``.
     ``log_likelihood``
@@ -74,32 +72,27 @@ def to_arviz(
     ``log_prior``, ``sample_stats``
         with ``log_prior=True``: :math:`\log p(\theta_k)` by site; ``lp``, :math:`\log p(y, \theta_k)` up to terms
         of ``pyro.factor``, where there is a ``log_likelihood``; and ``log_q``, :math:`\log q(\theta_k)`, where the
-        guide has a density. Both in the space of the sites, so that the Pareto k of ``lp - log_q`` judges the
-        posterior (Yao et al., 2018, "Yes, but did it work?"). Data have to be those of the training, all of them.
+        guide has a density. Both are in the space of the sites, so that the Pareto k of ``lp - log_q`` judges the
+        posterior (Yao et al., 2018, "Yes, but did it work?"). The data have to be the whole training data.
     ``observed_data``, ``constant_data``
         the observations, and the inputs by the names that the model gives them.
     ``prior``, ``prior_predictive``
         with ``prior=n``: the same from the model's prior.
     ``predictions``, ``predictions_constant_data``
         with ``predictions=``: draws of the observed sites for other inputs, and these inputs.
-    ``training_metadata``
-        with ``history=``: loss, KL divergence, learning rate and the rest by ``epoch``. ArviZ has no such group and
-        leaves it alone; ``sample_stats`` is for quantities of single draws.
 
     Plates become dimensions of their name. Observations that the model masks are NaN in ``observed_data`` (labels and
-    counts then become real numbers, there and in their predictive groups). ``log_likelihood`` is without them: its
+    counts then become real numbers, there and in their predictive groups). ``log_likelihood`` leaves them out: its
     values lie along one dimension ``<site>_observed``, with their places in the flattened predictions as coordinates.
     With several observed sites, each is predicted and scored with the others at their
     observed values, where the data hold these: :math:`p(b \mid a, x, \theta)` where a site b depends on a site a.
 
     With ``AtMean()``, the default after ``TaylorELBO``, every draw of ``posterior_predictive`` comes from
-    :math:`p(y \mid x, \mathrm{E}_q\theta)`: draws of the weights of a Variational Laplace posterior are no good
-    predictor. There is then no ``log_likelihood``, as with ``Moments()`` and ``Linearised()``: it would be the same for
-    every draw, and leave-one-out cross-validation by importance sampling (``az.loo``) reweights draws that differ. For
-    that, export with ``method=Samples(500)``, where the draws are those of ``posterior``, and judge the posterior that
-    it then scores.
-    Methods that predict by other rules are compared on held-out data, by
-    :func:`~pyro_dvi.analysis.diagnostics.compare_held_out`.
+    :math:`p(y \mid x, \mathrm{E}_q\theta)`, since predictions with drawn weights of a Variational Laplace posterior
+    are poor. There is then no ``log_likelihood``, as with ``Moments()`` and ``Linearised()``: it would be the same for
+    every draw, and leave-one-out cross-validation by importance sampling (``az.loo``) reweights draws that differ.
+    Export with ``method=Samples(500)`` for that, which scores the posterior as it is drawn from, or compare methods on
+    held-out data by :func:`~pyro_dvi.analysis.diagnostics.compare_held_out`.
 
     Args:
         model: the Pyro model.
@@ -112,39 +105,27 @@ def to_arviz(
             default all latent ones with at most ``max_site_size`` values; a warning names the rest.
             An empty list exports predictions alone: for methods of a LaplaceGuide that have no draws.
         max_site_size: values of one site above which it is left out by default.
-        summarise: functions of one draw of a site that stand for the sites left out, by name:
-            ``{"norm": torch.norm}`` gives a variable ``<site>_norm`` for each.
-        method: rule of prediction, by default that of the guide, as in :func:`~pyro_dvi.predict`.
+        method: rule of prediction, by default the guide's, as in :func:`~pyro_dvi.predict`.
         site: observed site or sites; by default all, if the data hold an observation of each.
         observed: the model's argument that holds the observation, or several; by default the one whose default is None,
-            of several those that are called like observed sites.
-        prior: draws from the prior.
-        log_likelihood: True to insist on the group, False to leave it out; by default it is there where draws have
-            different ones.
+            of several the arguments that are called like observed sites.
+        prior: number of draws from the prior.
         log_prior: add the log densities of the draws.
-        chains: number of chains that the draws are laid out in, one after the other: of MCMC, say. Draws of a guide are
-            independent, and any split of them is right.
-        constant_data: variables by name in place of the inputs of the model; one with a row for each example has the
-            dimension of examples first.
         predictions: other inputs, in any form of ``data``; observations that come along are not used.
-        history: what :func:`~pyro_dvi.fit` returned.
-        elbo: the objective that trained the guide, to record its name and KL weight. Without it the KL weight is the
-            guide's, if it has one, or the last of the history.
         batch_size: examples at a time; a loader has its own.
         seed: of all draws; by default one from the global generator, whose state is otherwise left as it was.
-        coords: coordinate values by dimension, as in ArviZ.
+        coords: coordinate values by dimension, as in ArviZ, of all groups but ``predictions``.
         dims: names of the dimensions by variable, as in ArviZ.
-        pred_coords: coordinate values for ``predictions``.
         progress: show a progress bar over batches.
 
     Returns:
-        ``arviz.InferenceData`` or ``xarray.DataTree``; ``.to_netcdf(path)`` writes either. Its attributes hold the
-        versions of the libraries, guide, method, objective, KL weight, seed, time, and the names of what was left out.
+        ``arviz.InferenceData`` or ``xarray.DataTree``; ``.to_netcdf(path)`` writes either, and further groups and
+        attributes can be added as to any other. Its attributes hold the versions of the libraries, guide, method, seed,
+        time, and the names of sites and inputs that were left out.
 
     Raises:
-        ArgumentError: an unknown site (similar names are suggested), no draws, two numbers of draws, draws of unequal
-            lengths, that do not fill the chains, or whose likelihoods are asked for and all the same, a summary that
-            fails, names in ``coords`` or ``dims`` that fit nothing, or several arguments that may be the observation.
+        ArgumentError: an unknown site, no draws, two numbers of draws, draws of unequal lengths or wrong shapes, or
+            several arguments that may be the observation.
         DataError: data that cannot be right, as in :func:`~pyro_dvi.predict`; observations in some batches only;
             several batches with a guide whose posterior depends on its inputs.
         GuideError: the guide was never run, has no mean, or is an AutoLaplaceApproximation before its Gaussian.
@@ -181,124 +162,113 @@ def to_arviz(
         given = GivenSamples(guide, device)
         guide = given.guide
     rule, count = _rule_and_count(given, method, guide, num_samples)
-    check_count("chains", chains)
-    if count % chains:
-        raise ArgumentError(
-            f"{count} draws do not fill {chains} chains equally: num_samples must be a multiple"
+    if prior is not None:
+        check_count("prior", prior)
+    if isinstance(guide, AutoLaplaceApproximation):
+        raise GuideError(
+            "this AutoLaplaceApproximation is still a point mass: export guide.laplace_approximation(*args) with the "
+            "arguments of the training, or train an AutoDelta if a point mass is meant"
         )
-    _check_options(guide, prior, observed)
-    groups: dict[str, Group] = {} if history is None else {"training_metadata": training_group(history)}
     options: Any = {"observed": observed, "batch_size": batch_size, "device": device}
-
-    def split(of: Any) -> Iterator[Batch]:
-        return batches(model, of, sites=names_of_sites(model, guide), **options)
-
+    options["sites"] = names_of_sites(model, guide)
+    groups: dict[str, Group] = {}
     with evaluation_mode(model, guide), seeded(seed, device) as used_seed:
-        remaining = split(data)
+        remaining = batches(model, data, **options)
         first = next(remaining)
         check_posterior(model, guide, first.inputs)
         if given is not None:
             given.fit_to(_free_run(model, first, given), is_complete=first.observed is not None)
         latents = example_latents(guide, first.inputs)
         nodes = observed_run(model, first, latents)
-        selection = Selection.of(latents, nodes, sites, max_site_size, summarise)
+        kept = chosen_sites(latents, nodes, sites, max_site_size)
+        responses = choose_responses(site, nodes, latents)
         tuned = predicted_model(guide, model)
-        drawn = LatentDraws(tuned, guide, selection, first, nodes, used_seed)
-        passes = _Passes(model, guide, choose_responses(site, nodes, latents), used_seed, progress)
+        run = partial(_through, model, guide, seed=used_seed)
+
+        def predictions_of(
+            components: Components, draws: int, number: int, *, scored: bool = False
+        ) -> Predictions:
+            # One seed further: else the noise of a draw would repeat the random numbers of its weights.
+            noise_seed = used_seed + 1 + number * len(responses)
+            return Predictions(responses, components, draws, noise_seed, are_scored=scored)
+
         own = Components(model, guide, rule, used_seed)
         weights = own if draws_weights(rule) else Components(model, guide, with_draws(rule, count), used_seed)
         with _nothing_predicted():
-            groups["posterior"] = drawn.group(weights.draws(first.inputs), count)
-        predicted = [passes.predictions(own, count)]
+            groups["posterior"] = latent_draws(tuned, first, nodes, kept, weights.draws(first.inputs))
+        predicted = [predictions_of(own, count, 0, scored=True)]
         if prior is not None:
-            of_prior = Components(
-                model, guide, PriorSamples(prior, tuned, first.inputs, tuple(latents)), used_seed
-            )
-            groups["prior"] = drawn.group(of_prior.draws(first.inputs), prior)
-            predicted.append(passes.predictions(of_prior, prior, 1, are_scored=False))
-        every = drawn.unchanged(chain([first], remaining))
-        inputs, inputs_left_out = passes.over(every, predicted)
+            from_prior = PriorSamples(prior, tuned, first.inputs, tuple(latents))
+            of_prior = Components(model, guide, from_prior, used_seed)
+            groups["prior"] = latent_draws(tuned, first, nodes, kept, of_prior.draws(first.inputs))
+            predicted.append(predictions_of(of_prior, prior, 1))
+        every = progress_bar(progress, unit="batch", label="export", of=chain([first], remaining))
+        groups["constant_data"], inputs_left_out = run(every, predicted, kept)
         of_data = ("posterior_predictive", "log_likelihood", "observed_data")
         groups.update(zip(of_data, predicted[0].groups(), strict=True))
-        groups["constant_data"] = inputs
-        if constant_data is not None:
-            drawn_rows = predicted[0].rows, groups["posterior_predictive"]
-            groups["constant_data"], inputs_left_out = named_constants(constant_data, *drawn_rows), []
-        if log_likelihood and not groups["log_likelihood"].arrays:
-            raise ArgumentError(
-                f"log_likelihood=True: {rule} predicts by one distribution, the same for every draw, or the data hold "
-                "no observation. method=Samples(500) has a likelihood for each draw"
-            )
+        if prior is not None:
+            groups["prior_predictive"], *_ = predicted[1].groups()
         if log_prior:
             groups["log_prior"] = priors = log_prior_of(tuned, first, nodes, weights.draws(first.inputs))
-            # A rule that does not draw weights scores other ones than those drawn.
+            # A rule that does not draw weights does not score the drawn ones.
             of_weights = groups["log_likelihood"] if own is weights else Group()
             log_q = log_posterior(guide, first, nodes, groups["posterior"], used_seed)
             groups["sample_stats"] = sample_stats(priors, of_weights, log_q)
-        if log_likelihood is False:
-            groups["log_likelihood"] = Group()
-        if prior is not None:
-            groups["prior_predictive"], *_ = predicted[1].groups()
         if predictions is not None:
-            unobserved = (replace(batch, observed=None) for batch in split(predictions))
-            of_others = passes.predictions(Components(model, guide, rule, used_seed), count, 2)
-            inputs, left_out = passes.over(unobserved, [of_others])
-            groups["predictions"], *_ = of_others.groups()
-            groups["predictions_constant_data"] = inputs
+            others = (replace(batch, observed=None) for batch in batches(model, predictions, **options))
+            ahead = predictions_of(Components(model, guide, rule, used_seed), count, 2)
+            groups["predictions_constant_data"], left_out = run(others, [ahead], ())
+            groups["predictions"], *_ = ahead.groups()
             inputs_left_out += [f"{name} of predictions" for name in left_out]
 
-    for name, group in groups.items():
-        if group.sampled and not name.startswith("prior"):
-            group.split(chains)
-    recorded = attributes(guide, rule, elbo, history, used_seed)
-    if log_likelihood is False:
-        recorded["log_likelihood_left_out"] = "log_likelihood=False"
-    recorded["sites_left_out"] = ", ".join(selection.left_out)
-    recorded["inputs_left_out"] = ", ".join(inputs_left_out)
-    names = {str(name).replace("/", "."): given for name, given in _by_name("dims", dims).items()}
-    usual, ahead = _by_name("coords", coords), _by_name("pred_coords", pred_coords)
-    check_names(groups, names, {**usual, **ahead}, selection.left_out)
-    return assemble(
-        groups, recorded, {n: ahead if n.startswith("predictions") else usual for n in groups}, names
-    )
+    attributes = {
+        "guide": "samples" if given is not None else getattr(guide, "__name__", type(guide).__name__),
+        "method": repr(rule),
+        "seed": used_seed,
+        "sites_left_out": ", ".join(name for name in latents if name not in kept),
+        "inputs_left_out": ", ".join(inputs_left_out),
+    }
+    return assemble(groups, attributes, coords or {}, dims or {})
 
 
-@dataclass(frozen=True)
-class _Passes:
-    """Passes over data with a model and its posterior.
+def _through(
+    model: Callable[..., Any],
+    guide: Callable[..., Any],
+    data: Iterable[Batch],
+    predicted: Sequence[Predictions],
+    kept: Sequence[str],
+    *,
+    seed: int,
+) -> tuple[Group, list[str]]:
+    """Predict all batches; return their inputs, and the names of those that are too big to copy.
 
-    Every site and batch has the same draws of the weights; the noise has a seed for each site and pass.
+    Raises:
+        DataError: draws of the sites ``kept`` depend on the inputs, so that each batch has a posterior of its own.
     """
-
-    model: Callable[..., Any]
-    guide: Callable[..., Any]
-    sites: Sequence[str]
-    seed: int
-    progress: bool
-
-    def predictions(
-        self, components: Components, count: int, number: int = 0, *, are_scored: bool = True
-    ) -> Predictions:
-        """Return predictions of no batch yet; ``number`` sets their noise apart from that of others."""
-        # One further than that of the weights: else the noise of a draw would be made of the numbers of its weights.
-        noise_seed = self.seed + 1 + number * len(self.sites)
-        return Predictions(self.sites, components, count, noise_seed, are_scored=are_scored)
-
-    def over(self, batches: Iterable[Batch], predicted: Sequence[Predictions]) -> tuple[Group, list[str]]:
-        """Predict all batches; return their inputs, and the names of those that are too big to copy."""
-        inputs = []
-        for batch in progress_bar(self.progress, unit="batch", label="export", of=batches):
-            latents = example_latents(self.guide, batch.inputs)
-            nodes = observed_run(self.model, batch, latents)
-            for own in predicted:
-                own.add(batch, nodes, latents)
-            inputs.append(batch.inputs)
-        return inputs_of(self.model, inputs, predicted[0].rows)
+    inputs = []
+    first: dict[str, Any] = {}
+    for batch in data:
+        torch.manual_seed(seed)
+        latents = example_latents(guide, batch.inputs)
+        nodes = observed_run(model, batch, latents)
+        for own in predicted:
+            own.add(batch, nodes, latents)
+        drawn = {name: latents[name] if name in latents else nodes[name]["value"] for name in kept}
+        first = first or drawn
+        changed = [name for name in kept if not torch.equal(first[name], drawn[name])]
+        if changed:
+            raise DataError(
+                f"the posterior draws sites {changed} according to its inputs, so that each batch has its own: give "
+                "the data in one batch (a tuple, with a batch_size of at least their number), or export predictions "
+                "alone by sites=[]"
+            )
+        inputs.append(batch.inputs)
+    return inputs_of(model, inputs, predicted[0].rows)
 
 
 @contextmanager
 def _nothing_predicted() -> Iterator[None]:
-    """Draw weights to export them alone: a LaplaceGuide need not warn of them."""
+    """Do not warn of drawn weights of a LaplaceGuide, which are exported and predict nothing."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=re.escape(DRAWN_WEIGHTS), category=DviWarning)
         try:
@@ -311,7 +281,7 @@ def _nothing_predicted() -> Iterator[None]:
 def _rule_and_count(
     given: GivenSamples | None, method: Any, guide: Any, num_samples: int | None
 ) -> tuple[PredictionRule, int]:
-    """Return the rule of prediction, and how many draws there are of each site."""
+    """Return the rule of prediction, and the number of draws of each site."""
     if num_samples is not None:
         check_count("num_samples", num_samples)
     if given is not None and method is not None:
@@ -328,8 +298,8 @@ def _rule_and_count(
         return rule, components if several else 500 // components * components
     if of_weights and components != num_samples:
         raise ArgumentError(
-            f"num_samples={num_samples} and method={rule} disagree: the draws of the posterior are those of the "
-            "predictions. Leave out num_samples."
+            f"num_samples={num_samples} and method={rule} disagree: predictions use the draws of the posterior. "
+            "Leave out num_samples."
         )
     if num_samples % components:
         raise ArgumentError(
@@ -340,26 +310,8 @@ def _rule_and_count(
 
 
 def _free_run(model: Callable[..., Any], batch: Batch, given: GivenSamples) -> Mapping[str, Any]:
-    """Return the sites of a run at values from the prior, of the right shapes, where it has any."""
+    """Return the sites of a run at values from the prior, or at the first draw where the prior is improper."""
     try:
         return observed_run(model, batch, {})
     except NotImplementedError:  # an improper prior
-        return observed_run(model, batch, given.first())
-
-
-def _check_options(guide: Any, prior: Any, observed: Any) -> None:
-    if prior is not None:
-        check_count("prior", prior)
-    if observed is not None and not listed("observed", observed):
-        raise ArgumentError("observed=[] names no argument: leave it out where the data hold no observation")
-    if isinstance(guide, AutoLaplaceApproximation):
-        raise GuideError(
-            "this AutoLaplaceApproximation is still a point mass: export guide.laplace_approximation(*args) with the "
-            "arguments of the training, or train an AutoDelta if a point mass is meant"
-        )
-
-
-def _by_name(option: str, given: Mapping[Any, Any] | None) -> Mapping[Any, Any]:
-    if not isinstance(given or {}, Mapping):
-        raise ArgumentError(f"{option} is a mapping by name, as in ArviZ, not {given!r}")
-    return given or {}
+        return observed_run(model, batch, next(given.draws(model, ())))

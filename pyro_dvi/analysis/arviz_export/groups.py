@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""One group of an ArviZ object before ArviZ sees it: arrays, and what is known of their names and dimensions.
+r"""Groups of arrays with names and dimensions, and the ArviZ object made of them.
 
-Build the object of whichever ArviZ is installed: the only place that knows its versions.
+The only module that distinguishes versions of ArviZ.
 """
 
-import difflib
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -18,13 +17,10 @@ import pyro
 import torch
 from torch import Tensor
 
-from pyro_dvi.errors import ArgumentError, ModelError
+from pyro_dvi.errors import ModelError
 from pyro_dvi.predictive import Prediction
 from pyro_dvi.predictive.batch_prediction import with_any
 from pyro_dvi.predictive.prediction_summaries import array_of
-
-Dims = Mapping[Any, Sequence[Any]]
-Coords = Mapping[Any, Any]
 
 _SAMPLE_DIMS = ("chain", "draw")
 
@@ -35,7 +31,7 @@ class Group:
 
     Attributes:
         sampled: whether dimensions ``chain`` and ``draw`` come first.
-        arrays: values; those of a sampled group with both dimensions.
+        arrays: values, in a sampled group with both dimensions.
         suggested: names of the other dimensions, None where none is known.
         coords: coordinates that belong to the values, such as the places of observations that are not masked.
     """
@@ -54,17 +50,17 @@ class Group:
     ) -> None:
         """Add a variable; draws come without their chain.
 
-        Where a mask leaves something out, values are NaN; what is left of draws has one dimension, ``<name>_observed``,
-        with the places in the flattened array as its coordinates.
+        Values that a mask leaves out are NaN; the remaining values of draws have one dimension, ``<name>_observed``,
+        with their places in the flattened array as its coordinates.
 
         Args:
             name: of the variable.
             array: its values.
             suggested: names of their dimensions.
-            counts: which of the values of a draw are kept, by their first dimensions; None if all are.
+            counts: mask of the values of a draw that are kept, by their first dimensions; None if all are.
 
         Raises:
-            ModelError: its name is that of one of ArviZ's dimensions.
+            ModelError: ArviZ has a dimension of this name.
         """
         name = safe_name(name)
         if counts is not None and not self.sampled:
@@ -80,24 +76,15 @@ class Group:
         self.arrays[name] = array[None] if self.sampled else array
         self.suggested[name] = tuple(suggested)
 
-    def split(self, chains: int) -> None:
-        """Lay the draws out as so many chains, the first draws in the first chain."""
-        for name, array in self.arrays.items():
-            self.arrays[name] = array.reshape(chains, -1, *array.shape[2:])
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a variable without chain and draw."""
-        return self.arrays[name].shape[2 if self.sampled else 0 :]
-
-    def dims(self, given: Dims) -> dict[str, list[str]]:
+    def dims(self, given: Mapping[Any, Sequence[Any]]) -> dict[str, list[Any]]:
         """Name every dimension: as the user says, else after plates, else ``<variable>_dim_<i>``.
 
-        A plate gives no name where it would be that of a variable, or of another length in this group.
+        A plate gives no name where a variable has it, or where it has another length in this group.
         """
         lengths: dict[Any, int] = {}
         named: dict[str, list[Any]] = {}
-        for name in self.arrays:
-            shape = self.shape(name)
+        for name, array in self.arrays.items():
+            shape = array.shape[2 if self.sampled else 0 :]
             suggested = self.suggested[name][: len(shape)]
             is_flat = any(dim in self.coords for dim in suggested)  # without the user's dimensions
             users = () if is_flat else given.get(name, ())
@@ -112,72 +99,10 @@ class Group:
             named[name] = mine
         return named
 
-    def coordinates(self, dims: Mapping[str, Sequence[Any]], given: Coords) -> dict[Any, Any]:
-        """Return the coordinates of this group's dimensions."""
-        used = {dim for mine in dims.values() for dim in mine}
-        return {**{dim: values for dim, values in given.items() if dim in used}, **self.coords}
-
-
-def check_names(groups: Mapping[str, Group], dims: Dims, coords: Coords, left_out: Sequence[str]) -> None:
-    """Refuse names that belong to nothing.
-
-    Raises:
-        ArgumentError: dimensions of a variable that no group has, more of them than it has, names that are no text or
-            taken, or coordinates of no dimension.
-    """
-    ranks: dict[str, int] = {}
-    for group in groups.values():
-        for name in group.arrays:
-            ranks[name] = max(len(group.shape(name)), ranks.get(name, 0))
-    for name, given in dims.items():
-        if name not in ranks and name not in left_out:
-            raise ArgumentError(f"dims names no variable {name!r}; close names: {close_names(name, ranks)}")
-        _check_dims(name, given, ranks.get(name))
-    existing = {dim for group in groups.values() for mine in group.dims(dims).values() for dim in mine}
-    existing |= {dim for given in dims.values() for dim in given}
-    for dim, values in coords.items():
-        if not hasattr(values, "__len__"):
-            raise ArgumentError(f"coords[{dim!r}] = {values!r}: give a value for each place of the dimension")
-        if dim not in existing:
-            raise ArgumentError(
-                f"coords names no dimension {dim!r}; close names: {close_names(dim, map(str, existing))}"
-            )
-
-
-def _check_dims(name: str, given: Any, rank: int | None) -> None:
-    if not isinstance(given, (list, tuple)):
-        raise ArgumentError(f"dims[{name!r}] = {given!r}, but it is a list of names, as in ArviZ")
-    if rank is not None and len(given) > rank:
-        raise ArgumentError(f"dims[{name!r}] = {given!r}, but {name!r} has {rank} dimensions")
-    named = [dim for dim in given if dim is not None]
-    if len(set(named)) < len(named) or any(not isinstance(d, str) or d in _SAMPLE_DIMS for d in named):
-        raise ArgumentError(
-            f"dims[{name!r}] = {given!r}: names of dimensions are different strings, not 'chain' or 'draw'; None "
-            "leaves one its usual name"
-        )
-
 
 def safe_name(name: str) -> str:
     """Return the name without slashes, which would become groups of the file."""
     return name.replace("/", ".")
-
-
-def close_names(name: object, names: Iterable[str]) -> list[str]:
-    """Return the names most like ``name``; the first ten where none is."""
-    known = list(names)
-    return difflib.get_close_matches(str(name), known, n=3, cutoff=0.4) or known[:10]
-
-
-def listed(option: str, names: str | Sequence[str]) -> list[str]:
-    """Return one name or several as a list.
-
-    Raises:
-        ArgumentError: anything else.
-    """
-    found = [names] if isinstance(names, str) else names
-    if not isinstance(found, (list, tuple)) or not all(isinstance(name, str) for name in found):
-        raise ArgumentError(f"{option} is a name or a list of names, not {names!r}")
-    return list(found)
 
 
 def plate_names(node: Any, shape: Sequence[int]) -> list[str | None]:
@@ -188,7 +113,7 @@ def plate_names(node: Any, shape: Sequence[int]) -> list[str | None]:
         shape: of its value.
 
     Returns:
-        one entry a dimension, None where no plate is responsible.
+        One entry a dimension, None where no plate has it.
     """
     names: list[str | None] = [None] * len(shape)
     for frame in node["cond_indep_stack"]:
@@ -222,14 +147,17 @@ def joined(pieces: list[np.ndarray], axis: int) -> np.ndarray:
 
 
 def assemble(
-    groups: Mapping[str, Group], attributes: Mapping[str, Any], coords: Mapping[str, Coords], dims: Dims
+    groups: Mapping[str, Group],
+    attributes: Mapping[str, Any],
+    coords: Mapping[Any, Any],
+    dims: Mapping[Any, Sequence[Any]],
 ) -> Any:
     """Return ``InferenceData`` with ArviZ 0.x, ``xarray.DataTree`` with ArviZ 1.x.
 
     Args:
         groups: groups by name; empty ones are left out.
         attributes: of the whole object; the time and the versions of the libraries are added.
-        coords: the user's coordinates by group.
+        coords: the user's coordinates of all groups but predictions.
         dims: the user's names of dimensions by variable.
     """
     with warnings.catch_warnings():
@@ -239,19 +167,23 @@ def assemble(
         )
         import arviz
 
-    attributes = {**provenance(), **attributes}
+    attributes = {
+        "created_at": datetime.now(UTC).isoformat(),
+        "inference_library": "pyro_dvi",
+        "inference_library_version": version("pyro-dvi"),
+        "pyro_version": pyro.__version__,
+        "torch_version": str(torch.__version__),
+        **attributes,
+    }
     if groups["observed_data"].arrays and not groups["log_likelihood"].arrays:
-        attributes.setdefault(
-            "log_likelihood_left_out",
+        attributes["log_likelihood_left_out"] = (
             "the predictive distribution is the same for every draw, so that az.loo has nothing to reweight: compare "
-            "predictions of held-out data by diagnostics.compare_held_out. A posterior that was trained by samples has "
-            "one if it is exported with method=Samples(500)",
+            "predictions of held-out data by diagnostics.compare_held_out, or export a posterior that was trained by "
+            "samples with method=Samples(500)"
         )
-    for name in (
-        "posterior_predictive",
-        "prior_predictive",
-    ):  # ArviZ plots real numbers and others in unlike ways
-        arrays = groups[name].arrays if name in groups else {}
+    # ArviZ plots real numbers and others in different ways: labels with gaps are real numbers in all groups.
+    for name in groups.keys() & {"posterior_predictive", "prior_predictive"}:
+        arrays = groups[name].arrays
         for site, values in groups["observed_data"].arrays.items():
             if site in arrays and values.dtype.kind == "f" != arrays[site].dtype.kind:
                 arrays[site] = arrays[site].astype(values.dtype)
@@ -259,17 +191,15 @@ def assemble(
     leading = "sample_dims" if is_tree else "default_dims"
     datasets = {}
     for name, group in groups.items():
-        if not group.arrays:
-            continue
-        named = group.dims(dims)
-        datasets[name] = arviz.dict_to_dataset(
-            group.arrays,
-            dims=named,
-            coords=group.coordinates(named, coords.get(name, {})),
-            **{leading: ["chain", "draw"] if group.sampled else []},
-        )
+        if group.arrays:
+            users = {} if name.startswith("predictions") else coords
+            options = {
+                leading: list(_SAMPLE_DIMS) if group.sampled else [],
+                "coords": {**users, **group.coords},
+            }
+            datasets[name] = arviz.dict_to_dataset(group.arrays, dims=group.dims(dims), **options)
     if not is_tree:
-        return arviz.InferenceData(attrs=dict(attributes), **datasets)
+        return arviz.InferenceData(attrs=attributes, **datasets)
     from xarray import DataTree
 
     tree = DataTree.from_dict(datasets)
@@ -293,14 +223,3 @@ def of_prediction(prediction: Prediction, num_samples: int, seed: int | None) ->
     groups = {"posterior_predictive": predictive, "log_likelihood": log_likelihood, "observed_data": observed}
     attributes = {"method": repr(prediction.method), "site": site, **({} if seed is None else {"seed": seed})}
     return assemble(groups, attributes, {}, {})
-
-
-def provenance() -> dict[str, str]:
-    """Return the time and the versions of the libraries, as ArviZ calls them."""
-    return {
-        "created_at": datetime.now(UTC).isoformat(),
-        "inference_library": "pyro_dvi",
-        "inference_library_version": version("pyro-dvi"),
-        "pyro_version": pyro.__version__,
-        "torch_version": str(torch.__version__),
-    }

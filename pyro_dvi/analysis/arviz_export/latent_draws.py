@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Draws that came from elsewhere, in the place of a guide: of MCMC, of ``Predictive``, of another program.
+r"""Draws of the latent sites, from a guide or given in its place, and their log densities."""
 
-Draws of the latent sites: which sites, and what stands for those that are too big to keep.
-"""
-
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, islice
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -14,24 +12,28 @@ import pyro
 import pyro.distributions as dist
 import torch
 from torch import Tensor
+from torch.distributions import biject_to
 
-from pyro_dvi.analysis.arviz_export.groups import Group, as_array, close_names, listed, plate_names
+from pyro_dvi.analysis.arviz_export.groups import Group, as_array, joined, plate_names
 from pyro_dvi.core.distributions import broadcasts_to
-from pyro_dvi.errors import ArgumentError, DataError, warn
+from pyro_dvi.core.undisturbed import seeder
+from pyro_dvi.errors import ArgumentError, warn
 from pyro_dvi.predictive.engine.inputs import Batch
-from pyro_dvi.predictive.engine.model_runs import Latents, observed_run, sites_at
-from pyro_dvi.predictive.engine.posterior_values import example_latents
+from pyro_dvi.predictive.engine.model_runs import Latents, sites_at
+from pyro_dvi.predictive.engine.posterior_values import traced_draws
 from pyro_dvi.predictive.engine.vectorised import ManyDraws
 from pyro_dvi.predictive.rules.rule import FromDraws
-from pyro_dvi.runs.sites import is_data, is_deterministic, is_latent
+from pyro_dvi.runs.sites import is_deterministic, is_latent
+
+CHUNK = 64  # draws that are copied together
 
 
 class GivenSamples(FromDraws):
-    """Average the predictions of draws that are given.
+    """Average the predictions of draws that are given, of MCMC, ``Predictive``, or another program.
 
     Args:
         samples: ``[num_samples, ...]`` by site name, as of ``MCMC.get_samples()``.
-        device: where the model is; None leaves them where they are.
+        device: device of the model; None leaves them where they are.
 
     Raises:
         ArgumentError: no sites, no draws, or unequal numbers of them.
@@ -40,13 +42,10 @@ class GivenSamples(FromDraws):
     def __init__(self, samples: Mapping[str, Any], device: torch.device | None = None) -> None:
         self.samples = {name: torch.as_tensor(values, device=device) for name, values in samples.items()}
         lengths = {name: len(v) if v.dim() else 0 for name, v in self.samples.items()}
-        if not lengths or 0 in lengths.values():
+        if len(set(lengths.values())) != 1 or 0 in lengths.values():
             raise ArgumentError(
-                f"the samples hold no draws: {lengths or 'no sites'}; give tensors [num_samples, ...] by site name"
-            )
-        if len(set(lengths.values())) > 1:
-            raise ArgumentError(
-                f"the sites have unequal numbers of draws, {lengths}: the draws of one index belong together"
+                f"the samples have the numbers of draws {lengths}: give tensors [num_samples, ...] by site name, with "
+                "the same number of draws of every site"
             )
         self.num_samples = next(iter(lengths.values()))
 
@@ -54,7 +53,7 @@ class GivenSamples(FromDraws):
         return f"GivenSamples({self.num_samples})"
 
     def repeats(self, guide: Callable[..., Any]) -> bool:
-        """Always: the draws are given."""
+        """Return True: the draws are given."""
         return True
 
     def draws(self, guide: Callable[..., Any], inputs: tuple[Any, ...]) -> Iterator[dict[str, Tensor]]:
@@ -62,229 +61,207 @@ class GivenSamples(FromDraws):
         for k in range(self.num_samples):
             yield {name: values[k] for name, values in self.samples.items()}
 
-    def first(self) -> dict[str, Tensor]:
-        """Return the first draw."""
-        return {name: values[0] for name, values in self.samples.items()}
-
     def guide(self, *args: Any, **kwargs: Any) -> None:
-        """Stand for the guide where one draw is enough: the first."""
-        for name, value in self.first().items():
-            pyro.sample(name, dist.Delta(value, event_dim=value.dim()))
+        """Stand for the guide, at the first draw, where one draw is enough."""
+        for name, values in self.samples.items():
+            pyro.sample(name, dist.Delta(values[0], event_dim=values.dim() - 1))
 
     def fit_to(self, nodes: Mapping[str, Any], *, is_complete: bool) -> None:
-        """Compare with the sites of a run of the model, and take off leading dimensions of length 1 that it has not.
+        """Compare with the sites of a run of the model, and drop leading dimensions of length 1 that it does not have.
 
         ``Predictive`` leaves such dimensions where plates could have been.
 
         Args:
             nodes: the sites.
-            is_complete: whether the model saw its observation, so that all that it drew is latent.
+            is_complete: whether the model saw its observation, so that every site that it drew is latent.
 
         Raises:
-            ArgumentError: draws of what the model does not draw, none of what it does, or of another shape.
+            ArgumentError: draws of sites that are not latent, none of a latent one, or of another shape.
         """
         latent = [name for name, node in nodes.items() if is_latent(node)]
-        for name in self.samples:
-            if name not in nodes:
-                raise ArgumentError(
-                    f"the samples have a site {name!r} that the model has not; close names: "
-                    f"{close_names(name, latent)}"
-                )
-            if is_data(nodes[name]):
-                raise ArgumentError(
-                    f"the samples have a site {name!r} that the model observes: leave it out, predictions are made "
-                    "from the latent sites"
-                )
-        for name in latent if is_complete else ():
-            if name not in self.samples:
-                raise ArgumentError(
-                    f"the samples have no draws of site {name!r}, which the model draws; they have "
-                    f"{list(self.samples)}, close to it {close_names(name, self.samples)}"
-                )
+        if not set(self.samples) <= set(latent) or (is_complete and len(self.samples) < len(latent)):
+            raise ArgumentError(
+                f"the samples are of sites {list(self.samples)}, but the latent sites of the model are {latent}: give "
+                "draws of these"
+            )
         for name, values in self.samples.items():
             fn = nodes[name]["fn"]
-            self.samples[name] = _shaped(name, values, tuple(fn.batch_shape + fn.event_shape))
+            shape = tuple(fn.batch_shape + fn.event_shape)
+            while values.dim() - 1 > len(shape) and values.shape[1] == 1:
+                values = values.squeeze(1)
+            if not broadcasts_to(tuple(values.shape[1:]), shape):
+                raise ArgumentError(
+                    f"a draw of site {name!r} has the shape {tuple(values.shape[1:])}, its value in the model {shape}. "
+                    "Give [num_samples, ...]: draws of several chains one after the other (MCMC.get_samples() without "
+                    "group_by_chain); and where a site has a value for each example, the training data in one batch"
+                )
+            self.samples[name] = values
 
 
-def _shaped(name: str, values: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return draws of a site without leading dimensions of length 1 that one value does not have."""
-    while values.dim() - 1 > len(shape) and values.shape[1] == 1:
-        values = values.squeeze(1)
-    own = tuple(values.shape[1:])
-    if not broadcasts_to(own, shape):
-        raise ArgumentError(
-            f"a draw of site {name!r} has the shape {own}, its value in the model {shape}. Give [num_samples, ...]: "
-            "draws of several chains one after the other (MCMC.get_samples() without group_by_chain); and where a "
-            "site has a value for each example, the data of the training, in one batch"
-        )
-    return values
+def chosen_sites(
+    latents: Mapping[str, Tensor], nodes: Mapping[str, Any], sites: str | Sequence[str] | None, max_size: int
+) -> list[str]:
+    """Choose latent and deterministic sites by name, or latent sites by size.
 
-
-CHUNK = 64  # draws that are copied together
-Summaries = Mapping[str, Callable[[Tensor], Tensor]]
-
-
-@dataclass(frozen=True)
-class Selection:
-    """Which latent sites to keep.
-
-    Attributes:
-        kept: their names.
-        left_out: names of the others.
-        summaries: functions of a draw that stand for the values of sites left out.
+    Raises:
+        ArgumentError: a name that neither guide nor model has.
     """
-
-    kept: Sequence[str]
-    left_out: Sequence[str]
-    summaries: Summaries
-
-    @classmethod
-    def of(
-        cls,
-        latents: Mapping[str, Tensor],
-        nodes: Mapping[str, Any],
-        sites: str | Sequence[str] | None,
-        max_size: int,
-        summaries: Summaries | None,
-    ) -> "Selection":
-        """Choose by name, of latent sites and those of ``pyro.deterministic`` in a run of the model, else by size.
-
-        Raises:
-            ArgumentError: a name that the guide does not have, or summaries that are no functions.
-        """
-        functions = {} if summaries is None else summaries
-        if not isinstance(functions, Mapping) or not all(map(callable, functions.values())):
-            raise ArgumentError(
-                f"summarise must map names to functions of a draw, as {{'norm': torch.norm}}, not {summaries!r}"
-            )
-        if sites is None:
-            kept = [name for name, value in latents.items() if value.numel() <= max_size]
-        else:
-            computed = [name for name, node in nodes.items() if is_deterministic(node)]
-            kept = _known(listed("sites", sites), [*latents, *computed])
-        left_out = [name for name in latents if name not in kept]
-        if sites is None and left_out and not functions:
-            sizes = ", ".join(f"{name!r} ({latents[name].numel():,})" for name in left_out)
+    if sites is None:
+        left_out = {name: value.numel() for name, value in latents.items() if value.numel() > max_size}
+        if left_out:
             warn(
-                f"the exported posterior leaves out sites of more than {max_size:,} values: {sizes}. Name those to "
-                "keep, as in sites=['...'], raise max_site_size, or keep numbers that sum them up, as in "
-                "summarise={'norm': torch.norm}."
+                f"the exported posterior leaves out sites of more than {max_size:,} values: "
+                f"{', '.join(f'{name!r} ({size:,})' for name, size in left_out.items())}. Name those to keep, as in "
+                "sites=['...'], or raise max_site_size."
             )
-        return cls(kept, left_out, functions)
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing is wanted of the draws."""
-        return not self.kept and not (self.left_out and self.summaries)
-
-    def values(self, latents: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return what to keep of one draw."""
-        values = {name: latents[name] for name in self.kept}
-        for name in self.left_out:
-            for label, function in self.summaries.items():
-                values[f"{name}_{label}"] = _summary(label, function, name, latents[name])
-        return values
+        return [name for name in latents if name not in left_out]
+    known = [*latents, *(name for name, node in nodes.items() if is_deterministic(node))]
+    kept = [sites] if isinstance(sites, str) else list(sites)
+    for name in kept:
+        if name not in known:
+            raise ArgumentError(
+                f"there is no site {name!r} to export; the guide and the model have {known[:20]}"
+            )
+    return kept
 
 
-@dataclass(frozen=True)
-class LatentDraws:
-    """Draws of the latent sites, and of what the model computes from them, as groups.
+def latent_draws(
+    model: Callable[..., Any],
+    batch: Batch,
+    nodes: Mapping[str, Any],
+    names: Sequence[str],
+    draws: Iterator[Latents],
+) -> Group:
+    """Return draws of latent sites, and of deterministic ones that the model computes from them, as a group.
 
     Args:
         model: the Pyro model.
-        guide: its posterior.
-        selection: the sites to keep; with none of them there is nothing to draw.
-        batch: the first one, for whose inputs they are drawn.
+        batch: the first one, for whose inputs the sites are drawn.
         nodes: the sites in a run of the model with it, for the plates that they are in.
+        names: sites to keep; with none of them nothing is drawn.
+        draws: of all latent sites.
+    """
+    group = Group()
+    if not names:
+        return group
+    pieces: dict[str, list[np.ndarray]] = {name: [] for name in names}
+    deterministic = [name for name in names if name in nodes and is_deterministic(nodes[name])]
+    computed = _computed(model, batch, deterministic, draws)
+    while chunk := list(islice(computed, CHUNK)):  # one copy from an accelerator for several draws
+        for name, own in pieces.items():
+            own.append(as_array(torch.stack([{**latents, **found}[name] for latents, found in chunk])))
+    for name, own in pieces.items():
+        array = joined(own, 0)
+        group.add(name, array, plate_names(nodes[name], array.shape[1:]) if name in nodes else ())
+    return group
+
+
+def _computed(
+    model: Callable[..., Any],
+    batch: Batch,
+    names: Sequence[str],
+    draws: Iterator[Latents],
+    of: Callable[[Any], Tensor] = itemgetter("value"),
+) -> Iterator[tuple[Latents, Mapping[str, Tensor]]]:
+    """Yield each draw with ``of`` some sites of the model, computed for many draws at a time where possible."""
+    run = sites_at(model, *batch.whole, names)
+
+    def read(latents: Latents) -> dict[str, Tensor]:
+        return {name: of(site) for name, site in run(latents).items()} if names else {}
+
+    first = next(draws)
+    yield first, read(first)
+    if not names:
+        yield from ((latents, {}) for latents in draws)
+        return
+    for chunk, found in ManyDraws().chunks(first, draws, read):
+        for k, latents in enumerate(chunk):
+            yield latents, read(latents) if found is None else {name: found[name][k] for name in names}
+
+
+def log_prior(
+    model: Callable[..., Any], batch: Batch, nodes: Mapping[str, Any], draws: Iterator[Latents]
+) -> Group:
+    r"""Return :math:`\log p(\theta_s \mid \mathrm{parents})` of every latent site s and draw, in its own space.
+
+    Args:
+        model: the Pyro model.
+        batch: arguments of the model.
+        nodes: its sites in a run with this batch.
+        draws: of the latent sites.
+    """
+    first = next(draws)
+    names = [name for name, node in nodes.items() if is_latent(node) and name in first]
+    every = chain([first], draws)
+    densities = _computed(model, batch, names, every, lambda site: site["fn"].log_prob(site["value"]))
+    rows = [found for _, found in densities]
+    group = Group()
+    for name in names:
+        values = torch.stack([row[name] for row in rows])
+        event_dim = len(nodes[name]["fn"].event_shape)
+        plates = plate_names(nodes[name], tuple(values.shape[1:]) + (1,) * event_dim)
+        group.add(name, as_array(values), plates[: values.dim() - 1])
+    return group
+
+
+def sample_stats(prior: Group, likelihood: Group, log_q: Tensor | None) -> Group:
+    r"""Return :math:`\log p(y, \theta)` as ``lp`` and :math:`\log q(\theta)` as ``log_q`` of every draw, where known.
+
+    Args:
+        prior: log densities of the draws under it.
+        likelihood: of all data given the draws; ``lp`` is left out where it is empty.
+        log_q: of :func:`log_posterior`.
+    """
+    group = Group()
+    if likelihood.arrays:
+        terms = [array[0] for array in (*prior.arrays.values(), *likelihood.arrays.values())]
+        group.add("lp", np.sum([term.reshape(len(term), -1).sum(1, dtype=float) for term in terms], 0))
+    if log_q is not None:
+        group.add("log_q", as_array(log_q))
+    return group
+
+
+def log_posterior(
+    guide: Callable[..., Any], batch: Batch, nodes: Mapping[str, Any], drawn: Group, seed: int
+) -> Tensor | None:
+    """Return the log density of every draw under the guide, in the space of the sites; None where there is none.
+
+    Args:
+        guide: the posterior.
+        batch: arguments of the model.
+        nodes: its sites in a run with this batch.
+        drawn: the draws, to check that the densities belong to them.
         seed: of the draws.
     """
-
-    model: Callable[..., Any]
-    guide: Callable[..., Any]
-    selection: Selection
-    batch: Batch
-    nodes: Mapping[str, Any]
-    seed: int
-
-    def group(self, draws: Iterator[Latents], count: int) -> Group:
-        """Return ``count`` draws for the first batch."""
-        group = Group()
-        if self.selection.is_empty:
-            return group
-        arrays: dict[str, np.ndarray] = {}
-        kept = map(self.selection.values, self._computed(self.batch, draws))
-        for start in range(0, count, CHUNK):  # one copy from an accelerator for several draws
-            chunk = list(islice(kept, CHUNK))
-            for name in chunk[0]:
-                rows = as_array(torch.stack([values[name] for values in chunk]))
-                if start == 0:
-                    arrays[name] = np.empty((count, *rows.shape[1:]), rows.dtype)
-                arrays[name][start : start + len(rows)] = rows
-        for name, array in arrays.items():
-            node = self.nodes.get(name)
-            group.add(name, array, () if node is None else plate_names(node, array.shape[1:]))
-        return group
-
-    def unchanged(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Pass batches on, and make sure that the sites have the same draws for all of them.
-
-        Raises:
-            DataError: some depend on the inputs, so that each batch has a posterior of its own.
-        """
-        first: Mapping[str, Tensor] | None = None
-        for batch in batches:
-            yield batch  # before the comparison: latents of single examples are refused where the batch is predicted
-            if self.selection.is_empty:
-                continue
-            torch.manual_seed(self.seed)
-            drawn = next(self._computed(batch, iter([example_latents(self.guide, batch.inputs)])))
-            first = drawn if first is None else first
-            changed = [n for n in first if n not in drawn or not torch.equal(first[n], drawn[n])]
-            if changed:
-                raise DataError(
-                    f"the posterior draws sites {changed} according to its inputs, so that each batch has one of its "
-                    "own, of which the export would hold the first alone: give the data in one batch (a tuple with a "
-                    "batch_size of at least their number), or export predictions alone by sites=[]"
-                )
-
-    def _computed(self, batch: Batch, draws: Iterator[Latents]) -> Iterator[Latents]:
-        """Add the sites that the model computes, for many draws at a time where it can be run so."""
-        first = next(draws)
-        names = [name for name in self.selection.kept if name not in first]
-        if not names:
-            yield from chain([first], draws)
-            return
-
-        def plain(latents: Latents) -> Latents:
-            nodes = observed_run(self.model, batch, latents)
-            return {**latents, **{name: nodes[name]["value"] for name in names}}
-
-        run = sites_at(self.model, *batch.whole, names)
-
-        def read(latents: Latents) -> dict[str, Tensor]:
-            return {name: site["value"] for name, site in run(latents).items()}
-
-        yield plain(first)
-        for chunk, found in ManyDraws().chunks(first, draws, read):
-            for k, latents in enumerate(chunk):
-                yield (
-                    plain(latents) if found is None else {**latents, **{n: v[k] for n, v in found.items()}}
-                )
-
-
-def _known(sites: list[str], known: list[str]) -> list[str]:
-    for name in sites:
-        if name not in known:
-            raise ArgumentError(f"the guide has no site {name!r}; close names: {close_names(name, known)}")
-    return sites
-
-
-def _summary(label: str, function: Callable[[Tensor], Any], site: str, value: Tensor) -> Tensor:
-    """Return what a summary gives for one draw of a site, as a tensor."""
+    latent = {name: node for name, node in nodes.items() if is_latent(node)}
     try:
-        return torch.as_tensor(function(value))
-    except Exception as error:
-        raise ArgumentError(
-            f"summarise[{label!r}] failed for a draw of site {site!r}, of shape {tuple(value.shape)}: it has to give a "
-            f"tensor or a number, such as torch.norm ({type(error).__name__}: {error})"
-        ) from error
+        free = sum(_num_free(node) for node in latent.values())
+    except NotImplementedError:  # values on a sphere, say, which no Gaussian on real numbers reaches
+        return None
+    count = len(next(iter(drawn.arrays.values()))[0]) if drawn.arrays else 0
+    seeder()(seed)
+    densities = []
+    for k, trace in enumerate(traced_draws(guide, batch.inputs, count)):
+        sites = [
+            node for node in trace.nodes.values() if node["type"] == "sample" and not node["is_observed"]
+        ]
+        spread = [node["value"].numel() for node in sites if not isinstance(node["fn"], dist.Delta)]
+        same = (
+            np.array_equal(as_array(trace.nodes[name]["value"]), array[0, k])
+            for name, array in drawn.arrays.items()
+            if name in trace.nodes
+        )
+        if sum(spread) < free or not all(same):  # a point mass in some sites, or draws of another origin
+            return None
+        try:
+            logs = [node["fn"].log_prob(node["value"]).double().sum() for node in sites]
+        except NotImplementedError:  # a method without densities
+            return None
+        densities.append(torch.stack(logs).sum())
+    return torch.stack(densities) if densities else None
+
+
+def _num_free(node: Any) -> int:
+    """Return the number of free values of a site: one less than entries on a simplex, none if discrete."""
+    support = node["fn"].support
+    return 0 if support.is_discrete else math.prod(biject_to(support).inverse_shape(node["value"].shape))

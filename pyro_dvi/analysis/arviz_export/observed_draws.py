@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Draws of every observed site, batch after batch, and the log densities of what was observed there."""
+r"""Draws of every observed site, batch after batch, log densities of the observations, and the inputs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pyro_dvi.analysis.arviz_export.groups import Group, as_array, joined, listed, plate_names
-from pyro_dvi.errors import DataError, ModelError
+from pyro_dvi.analysis.arviz_export.groups import Group, as_array, joined, plate_names
+from pyro_dvi.core.arguments import parameter_names
+from pyro_dvi.errors import DataError
 from pyro_dvi.predictive.components import Components
 from pyro_dvi.predictive.engine.inputs import Batch
 from pyro_dvi.predictive.observation_draws import Observation, ObservationDraws
 from pyro_dvi.runs.sites import choose_response, counted, responses
+
+MAX_INPUT_VALUES = 1_000_000  # inputs with more values are not copied
 
 
 def choose_responses(
@@ -25,18 +28,15 @@ def choose_responses(
         ModelError: a name that is no observed site, no such site at all, or several of which some observe nothing.
     """
     names = responses(nodes, latents)
-    if site is not None:
-        asked = listed("site", site)
-        if not asked:
-            raise ModelError(f"site=[] asks for no observed site; the model has {names}")
-        return [choose_response(name, names) for name in asked]
+    if site:
+        return [choose_response(name, names) for name in ([site] if isinstance(site, str) else site)]
     if len(names) > 1 and all(nodes[name]["is_observed"] for name in names):
         return names
     return [choose_response(None, names)]
 
 
 def _observations(batch: Batch, sites: Sequence[str], nodes: Mapping[str, Any]) -> dict[str, Observation]:
-    """Return what each site observes in a run by :func:`~pyro_dvi.predictive.engine.model_runs.observed_run`.
+    """Return the observation of each site in a run by :func:`~pyro_dvi.predictive.engine.model_runs.observed_run`.
 
     Raises:
         DataError: the data hold an observation, and a site observes nothing.
@@ -62,8 +62,8 @@ class Predictions:
         components: give their predictive distributions.
         count: draws in all.
         noise_seed: of the noise of the first site; the others take the numbers after it.
-        are_scored: whether observations are scored, each site given those of the others: the distribution at a site is
-            then :math:`p(y_s \mid y_{\setminus s}, x, \theta)` in the order of the model, whose product over sites
+        are_scored: whether observations are scored, each site given the observations of the others: its distribution
+            is then :math:`p(y_s \mid y_{\setminus s}, x, \theta)` in the order of the model, whose product over sites
             is the likelihood, also where one site depends on another.
     """
 
@@ -103,12 +103,12 @@ class Predictions:
 
     @property
     def rows(self) -> str | None:
-        """The name of the dimension of examples, if a plate gives one."""
+        """Name of the dimension of examples, if a plate gives one."""
         return self._sites[0].dims[0]
 
 
 class _Site:
-    """The same of one site; examples come after the dimension of draws.
+    """Predictions of one site; examples come after the dimension of draws.
 
     The noise has a seed of its own, since batches share the draws of the weights but not the noise.
     """
@@ -153,10 +153,50 @@ class _Site:
         if not self._log_probs:
             return
         log_probs, cells = joined(self._log_probs, 1), joined(self._cells, 0)
-        if len(log_probs) > 1:  # else the same for every draw, of which ArviZ can make nothing
+        if len(log_probs) > 1:  # else the same for every draw, of no use to ArviZ
             share = self._count // len(log_probs)
             log_probs = log_probs if share == 1 else log_probs.repeat(share, 0)
             densities.add(
                 self.name, log_probs, self.dims, cells.any(tuple(range(log_probs.ndim - 1, cells.ndim)))
             )
         observed.add(self.name, joined(self._observed, 0), self.dims, cells)
+
+
+def inputs_of(
+    model: Callable[..., Any], inputs: Sequence[tuple[Any, ...]], rows: str | None
+) -> tuple[Group, list[str]]:
+    """Join the inputs of all batches.
+
+    Args:
+        model: the Pyro model.
+        inputs: its arguments in every batch; nested ones are named by their path, ``image.left``.
+        rows: name of the dimension of examples, if known.
+
+    Returns:
+        The group, and the names of inputs that are too big to copy.
+    """
+    names = parameter_names(model, len(inputs[0]))
+    pieces: dict[str, list[Tensor]] = {}
+    for arguments in inputs:
+        for name, argument in zip(names, arguments, strict=False):
+            for path, tensor in _tensors(name, argument):
+                pieces.setdefault(path, []).append(tensor)
+    group, left_out = Group(sampled=False), []
+    for path, tensors in pieces.items():
+        if sum(t.numel() for t in tensors) > MAX_INPUT_VALUES:
+            left_out.append(path)
+        elif len(tensors) == len(inputs):
+            group.add(path, joined([as_array(t) for t in tensors], 0), [rows])
+    return group, left_out
+
+
+def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    if torch.is_tensor(value):
+        if value.dim() > 0:
+            yield name, value
+    elif isinstance(value, dict):
+        for key, part in value.items():
+            yield from _tensors(f"{name}.{key}", part)
+    elif isinstance(value, (tuple, list)):
+        for i, part in enumerate(value):
+            yield from _tensors(f"{name}.{i}", part)

@@ -3,8 +3,7 @@
 
 from pyro_dvi.analysis.diagnostics.model_checking import compare_held_out, prior_predictive_check
 from pyro_dvi.analysis.diagnostics.moment_comparison import compare_with_sampling
-from pyro_dvi.analysis.diagnostics.posterior_spread import scale_snapshot
-from pyro_dvi.analysis.diagnostics.scale_report import scale_report, signal_to_noise
+from pyro_dvi.analysis.diagnostics.posterior_scales import scale_report, scale_snapshot, signal_to_noise
 
 __all__ = [
     "compare_held_out",

@@ -50,8 +50,8 @@ def prior_predictive_check(
 
     The statistics T are mean, standard deviation, minimum and maximum of numbers, and the share of the most frequent
     class; for classes, the table also has the mean probability of the likeliest class under the prior. A prior
-    should make the data possible without being so wide that they are a needle in it; priors of single weights, which
-    look harmless, can make a deep network certain of one class. No training is needed, and no guide. Modules run in
+    should make the data possible without being much wider than they are; priors that look harmless for single weights
+    can make a deep network certain of one class. Neither training nor a guide is needed. Modules run in
     evaluation mode. For other statistics and for figures, export draws of the prior with ``to_arviz(prior=200)``.
 
     Status: p-values are exact for the prior up to Monte-Carlo error. If the data came from the prior, each statistic
@@ -61,7 +61,7 @@ def prior_predictive_check(
         model: the Pyro model, a module or a function.
         data: as in :func:`~pyro_dvi.predict`, with observations: ``(x, y)`` or a loader; used are the first
             ``batch_size`` examples, or the first batch of a loader.
-        num_samples: data sets to draw; of fewer than a hundred, none is far enough out to be called unusual.
+        num_samples: data sets to draw; fewer than a hundred call nothing unusual.
         site: observed site, where the model has several.
         observed: the model's argument that holds the observation; by default the one whose default is None, of several
             the one that is called like ``site``.
@@ -113,11 +113,11 @@ def prior_predictive_check(
             site, [name for name in responses(nodes, latents) if nodes[name]["is_observed"]]
         )
         rule = PriorSamples(num_samples, model, batch.inputs, tuple(latents))
-        noise = torch.Generator().manual_seed(seed + 1)  # other numbers than those of the latents
+        noise = torch.Generator().manual_seed(seed + 1)  # not the numbers of the latents
         drawn = _DataSets(num_samples, num_samples, noise)
         Components(model, None, rule, seed).read(drawn, replace(batch, observed=None), name)
-    actual, *draws = _statistics(nodes[name], drawn)
-    rows = [_row(label, value, np.array([own[label] for own in draws])) for label, value in actual.items()]
+    statistics = _statistics(nodes[name], drawn)
+    rows = [_row(label, float(values[0]), values[1:]) for label, values in statistics.items()]
     numbers = dict.fromkeys(("data", "5%", "50%", "95%"), ".4g")
     formats = {"statistic": "", **numbers, "p-value": ".3f", "finding": ""}
     heading = f"{num_samples:,} data sets of {batch.num_rows:,} examples from the prior, site {name!r}"
@@ -139,8 +139,8 @@ class _DataSets(ObservationDraws):
             self.confidence.append(float(log_p.amax(-1).exp().mean()))
 
 
-def _statistics(node: Any, drawn: _DataSets) -> list[dict[str, float]]:
-    """Return the statistics of the data and of every data set drawn, without the values that the model masks."""
+def _statistics(node: Any, drawn: _DataSets) -> dict[str, np.ndarray]:
+    """Return each statistic of the data and then of every data set drawn, without the values that the model masks."""
     fn, counts = node["fn"], counted(node)
     examples = drawn.first.axis - len(fn.event_shape)
     sets = torch.cat([node["value"].movedim(examples, 0).cpu()[None], drawn.values.to(node["value"].dtype)])
@@ -148,15 +148,15 @@ def _statistics(node: Any, drawn: _DataSets) -> list[dict[str, float]]:
     if counts is not None:
         keep = counts.movedim(examples, 0).cpu()
     if not drawn.confidence:
-        numbers = sets.double()[:, keep]
-        spread = {"mean": numbers.mean(1), "sd": numbers.std(1, correction=0)}
-        found = spread | {"min": numbers.amin(1), "max": numbers.amax(1)}
-        return [{name: float(value[k]) for name, value in found.items()} for k in range(len(sets))]
+        numbers = sets[:, keep].double()
+        found = {"mean": numbers.mean(1), "sd": numbers.std(1, correction=0)}
+        found |= {"min": numbers.amin(1), "max": numbers.amax(1)}
+        return {name: values.numpy() for name, values in found.items()}
     if fn.event_shape:  # one-hot code
         sets, keep = sets.argmax(-1), keep.any(-1)
-    shares = [(own.bincount().max() / len(own)).item() for own in sets.long()[:, keep]]
+    shares = [float(own.bincount().max() / len(own)) for own in sets.long()[:, keep]]
     confidence = [math.nan, *drawn.confidence]  # of the model alone
-    return [{"largest share": a, "confidence": b} for a, b in zip(shares, confidence, strict=True)]
+    return {"largest share": np.array(shares), "confidence": np.array(confidence)}
 
 
 def _row(name: str, observed: float, values: np.ndarray) -> dict[str, Any]:
@@ -170,30 +170,27 @@ def _row(name: str, observed: float, values: np.ndarray) -> dict[str, Any]:
     low, median, high = np.quantile(values, (0.05, 0.5, 0.95), method="inverted_cdf").tolist()
     p_value, finding = above / len(values), "unusual" if 2 * tail < UNUSUAL else ""
     if name == "confidence":  # of the model alone
-        p_value, finding = math.nan, "" if median < SURE else "overconfident"
+        p_value, finding = math.nan, "overconfident" if median > SURE else ""
     row = {"statistic": name, "data": observed, "5%": low, "50%": median, "95%": high}
     return row | {"p-value": p_value, "finding": finding}
 
 
 def _verdict(rows: list[dict[str, Any]]) -> str:
-    unusual = [
-        f"{row['statistic']} ({'above' if row['p-value'] < 0.5 else 'below'} nearly all draws)"
-        for row in rows
-        if row["finding"] == "unusual"
-    ]
-    verdict = "No statistic of the data is unusual under the prior."
-    if unusual:
-        verdict = f"The prior hardly produces data like these: {', '.join(unusual)}."
+    findings = []
     for row in rows:
-        if row["statistic"] == "sd" and row["50%"] > VAGUE * row["data"] > 0:
-            verdict += (
-                f" It is vague: data from it typically spread {row['50%'] / row['data']:.3g} times as far."
+        statistic, median, data = row["statistic"], row["50%"], row["data"]
+        if row["finding"] == "unusual":
+            side = "above" if row["p-value"] < 0.5 else "below"
+            findings.append(f"The {statistic} of the data is {side} nearly all draws of the prior.")
+        if statistic == "sd" and median > VAGUE * data > 0:
+            findings.append(
+                f"The prior is vague: its data typically spread {median / data:.3g} times as far."
             )
         if row["finding"] == "overconfident":
-            verdict += (
-                f" Networks from it are {row['50%']:.0%} confident: try narrower priors, such as fan_in."
+            findings.append(
+                f"Networks of the prior are {median:.0%} confident: try narrower priors, such as fan_in."
             )
-    return verdict
+    return " ".join(findings) or "No statistic of the data is unusual under the prior."
 
 
 def compare_held_out(predictions: Mapping[str, Prediction], y: Any = None) -> "pandas.DataFrame":
@@ -206,7 +203,7 @@ def compare_held_out(predictions: Mapping[str, Prediction], y: Any = None) -> "p
         \mathrm{dse}_a = \sqrt{\frac{m}{m-1} \sum_{i=1}^m (d_i - \bar d)^2}, \qquad
         d_i = \log p_a(y_i \mid x_i) - \log p_{\text{best}}(y_i \mid x_i)
 
-    Every prediction is scored as what it is, whatever its rule: at the mean, by moments, linearised or over draws.
+    Every prediction is scored by its own rule: at the mean, by moments, linearised or over draws.
     ``az.loo`` and ``az.compare`` estimate the same number from the data of the training, by reweighting posterior
     draws; that needs predictions which average over these draws (:class:`~pyro_dvi.Samples`), and a posterior near
     the exact one. A difference well above its ``dse`` is more than the choice of examples explains; other training
@@ -272,41 +269,31 @@ def compare_held_out(predictions: Mapping[str, Prediction], y: Any = None) -> "p
 
 
 def _scores(predictions: Mapping[str, Prediction], y: Any) -> dict[str, Tensor]:
-    """Log predictive density of every example, by name."""
-    is_mapping = isinstance(predictions, Mapping) and len(predictions) > 0
-    if not is_mapping or not all(isinstance(own, Prediction) for own in predictions.values()):
+    """Return the log predictive density of every example, by name."""
+    if not predictions or not all(isinstance(own, Prediction) for own in predictions.values()):
         raise ArgumentError(
-            "predictions must map names to what predict returned, as {'at the mean': prediction}, not "
-            f"{reprlib.repr(predictions)}"
+            f"predictions must map names to what predict returned, not {reprlib.repr(predictions)}"
         )
     found: dict[str, Tensor] = {}
     first_name, first = next(iter(predictions.items()))
-    for name, prediction in predictions.items():
-        if prediction.site != first.site or len(prediction) != len(first):
+    for name, own in predictions.items():
+        same = own.site == first.site and len(own) == len(first)
+        if same and y is None and own.observed is not None and first.observed is not None:
+            same = torch.equal(own.observed.cpu(), first.observed.cpu())
+        if same:
+            score = own.log_likelihood(y).detach().cpu().double()
+            found[name] = score.reshape(len(score), -1)
+            same = torch.equal(found[name].isnan(), found[first_name].isnan())
+        if not same:
             raise DataError(
-                f"{name!r} predicts {len(prediction)} examples of site {prediction.site!r}, {first_name!r} predicts "
-                f"{len(first)} of {first.site!r}: predict the same data with each"
-            )
-        if y is None and _differ(prediction.observed, first.observed):
-            raise DataError(
-                f"{name!r} and {first_name!r} have other observations: predict the same data, in the same order "
-                "(a loader without shuffle), with each"
-            )
-        score = prediction.log_likelihood(y).detach().cpu().double()
-        found[name] = score.reshape(len(score), -1)
-        if not torch.equal(found[name].isnan(), found[first_name].isnan()):
-            raise DataError(
-                f"{name!r} and {first_name!r} mask other observations: score the same ones with each"
+                f"{name!r} and {first_name!r} predict other examples, sites, observations or masks: predict the same "
+                "data, in the same order (a loader without shuffle), with each"
             )
     counts = ~found[first_name].isnan()  # not a number: masked
     # The parts of an example are no examples, and one that is masked as a whole is none.
     return {name: score[counts.any(-1)].nansum(-1) for name, score in found.items()}
 
 
-def _differ(a: Tensor | None, b: Tensor | None) -> bool:
-    return a is not None and b is not None and not torch.equal(a.cpu(), b.cpu())
-
-
 def _standard_error(values: Tensor) -> float:
-    """Of the sum."""
+    """Return the standard error of the sum."""
     return float(values.std() * len(values) ** 0.5) if len(values) > 1 else float("nan")

@@ -3,9 +3,8 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 
 from pyro_dvi.core.arguments import check_choice, check_count
 from pyro_dvi.core.distributions import arguments_kept, given_to, innermost
-from pyro_dvi.core.progress import progress_bar
 from pyro_dvi.core.table import Table
 from pyro_dvi.core.undisturbed import device_of
 from pyro_dvi.errors import DataError, ModelError
@@ -33,29 +31,6 @@ _MOST_RANKED = 200_000  # elements whose ranks are compared
 Place = tuple[nn.Module, int] | str
 
 
-@dataclass(frozen=True)
-class Comparison(Table):
-    r"""Propagated against sampled moments of every layer, in the order of the computation.
-
-    A row for each module that returned moments, and for each uncertain parameter of the observed site, with the columns
-    ``layer`` (the path of the module), ``class``, ``call`` (its number, from 0), ``elements``, ``mean_error`` (the
-    average of :math:`|m - \hat m| / \hat\sigma` over elements), ``sd_ratio`` (the average propagated standard deviation
-    over the average sampled one) and ``rank_correlation`` (Spearman's, of the standard deviations).
-
-    Attributes:
-        num_samples: draws of the weights.
-        site: the observed site.
-    """
-
-    num_samples: int = 0
-    site: str = ""
-
-    @property
-    def chance(self) -> float:
-        """The error of a mean that the draws explain, for Gaussian values: the root of 2 / (pi n)."""
-        return math.sqrt(2 / (math.pi * self.num_samples))
-
-
 def compare_with_sampling(
     model: Callable[..., Any],
     guide: Callable[..., Any],
@@ -67,14 +42,19 @@ def compare_with_sampling(
     observed: str | None = None,
     batch_size: int = 100,
     seed: int | None = None,
-    progress: bool = False,
-) -> Comparison:
+) -> Table:
     r"""Report where propagated moments deviate from draws of the weights.
 
     The model runs once with moments and ``num_samples`` times at draws from the guide. Compared are the outputs of
     every module that returns moments, and the uncertain parameters of the observed site. The first layer whose
     standard deviations are off is where covariances were lost, or where a rule approximates badly. Memory takes a few
     copies of all activations.
+
+    A row for each module that returned moments, in the order of the computation, and for each uncertain parameter of
+    the observed site, with the columns ``layer`` (the path of the module in ``model``), ``class``, ``elements``,
+    ``mean_error`` (the average of :math:`|m - \hat m| / \hat\sigma` over elements), ``sd_ratio`` (the average
+    propagated standard deviation over the average sampled one) and ``rank_correlation`` (Spearman's, of the standard
+    deviations).
 
     Args:
         model: the Pyro model.
@@ -83,19 +63,19 @@ def compare_with_sampling(
             loader.
         num_samples: draws of the weights. A standard deviation of n draws has a relative error of about
             :math:`1/\sqrt{2n}`.
-        propagation: the way to look at, ``Independent()`` by default. ``ReverseDelta()`` changes the parameters of the
-            observed site only.
+        propagation: the propagation to compare, ``Independent()`` by default. ``ReverseDelta()`` changes the parameters
+            of the observed site only.
         site: observed site, where the model has several.
         observed: the model's argument that holds the observation; by default the one whose default is None.
         batch_size: number of examples to use.
         seed: of the draws. The global random state is left as it was.
-        progress: show a progress bar over draws.
 
     Returns:
-        The report, to print; :func:`pyro_dvi.analysis.plots.moment_comparison` draws it.
+        The report, to print.
 
     Raises:
         ArgumentError: fewer than two draws, or no propagation.
+        DataError: moments or draws that are not finite.
         GuideError: the guide is not a factorised Gaussian, or was never run.
         ModelError: nothing that the model computes is uncertain.
         UnsupportedError: a function of the model has no rule.
@@ -129,7 +109,7 @@ def compare_with_sampling(
             if isinstance(output, GaussianMoments):
                 propagated[place] = output.loc.detach().clone(), output.variance.detach().clone()
 
-        with uncertain_likelihoods(), weights, _watching(keep) as calls:
+        with uncertain_likelihoods(), weights, _watching(keep):
             response = propagation.respond(weights.given, partial(run, centre))
         part = uncertain_part(response.distribution)
         parameters = {} if part is None else {f"{response.site}.{n}": v for n, v in part.parameters.items()}
@@ -147,8 +127,7 @@ def compare_with_sampling(
                 sampled[place].add(output.detach())
 
         torch.manual_seed(seed)
-        draws = Samples(num_samples).draws(guide, batch.inputs)
-        for draw in progress_bar(progress, num_samples, unit="draw", label="compare", of=draws):
+        for draw in Samples(num_samples).draws(guide, batch.inputs):
             # Sites that did not enter as moments stay at their centre.
             values = {name: draw[name] if name in weights.given else value for name, value in centre.items()}
             with arguments_kept() as made, _watching(add):
@@ -156,32 +135,31 @@ def compare_with_sampling(
             given = given_to(response.site, innermost(response.distribution), made) if parameters else {}
             for name, value in given.items():
                 add(f"{response.site}.{name}", value)
-    names = _names(model, calls)
+    paths = {module: path for path, module in model.named_modules()} if isinstance(model, nn.Module) else {}
     rows = []
-    for place, (loc, variance) in propagated.items():
+    for place, moments in propagated.items():
         if sampled[place].count != num_samples:
             continue
         if isinstance(place, str):
             layer, kind = place, "" if part is None else part.family.__name__
         else:
             module, call = place
-            layer = names[id(module)] + (f" (call {call + 1})" if call else "")
             kind = type(module).__name__.removeprefix("Pyro")
-        rows.append({"layer": layer, "class": kind, **_compared(layer, loc, variance, sampled[place])})
+            layer = (paths.get(module) or kind) + (f" (call {call + 1})" if call else "")
+        rows.append({"layer": layer, "class": kind, **_compared(layer, *moments, sampled[place])})
     chance = math.sqrt(2 / (math.pi * num_samples))
     heading = (
         f"Propagated moments against {num_samples:,} draws of the weights, {batch.num_rows:,} examples.\n"
         f"Mean error in sampled standard deviations, of which {chance:.3f} is chance. The ratio of standard deviations "
         "is propagated over sampled."
     )
-    formats = {"layer": "", "class": "", "elements": ","}
-    formats |= dict.fromkeys(("mean_error", "sd_ratio", "rank_correlation"), ".3f")
-    return Comparison(heading, rows, formats, "", num_samples, response.site)
+    numbers = dict.fromkeys(("mean_error", "sd_ratio", "rank_correlation"), ".3f")
+    return Table(heading, rows, {"layer": "", "class": "", "elements": ",", **numbers})
 
 
 @contextmanager
-def _watching(see: Callable[[Place, Any], None]) -> Iterator[Counter[nn.Module]]:
-    """Pass the output of every module to ``see``, and count the calls of each."""
+def _watching(see: Callable[[Place, Any], None]) -> Iterator[None]:
+    """Pass the output of every module to ``see``, with the number of its call."""
     calls: Counter[nn.Module] = Counter()
 
     def hook(module: nn.Module, _inputs: Any, output: Any) -> None:
@@ -190,7 +168,7 @@ def _watching(see: Callable[[Place, Any], None]) -> Iterator[Counter[nn.Module]]
 
     handle = nn.modules.module.register_module_forward_hook(hook)
     try:
-        yield calls
+        yield
     finally:
         handle.remove()
 
@@ -204,12 +182,9 @@ class _RunningMoments:
     def add(self, value: Tensor) -> None:
         """Add one value."""
         self.count += 1
-        if self.count == 1:
-            self.mean, self._squares = value.clone(), torch.zeros_like(value)
-            return
         change = value - self.mean
-        self.mean += change / self.count
-        self._squares += change * (value - self.mean)
+        self.mean = self.mean + change / self.count
+        self._squares = self._squares + change * (value - self.mean)
 
     @property
     def variance(self) -> Tensor:
@@ -223,28 +198,22 @@ def _compared(layer: str, loc: Tensor, variance: Tensor, sampled: _RunningMoment
     Raises:
         DataError: a number is not finite.
     """
-    moments = (loc, variance, sampled.mean, sampled.variance)
-    if not all(bool(t.isfinite().all()) for t in moments):
-        raise DataError(f"{layer} has moments or draws that are NaN or infinite: look at its input first")
-    loc, variance, mean, truth = (t.cpu().double().flatten() for t in moments)
-    sd, truth = variance.sqrt(), truth.sqrt()
-    varying = truth > 0
-    error = ((loc - mean).abs()[varying] / truth[varying]).mean() if bool(varying.any()) else sd.new_zeros(())
-    ratio = 1.0 if torch.equal(sd.mean(), truth.mean()) else (sd.mean() / truth.mean()).item()
-    return {
-        "elements": len(loc),
-        "mean_error": error.item(),
-        "sd_ratio": ratio,
-        "rank_correlation": _rank_correlation(sd, truth),
-    }
-
-
-def _rank_correlation(a: Tensor, b: Tensor) -> float:
-    """Return Spearman's correlation; NaN where one of them is constant."""
     import pandas
 
-    pairs = torch.stack([a, b], 1)[:: math.ceil(len(a) / _MOST_RANKED)]
-    return float(pandas.DataFrame(pairs.numpy()).corr("spearman").iloc[0, 1])
+    numbers = torch.stack([loc, variance, sampled.mean, sampled.variance]).cpu().double().flatten(1)
+    if not bool(numbers.isfinite().all()):
+        raise DataError(f"{layer} has moments or draws that are NaN or infinite: look at its input first")
+    loc, sd, mean, truth = numbers[0], numbers[1].sqrt(), numbers[2], numbers[3].sqrt()
+    varying = truth > 0
+    errors = (loc - mean).abs()[varying] / truth[varying]
+    deviations = torch.stack([sd, truth], 1)
+    ranked = pandas.DataFrame(deviations[:: math.ceil(len(sd) / _MOST_RANKED)].numpy())
+    return {
+        "elements": len(sd),
+        "mean_error": errors.mean().item() if len(errors) else 0.0,
+        "sd_ratio": 1.0 if torch.equal(sd, truth) else (sd.mean() / truth.mean()).item(),
+        "rank_correlation": float(ranked.corr("spearman").iloc[0, 1]),
+    }
 
 
 @contextmanager
@@ -256,19 +225,3 @@ def _layer_by_layer() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(enabled)
-
-
-def _names(model: Any, modules: Iterable[nn.Module]) -> dict[int, str]:
-    """Return paths of modules: inside the model or, if the model is a function, inside their outermost module."""
-    names: dict[int, str] = {}
-    if isinstance(model, nn.Module):
-        names = {id(module): path or type(model).__name__ for path, module in model.named_modules()}
-    for root in sorted(modules, key=lambda module: -sum(1 for _ in module.modules())):
-        if id(root) in names:
-            continue
-        start = type(root).__name__.removeprefix("Pyro")
-        number = sum(name.split(".")[0].split(" ")[0] == start and "." not in name for name in names.values())
-        start = f"{start} {number + 1}" if number else start
-        for path, module in root.named_modules():
-            names.setdefault(id(module), f"{start}.{path}" if path else start)
-    return names

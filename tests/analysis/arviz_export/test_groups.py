@@ -1,21 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prior, predictions for other inputs, history, attributes, summaries of big sites, plates and names."""
 
-import warnings
-
 import numpy as np
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.infer import SVI
 from torch import nn
 
 import pyro_dvi as dvi
-from pyro_dvi import AtMean, MeanFieldGuide, Samples, TaylorELBO, to_arviz
-from pyro_dvi.errors import ArgumentError, DataError, DviWarning, ModelError, UnsupportedError
-from pyro_dvi.training import History
-from tests.analysis.arviz_export.reading import ARVIZ_1, groups, reopened, values
+from pyro_dvi import AtMean, MeanFieldGuide, Samples, to_arviz
+from pyro_dvi.errors import ArgumentError, DataError, ModelError, UnsupportedError
+from tests.analysis.arviz_export.reading import groups, reopened, values
 
 X = torch.linspace(-1, 1, 12)
 Y = 2 * X
@@ -29,11 +25,6 @@ def model(x, y=None):
 
 def guide(x, y=None):
     pyro.sample("slope", dist.Normal(2.0, 0.1))
-
-
-def test_a_summary_may_be_a_number():
-    exported = to_arviz(model, guide, (X, Y), 5, max_site_size=0, summarise={"twice": lambda v: 2 * float(v)})
-    assert values(exported, "posterior", "slope_twice").shape == (1, 5)
 
 
 def test_a_posterior_that_depends_on_the_inputs_needs_them_all():
@@ -97,40 +88,13 @@ def test_predictions_for_other_inputs_have_the_same_weights_and_other_noise(tmp_
     assert np.abs(residuals).max() < 0.5 * 5
     assert abs(np.corrcoef(residuals[:, 0], residuals[:, 2])[0, 1]) < 0.33  # four standard errors
     np.testing.assert_array_equal(values(exported, "predictions_constant_data", "x"), new)
-    with_y = to_arviz(model, guide, (X, Y), 4, predictions=(new, new), pred_coords={"data": ["a", "b", "c"]})
+    with_y = to_arviz(model, guide, (X, Y), 4, predictions=(new, new), coords={"data": list("abcdefghijkl")})
     assert "log_likelihood" in groups(with_y) and values(with_y, "log_likelihood", "obs").shape == (1, 4, 12)
-    assert list(with_y["predictions"]["data"].values) == ["a", "b", "c"]
+    assert with_y["posterior_predictive"]["data"].values[0] == "a"
+    assert with_y["predictions"]["obs"].shape == (1, 4, 3)  # of other inputs, without these coordinates
 
 
-# History and attributes -------------------------------------------------------------------------------------------
-
-
-def trained():
-    net = dvi.to_bayesian_(nn.Linear(1, 1))
-    regression = dvi.regressor(net, num_data=12, noise_scale=0.5)
-    posterior = MeanFieldGuide(regression)
-    elbo = TaylorELBO(kl_weight=0.3)
-    x, y = X[:, None], Y[:, None]
-    svi = SVI(regression, posterior, pyro.optim.Adam({"lr": 0.01}), loss=elbo)
-    history = dvi.fit(svi, [(x, y)], epochs=3, progress=False)
-    return regression, posterior, (x, y), elbo, history
-
-
-def test_the_history_is_a_group_of_its_own(tmp_path):
-    regression, posterior, data, _, history = trained()
-    exported = reopened(to_arviz(regression, posterior, data, 5, history=history), tmp_path)
-    loss = exported["training_metadata"]["loss"]
-    assert loss.dims == ("epoch",)
-    np.testing.assert_array_equal(loss.values, history["loss"])
-    np.testing.assert_array_equal(exported["training_metadata"]["epoch"].values, [1, 2, 3])
-    assert {"kl", "lr", "posterior_scale"} <= set(exported["training_metadata"].data_vars)
-    assert exported.attrs["kl_weight"] == pytest.approx(0.3)  # of the last epoch, without the objective
-    assert "sample_stats" not in groups(exported)
-    if not ARVIZ_1:  # which takes every group whose name has no "data" in it for draws
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # ArviZ's own use of pandas
-            table = to_arviz(regression, posterior, data, 5, history=history).to_dataframe()
-        assert len(table) == 5 and table["draw"].tolist() == [0, 1, 2, 3, 4]
+# Deterministic sites -------------------------------------------------------------------------------------------
 
 
 def curve(x, y=None):
@@ -154,63 +118,8 @@ def test_deterministic_sites_are_computed_for_every_draw_if_they_are_named(poste
     assert values(alone, "posterior", "twice").shape == (1, 6)
     with pytest.raises(DataError, match=r"draws sites \['mean'\] according to its inputs.*batch_size"):
         to_arviz(curve, posterior, (X, Y), 6, sites="mean", batch_size=6)
-    with pytest.raises(ArgumentError, match="no site 'means'; close names.*'mean'"):
+    with pytest.raises(ArgumentError, match="no site 'means' to export.*'mean'"):
         to_arviz(curve, posterior, (X, Y), 6, sites="means")
-
-
-def test_attributes_survive_a_file(tmp_path):
-    regression, posterior, data, elbo, _ = trained()
-    attributes = reopened(to_arviz(regression, posterior, data, 5, elbo=elbo, seed=7), tmp_path).attrs
-    expected = {
-        "seed": 7,
-        "elbo": "TaylorELBO",
-        "kl_weight": 0.3,
-        "guide": "MeanFieldGuide",
-        "method": "AtMean()",
-        "inference_library": "pyro_dvi",
-        "pyro_version": pyro.__version__,
-        "sites_left_out": "",
-    }
-    assert {name: attributes[name] for name in expected} == pytest.approx(expected)
-    assert attributes["created_at"].startswith("20")
-
-
-def test_the_kl_weight_of_a_laplace_guide_is_its_own():
-    posterior = dvi.LaplaceGuide(model)
-    posterior.initialize(X, Y)
-    posterior.polish([(X, Y)], progress=False)
-    posterior.fit([(X, Y)])
-    assert to_arviz(model, posterior, (X, Y), 3).attrs["kl_weight"] == 1.0
-
-
-# Big sites --------------------------------------------------------------------------------------------------------
-
-
-def test_summaries_stand_for_big_sites(recwarn):
-    def wide(x, y=None):
-        pyro.sample("w", dist.Normal(torch.zeros(30, 50), 2.0).to_event(2))
-        model(x, y)
-
-    def wide_guide(x, y=None):
-        pyro.sample("w", dist.Normal(torch.zeros(30, 50), 0.1).to_event(2))
-        guide(x, y)
-
-    functions = {"norm": torch.norm, "rows": lambda w: w.mean(1)}
-    exported = to_arviz(wide, wide_guide, (X, Y), 40, summarise=functions, prior=40, seed=0)
-    assert set(exported["posterior"].data_vars) == {"slope", "w_norm", "w_rows"}
-    assert exported["posterior"]["w_norm"].shape == (1, 40)
-    assert exported["posterior"]["w_rows"].shape == (1, 40, 30)
-    for group, scale in (
-        ("posterior", 0.1),
-        ("prior", 2.0),
-    ):  # the norm of 1,500 values varies by two per cent
-        np.testing.assert_allclose(values(exported, group, "w_norm"), scale * 1500**0.5, rtol=0.1)
-    assert exported.attrs["sites_left_out"] == "w"
-    assert not any(issubclass(w.category, DviWarning) for w in recwarn)
-    named = to_arviz(wide, wide_guide, (X, Y), 3, sites=["slope"], summarise={"norm": torch.norm})
-    assert set(named["posterior"].data_vars) == {"slope", "w_norm"}
-    with pytest.raises(ArgumentError, match="summarise must map names to functions"):
-        to_arviz(wide, wide_guide, (X, Y), 3, summarise=torch.norm)
 
 
 # Dimensions ----------------------------------------------------------------------------------------------------------
@@ -311,19 +220,7 @@ def export(**options):
 
 
 MISTAKES = {
-    "coords of nothing": (
-        lambda: export(coords={"date": np.arange(12)}),
-        r"coords names no dimension 'date'; close names: \['data'",
-    ),
-    "dims of nothing": (
-        lambda: export(dims={"slop": ["a"]}),
-        r"dims names no variable 'slop'; close names: \['slope'\]",
-    ),
-    "too many dims": (lambda: export(dims={"obs": ["a", "b"]}), r"dims\['obs'\].*'obs' has 1 dimensions"),
-    "dims as text": (lambda: export(dims={"obs": "time"}), r"dims\['obs'\] = 'time'"),
     "no prior draws": (lambda: export(prior=0), "prior must be a positive whole number, not 0"),
-    "a list of losses": (lambda: export(history=[1.0, 0.5]), "history must be what pyro_dvi.fit returned"),
-    "an empty history": (lambda: export(history=History()), "no finished epoch"),
 }
 
 

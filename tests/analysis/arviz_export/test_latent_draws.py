@@ -229,30 +229,30 @@ DRAWS = torch.zeros(5, 3)
 MISTAKES = {
     "unequal lengths": (
         lambda: to_arviz(model, {"weight": DRAWS, "bias": torch.zeros(6)}, (X, Y)),
-        r"unequal numbers of draws, \{'weight': 5, 'bias': 6\}",
+        r"numbers of draws \{'weight': 5, 'bias': 6\}",
     ),
     "misspelt": (
         lambda: to_arviz(model, {"weigth": DRAWS}, (X, Y)),
-        r"site 'weigth' that the model has not; close names: \['weight'\]",
+        r"of sites \['weigth'\], but the latent sites of the model are \['weight'\]",
     ),
     "misspelt, without observations": (
         lambda: to_arviz(model, {"weigth": DRAWS}, X),
-        r"site 'weigth' that the model has not",
+        r"of sites \['weigth'\], but",
     ),
     "a site is missing": (
         lambda: to_arviz(mixed, {"slope": torch.zeros(5)}, (X, Y)),
-        "no draws of site 'kind', which the model draws",
+        r"of sites \['slope'\], but the latent sites of the model are \['slope', 'kind'\]",
     ),
     "observed site": (
         lambda: to_arviz(model, {"weight": DRAWS, "obs": torch.zeros(5, 12)}, (X, Y)),
-        "site 'obs' that the model observes: leave it out",
+        r"of sites \['weight', 'obs'\], but the latent sites of the model are \['weight'\]",
     ),
     "chains": (
         lambda: to_arviz(model, {"weight": torch.zeros(2, 5, 3)}, (X, Y)),
         r"draw of site 'weight' has the shape \(5, 3\), its value in the model \(3,\).*group_by_chain",
     ),
-    "nothing": (lambda: to_arviz(model, {}, (X, Y)), "no draws: no sites"),
-    "no draws": (lambda: to_arviz(model, {"weight": torch.zeros(0, 3)}, (X, Y)), "no draws"),
+    "nothing": (lambda: to_arviz(model, {}, (X, Y)), r"numbers of draws \{\}"),
+    "no draws": (lambda: to_arviz(model, {"weight": torch.zeros(0, 3)}, (X, Y)), r"draws \{'weight': 0\}"),
     "a method": (
         lambda: to_arviz(model, {"weight": DRAWS}, (X, Y), method=AtMean()),
         r"leave out method=AtMean\(\)",

@@ -134,23 +134,12 @@ def test_a_site_that_depends_on_what_was_not_observed_takes_draws():
 
 
 MISTAKES = {
-    "no names": (
-        lambda: WAYS["arguments"](site=3),
-        ArgumentError,
-        "site is a name or a list of names, not 3",
-    ),
-    "no argument names": (
-        lambda: to_arviz(two, slope, (X, Y, N), observed=3),
-        ArgumentError,
-        "observed is a name or a list of names, not 3",
-    ),
     "an input by name": (
         lambda: to_arviz(scaled, slope, {"x": X, "s": X, "y": Y, "n": N}, observed=["y", "n"]),
         DataError,
         r"takes \['s'\] by name only",
     ),
     "no such site": (lambda: WAYS["arguments"](site="sise"), ModelError, r"no observed site 'sise'; it has"),
-    "no site": (lambda: WAYS["arguments"](site=[]), ModelError, r"site=\[\] asks for no observed site"),
     "inputs alone": (lambda: to_arviz(two, slope, X), ModelError, "several sites.*site="),
     "one observation of two": (
         lambda: to_arviz(two, slope, (X, Y), observed="y"),

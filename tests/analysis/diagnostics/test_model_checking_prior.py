@@ -94,7 +94,7 @@ def test_data_from_the_prior_are_not_unusual_and_others_are():
     far = prior_predictive_check(line, (X, y + 40), seed=0)
     assert [row["statistic"] for row in far.rows if row["finding"] == "unusual"] == ["mean", "min", "max"]
     assert rows(far)["mean"]["p-value"] == 0
-    assert "mean (above nearly all draws)" in far.verdict
+    assert "The mean of the data is above nearly all draws" in far.verdict
     text = str(far)
     assert "200 data sets of 30 examples" in text and "unusual" in text and text.endswith(far.verdict)
     assert list(far.to_dataframe().index) == far["statistic"]
@@ -112,7 +112,7 @@ def test_a_vague_prior_is_called_so():
             return pyro.sample("y", dist.Normal(slope * x, 0.5), obs=y)
 
     check = prior_predictive_check(vague, (X, X), seed=0)
-    assert "It is vague" in check.verdict
+    assert "The prior is vague" in check.verdict
 
 
 def test_p_values_are_uniform_if_the_prior_is_right():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log densities of draws, against closed forms; chains, and what may be left out or given."""
+"""Log densities of draws, against closed forms."""
 
 import warnings
 
@@ -12,7 +12,7 @@ from pyro.infer.autoguide import AutoDelta, AutoDiagonalNormal, AutoGuideList, A
 from pyro.poutine import block
 
 import pyro_dvi as dvi
-from pyro_dvi.errors import ArgumentError, DviWarning
+from pyro_dvi.errors import DviWarning
 from tests.analysis.arviz_export.reading import ARVIZ_1, az, groups, values
 
 X = torch.linspace(-1, 1, 6, dtype=torch.float64)
@@ -181,39 +181,6 @@ def test_pareto_k_tells_a_posterior_that_is_too_narrow():
 
     good, bad = (pareto_k(exported(line, guide, 2000)["sample_stats"]) for guide in (wide, narrow))
     assert good < 0.5 and bad > 0.7
-
-
-def test_chains_hold_the_draws_one_after_the_other():
-    one, four = exported(line, exact), exported(line, exact, chains=4, prior=30)
-    for group, name in (("posterior", "slope"), ("log_likelihood", "obs"), ("sample_stats", "lp")):
-        assert values(four, group, name).shape[:2] == (4, 10)
-        assert np.array_equal(
-            values(four, group, name).reshape(values(one, group, name).shape), values(one, group, name)
-        )
-    assert values(four, "prior", "slope").shape == (1, 30)
-    with pytest.raises(ArgumentError, match="40 draws do not fill 3 chains"):
-        exported(line, exact, chains=3)
-
-
-def test_likelihoods_and_constants_are_as_asked_for(monkeypatch):
-    monkeypatch.setattr(
-        "pyro_dvi.analysis.arviz_export.records.MAX_INPUT_VALUES", 5
-    )  # x is too big to be copied
-    assert exported(line, exact).attrs["inputs_left_out"] == "x"
-    found = exported(
-        line,
-        exact,
-        log_likelihood=False,
-        constant_data={"year": [1, 2, 3, 4, 5, 6], "unit": 2.0, "county": ["a", "b"]},
-    )
-    assert "log_likelihood" not in groups(found)
-    assert found.attrs["log_likelihood_left_out"] == "log_likelihood=False"
-    assert list(found["constant_data"].data_vars) == ["year", "unit", "county"]
-    assert found.attrs["inputs_left_out"] == ""
-    assert found["constant_data"]["year"].dims == ("data",)
-    assert found["constant_data"]["county"].dims == ("county_dim_0",)  # not of as many examples
-    with pytest.raises(ArgumentError, match=r"AtMean\(\) predicts by one distribution"):
-        dvi.to_arviz(line, exact, (X, Y), method=dvi.AtMean(), log_likelihood=True)
 
 
 def test_which_member_of_an_ensemble_it_is_counts_as_a_latent():

@@ -20,7 +20,7 @@ from pyro_dvi import (
     laplace,
     to_bayesian_,
 )
-from pyro_dvi.analysis.diagnostics.posterior_spread import posterior_spread, scale_snapshot
+from pyro_dvi.analysis.diagnostics.posterior_scales import posterior_spread, scale_snapshot
 from pyro_dvi.errors import GuideError
 from pyro_dvi.guides.factors import PerSite, SGDStepSize
 
@@ -246,9 +246,9 @@ def before_its_fit():
 
 
 MISTAKES = {
-    "a guide function": (lambda: model, "not from model"),
+    "a guide function": (lambda: model, "model is not known to be Gaussian"),
     "never run": (lambda: MeanFieldGuide(model), "has not seen its model"),
-    "a flow": (flow, "AutoIAFNormal is not Gaussian"),
+    "a flow": (flow, "AutoIAFNormal is not known to be Gaussian"),
     "a point mass": (point_mass, "point mass at every site"),
     "before its fit": (before_its_fit, r"laplace_approximation\(\*args\)"),
     "dependent": (structured, "AutoStructured is not known to be Gaussian"),

@@ -94,10 +94,10 @@ MISTAKES = {
         lambda: plots.rejection_curve({"A": predicted(dist.Categorical, torch.ones(1, 1))}),
         "of 'A' came without labels",
     ),
-    "no methods": (lambda: plots.rejection_curve({}, [0]), "mapping is empty"),
+    "no methods": (lambda: plots.rejection_curve({}, [0]), "the methods are"),
     "one uncertainty missing": (
         lambda: plots.rejection_curve({"A": [[0.9, 0.1]]}, [0], uncertainty={"B": [0.1]}),
-        r"'A' has no uncertainty; there are those of \['B'\]",
+        r"the methods are \['A'\], with uncertainties of \['B'\]",
     ),
 }
 

@@ -45,8 +45,8 @@ def test_values_errors_and_the_best():
     assert accuracy.get_title("left") == "accuracy (higher is better)"
 
 
-def test_runs_as_columns_of_numbers():
-    (ax,) = plots.compare({"A": {"rmse": [1.0, 2.0, 3.0]}, "B": {"rmse": np.array([2.0, 2.0])}})
+def test_runs_are_small_ticks():
+    (ax,) = plots.compare({"A": [{"rmse": k} for k in (1.0, 2.0, 3.0)], "B": [{"rmse": 2.0}] * 2})
     np.testing.assert_allclose(drawn(ax)[0], (2.0, 1 / np.sqrt(3)))
     ticks = [line for line in ax.lines if line.get_marker() == "|"]
     np.testing.assert_allclose(ticks[0].get_xdata(), [1, 2, 3])
@@ -85,24 +85,24 @@ def test_every_row_of_panels_names_the_methods():
 
 
 MISTAKES = {
-    "nothing": (lambda: plots.compare({}), DataError, "at least one"),
-    "no runs": (lambda: plots.compare({"A": []}), DataError, "results of 'A' are a Prediction"),
+    "nothing": (lambda: plots.compare({}), DataError, "no metric in common"),
+    "no runs": (lambda: plots.compare({"A": [], "B": {"nll": 1.0}}), DataError, "'A' has no metric 'nll'"),
     "a number": (lambda: plots.compare({"A": 0.5}), DataError, "results of 'A' are a Prediction"),
     "nothing in common": (
         lambda: plots.compare({"A": {"nll": 1.0}, "B": {"rmse": 1.0}}),
         DataError,
-        r"no metric in common: .*'B': \['rmse'\]",
+        r"no metric in common: \[\['nll'\], \['rmse'\]\]",
     ),
     "one missing": (
         lambda: plots.compare({"A": [{"nll": 1.0}, {"rmse": 1.0}]}, metrics=["nll"]),
         DataError,
         "'A' has no metric 'nll' in some run",
     ),
-    "NaN": (lambda: plots.compare({"A": {"nll": np.nan}}), DataError, "finite"),
+    "NaN": (lambda: plots.compare({"A": {"nll": np.nan}}), DataError, "nll of 'A' is empty, or holds"),
     "axes": (
         lambda: plots.compare(RESULTS, axes=[plt.figure().add_subplot()]),
         ArgumentError,
-        "2 metrics .* 1 axes",
+        "2 panels .* 1 axes",
     ),
 }
 

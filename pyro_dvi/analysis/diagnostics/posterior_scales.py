@@ -1,0 +1,331 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Posterior standard deviations: convergence, ratio to the prior, and signal-to-noise ratios of weights."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+import torch
+from pyro import poutine
+from pyro.infer.autoguide import (
+    AutoDelta,
+    AutoDiagonalNormal,
+    AutoGuideList,
+    AutoLowRankMultivariateNormal,
+    AutoMultivariateNormal,
+    AutoNormal,
+)
+from torch import Tensor
+from torch import distributions as td
+
+from pyro_dvi.core.batches import arguments
+from pyro_dvi.core.distributions import broadcasts_to, strip_event_dims
+from pyro_dvi.core.table import Table
+from pyro_dvi.core.undisturbed import device_of, undisturbed
+from pyro_dvi.errors import DataError, GuideError
+from pyro_dvi.guides.base import FactorisedGuide
+from pyro_dvi.predictive.engine.model_runs import AtValues, evaluation_mode
+from pyro_dvi.predictive.engine.posterior_values import check_is_set_up, predicted_model
+from pyro_dvi.runs.divergences import normal_in_unconstrained_space
+from pyro_dvi.runs.latents import unconstraining_transform
+
+MOVING = 0.01  # relative change above which scales are said to move
+AT_START = 0.05  # relative change since the start below which a scale was hardly trained
+
+
+@dataclass(frozen=True)
+class ScaleReport(Table):
+    r"""Posterior scales of every site, and whether they have converged.
+
+    A row for each site with a Gaussian posterior, with the columns ``site``, ``elements``, ``scale_5%``, ``scale_50%``
+    and ``scale_95%`` (quantiles of σ over elements, in unconstrained space), ``to_prior`` (the median of σ over the
+    prior's standard deviation), ``to_start`` (the exponential of the mean :math:`\log(\sigma/\sigma_0)`), ``change``
+    since the snapshot, and ``state``: ``"moves"``, ``"settled"``, ``"at its start"``, ``"not trained"`` or
+    ``"unknown"``. A quantity that is not known is NaN.
+
+    Attributes:
+        converged: whether the scales stand still; None without a snapshot to compare with.
+    """
+
+    converged: bool | None = None
+
+
+def scale_report(guide: Any, *, earlier: Mapping[str, Tensor] | None = None) -> ScaleReport:
+    r"""Report whether posterior standard deviations have converged, site by site.
+
+    Scales converge after the means, and training that stops when the loss looks flat leaves them near their start: the
+    posterior is then as narrow, or as wide, as it was initialised. Each site's σ is compared with the prior's, with the
+    start, and with an earlier snapshot. Sites are judged by the typical change of their elements,
+    :math:`\exp(\mathrm{mean}\,|\log(\sigma/\sigma_{\mathrm{then}})|) - 1`, above one per cent of which they move.
+
+    Status: the numbers are exact; the verdict is a rule of thumb. A small change between two snapshots means little if
+    they are a few steps apart, or if the learning rate has decayed to nothing in between.
+
+    Args:
+        guide: a guide of this library (a :class:`~pyro_dvi.LaplaceGuide` after its fit), Pyro's ``AutoNormal``,
+            ``AutoDiagonalNormal``, ``AutoMultivariateNormal``, ``AutoLowRankMultivariateNormal``, or an
+            ``AutoGuideList`` of these.
+        earlier: the value of :func:`scale_snapshot` some epochs ago.
+
+    Returns:
+        The report, to print.
+
+    Raises:
+        DataError: a snapshot of other sites or shapes.
+        GuideError: a guide without Gaussians, or one that has not seen its model.
+        UnsupportedError: the method of a LaplaceGuide has no variances.
+
+    Source: Unlu & Aitchison (2021), section 4, on the slow convergence of variances.
+
+    Example:
+        >>> import pyro, pyro.distributions as dist, torch
+        >>> from pyro_dvi import MeanFieldGuide
+        >>> guide = MeanFieldGuide(
+        ...     lambda: pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        ... )
+        >>> guide.initialize()
+        >>> report = scale_report(guide)
+        >>> report["state"], report.converged
+        (['at its start'], False)
+    """
+    rows = [_row(spread, earlier) for spread in posterior_spread(guide)]
+    converged, verdict = _verdict({row["site"]: row["state"] for row in rows})
+    numbers = dict.fromkeys(("scale_5%", "scale_50%", "scale_95%", "to_prior", "to_start"), ".3g")
+    formats = {"site": "", "elements": ",", **numbers, "change": ".1%", "state": ""}
+    return ScaleReport(f"Posterior scales of {type(guide).__name__}", rows, formats, verdict, converged)
+
+
+def scale_snapshot(guide: Any) -> dict[str, Tensor]:
+    """Copy the posterior standard deviations of every site, to compare later ones with.
+
+    Args:
+        guide: as in :func:`scale_report`.
+
+    Returns:
+        Standard deviations in unconstrained space by site name, on the CPU.
+
+    Raises:
+        GuideError: a guide without Gaussians.
+
+    Example:
+        >>> import pyro, pyro.distributions as dist
+        >>> from pyro_dvi import MeanFieldGuide
+        >>> guide = MeanFieldGuide(
+        ...     lambda: pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        ... )
+        >>> guide.initialize()
+        >>> scale_snapshot(guide)
+        {'w': tensor([0.0498, 0.0498])}
+    """
+    return {spread.site: spread.scale.cpu().clone() for spread in posterior_spread(guide)}
+
+
+def signal_to_noise(guide: Any) -> dict[str, Tensor]:
+    r"""Return :math:`|\mu|/\sigma` of every weight of a Gaussian posterior.
+
+    Weights with a low ratio can be pruned: their posterior density at zero is below the density at the mean by the
+    factor :math:`\exp(-\text{ratio}^2/2)`. The share that can be pruned measures how much of a network the data
+    needed. Latents with a constrained support (a noise scale, say) are left out, since zero means nothing there.
+    Multiplicative noise has one ratio for each input unit, :math:`\alpha_j^{-1/2}`.
+
+    Status: exact for the marginals of the posterior; a joint posterior may contradict them.
+
+    Args:
+        guide: as in :func:`scale_report`.
+
+    Returns:
+        Ratios of the site's shape by site name, on the CPU.
+
+    Raises:
+        GuideError: a guide without Gaussians, or one that has not seen its model.
+        UnsupportedError: the method of a LaplaceGuide has no variances.
+
+    Source: Graves (2011), "Practical variational inference for neural networks", for the heuristic of pruning;
+    Blundell et al. (2015), "Weight uncertainty in neural networks", for the ratio.
+
+    Example:
+        >>> import pyro, pyro.distributions as dist, torch
+        >>> from pyro.infer.autoguide import AutoNormal, init_to_value
+        >>> values = {"w": torch.tensor([0.0, 0.05, 3.0])}
+        >>> model = lambda: pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        >>> guide = AutoNormal(model, init_loc_fn=init_to_value(values=values), init_scale=0.1)
+        >>> _ = guide()
+        >>> signal_to_noise(guide)["w"] < 1  # weights to prune
+        tensor([ True,  True, False])
+    """
+    return {s.site: (s.loc.abs() / s.scale).cpu() for s in posterior_spread(guide) if s.is_real}
+
+
+def _row(spread: "Spread", earlier: Mapping[str, Tensor] | None) -> dict[str, Any]:
+    scale = spread.scale.double().cpu()
+    to_prior = to_start = moved = change = math.nan
+    if spread.prior_scale is not None:
+        to_prior = float((scale / spread.prior_scale.double().cpu()).nanmedian())
+    if spread.initial_scale is not None:
+        log_ratio = (scale / spread.initial_scale.detach().double().cpu()).log()
+        to_start, moved = float(log_ratio.mean().exp()), float(log_ratio.abs().mean().expm1())
+    if earlier is not None:
+        then = earlier.get(spread.site)
+        if not isinstance(then, Tensor) or then.shape != scale.shape:
+            raise DataError(
+                f"the snapshot of site {spread.site!r} does not hold its {scale.numel()} scales of shape "
+                f"{tuple(scale.shape)}: make it by scale_snapshot(guide)"
+            )
+        change = float((scale / then.double()).log().abs().mean().expm1())
+    if not spread.is_learned:
+        state = "not trained"
+    elif change > MOVING:
+        state = "moves"
+    elif moved < AT_START:
+        state = "at its start"
+    else:
+        state = "unknown" if earlier is None else "settled"
+    quantiles = np.quantile(scale.numpy(), (0.05, 0.5, 0.95)).tolist()
+    row = dict(zip(("scale_5%", "scale_50%", "scale_95%"), quantiles, strict=True))
+    row |= {"to_prior": to_prior, "to_start": to_start, "change": change, "state": state}
+    return {"site": spread.site, "elements": scale.numel(), **row}
+
+
+def _verdict(states: Mapping[str, str]) -> tuple[bool | None, str]:
+    """Return whether the scales have converged, and the finding in words, with the remedy."""
+    if set(states.values()) == {"not trained"}:
+        return True, "Scales are computed or fixed, not trained: there is nothing to converge."
+    unfinished = [site for site, state in states.items() if state in ("moves", "at its start")]
+    if unfinished:
+        shown = ", ".join(unfinished[:3]) + (", ..." if len(unfinished) > 3 else "")
+        return False, (
+            f"Scales of {len(unfinished)} of {len(states)} sites ({shown}) have not converged; train longer or, where "
+            "gradients train them, raise scale_multiplier of learning_rates."
+        )
+    if "settled" in states.values():
+        return True, "Scales have settled."
+    return None, (
+        "It is unknown whether scales still move: pass earlier=scale_snapshot(guide) of some epochs ago."
+    )
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The Gaussian of one latent site in unconstrained space, beside its prior.
+
+    Attributes:
+        site: name.
+        loc: posterior mean.
+        scale: posterior standard deviation, of the shape of ``loc``.
+        prior_scale: standard deviation of the prior, broadcastable to ``loc``; None where it has none there.
+        initial_scale: posterior standard deviation before training, broadcastable; None where it is not known.
+        is_real: whether the site's own values are real numbers, without a transform.
+        is_learned: whether training moves the scale; scales of a fixed family or of Laplace's method are not.
+    """
+
+    site: str
+    loc: Tensor
+    scale: Tensor
+    prior_scale: Tensor | None
+    initial_scale: Tensor | None
+    is_real: bool
+    is_learned: bool
+
+
+@torch.no_grad()
+def posterior_spread(guide: Any) -> Iterator[Spread]:
+    """Give the Gaussian of every latent site, one after the other; point masses are left out, entries of sites too.
+
+    Priors are read at the posterior median, so that a scale that is itself a latent or a parameter counts with its
+    present value. For a guide from a file, without its model, they are the priors of its first run.
+
+    Args:
+        guide: as in :func:`scale_report`.
+
+    Raises:
+        GuideError: another guide, one that has not seen its model, or one of point masses alone.
+    """
+    check_is_set_up(guide)
+    gaussians = list(_gaussians(guide))
+    if not gaussians:
+        raise GuideError(
+            f"{type(guide).__name__} is a point mass at every site and has no scales: call guide.fit(batches, method) "
+            "of a LaplaceGuide first, or train a MeanFieldGuide or AutoNormal"
+        )
+    priors = _priors(guide)
+    for site, loc, scale, initial, is_learned in gaussians:
+        transform = unconstraining_transform(priors[site].support)
+        prior, scale = _prior_scale(priors[site], transform, loc), scale.expand_as(loc)
+        if not is_learned and not bool(scale.all()):  # of a Laplace fit, some entries of which are fixed
+            varies = scale > 0
+            prior = None if prior is None else prior.expand_as(loc)[varies]
+            loc, scale = loc[varies], scale[varies]
+        yield Spread(site, loc.detach(), scale.detach(), prior, initial, transform is None, is_learned)
+
+
+def _gaussians(guide: Any) -> Iterator[tuple[str, Tensor, Tensor, Tensor | None, bool]]:
+    """Give site, mean, scale and initial scale of each Gaussian, and whether its scale is learned."""
+    if isinstance(guide, AutoGuideList):
+        for part in guide:
+            yield from _gaussians(part)
+    elif isinstance(guide, FactorisedGuide):
+        initial = guide.initial_scales()
+        for site, posterior in guide.get_posterior().items():
+            base = strip_event_dims(posterior)
+            if isinstance(base, td.TransformedDistribution):
+                base = strip_event_dims(base.base_dist)
+            if isinstance(base, td.Normal):
+                yield site, base.loc, base.scale, initial.get(site), site in initial
+    elif isinstance(guide, AutoNormal):
+        for site in guide.median():
+            loc, scale = attrgetter(site)(guide.locs), attrgetter(site)(guide.scales)
+            yield site, loc, scale, loc.new_tensor(guide._init_scale), True
+    elif isinstance(guide, (AutoDiagonalNormal, AutoMultivariateNormal, AutoLowRankMultivariateNormal)):
+        joint_loc, joint_scale = guide._loc_scale()
+        is_known = not isinstance(guide, AutoLowRankMultivariateNormal)
+        start = joint_loc.new_tensor(guide._init_scale) if is_known else None
+        locs, scales = guide._unpack_latent(joint_loc), guide._unpack_latent(joint_scale)
+        for (node, loc), (_, scale) in zip(locs, scales, strict=True):
+            yield node["name"], loc, scale, start, True
+    elif not isinstance(guide, AutoDelta):
+        raise GuideError(
+            f"{getattr(guide, '__name__', type(guide).__name__)} is not known to be Gaussian: scales are read from "
+            "guides of this library (of an ensemble, take guide.members[k].guide), from AutoNormal, "
+            "AutoDiagonalNormal, AutoMultivariateNormal and AutoLowRankMultivariateNormal, and from what "
+            "AutoLaplaceApproximation.laplace_approximation(*args) returns"
+        )
+
+
+def _priors(guide: Any) -> Mapping[str, Any]:
+    """Return the priors of the latent sites, given the posterior median of the sites that they depend on."""
+    prototype = guide.prototype_trace
+    first = {name: node["fn"] for name, node in prototype.iter_stochastic_nodes()}
+    if guide._model is None or "_INPUT" not in prototype.nodes:
+        return first
+    given, device = prototype.nodes["_INPUT"], device_of(guide)
+    args, kwargs = arguments(given["args"], device)[0], arguments(given["kwargs"], device)[1]
+    whole = {
+        name: value
+        for name, value in guide.median(*args, **kwargs).items()
+        if not any(frame.vectorized for frame in prototype.nodes[name]["cond_indep_stack"])
+    }
+    model = predicted_model(guide, guide.model)
+    with undisturbed(), evaluation_mode(model), poutine.trace() as recorder, AtValues(whole):
+        model(*args, **kwargs)
+    nodes = recorder.trace.nodes
+    return {name: nodes[name]["fn"] if name in nodes else fn for name, fn in first.items()}
+
+
+def _prior_scale(prior: Any, transform: Any, loc: Tensor) -> Tensor | None:
+    """Return the standard deviation of a prior in unconstrained space, of a Normal there or any on the real line."""
+    normal = normal_in_unconstrained_space(prior, transform)
+    if normal is None and transform is not None:
+        return None
+    try:
+        scale = prior.variance.sqrt() if normal is None else normal.scale
+    except NotImplementedError:
+        return None
+    scale = scale.detach().to(loc)
+    scale = torch.where(scale.isfinite(), scale, torch.nan)
+    if bool(scale.isnan().all()):
+        return None
+    # The priors of a batch of a plate are alike, or nearly so.
+    return scale if broadcasts_to(scale.shape, loc.shape) else scale.nanmedian()

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plots with one panel a quantity: metrics of several methods, and the course of training."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
+
+from pyro_dvi.analysis.plots.style import GREY, column
+from pyro_dvi.errors import ArgumentError, DataError
+from pyro_dvi.predictive.metrics.scoring import Estimate
+
+ERROR = "_standard_error"
+MOVING = 0.01  # relative change of the mean posterior scale above which it has not settled
+
+# Metrics whose better direction is known, by the beginning of their name.
+_LOWER = tuple("nll rmse brier ece adaptive_ece crps aumrc fpr error loss width seconds".split())
+_HIGHER = ("accuracy", "auroc", "log_likelihood", "lppd", "elpd")
+
+# Columns of a training history that have a panel, in this order; validation metrics follow.
+_TERMS = {
+    "loss": "loss (objective)",
+    "log_likelihood": "log-likelihood",
+    "penalty": "penalty",
+    "kl": "KL (unweighted)",
+    "posterior_scale": "mean posterior σ",
+}
+
+
+def compare(
+    results: Mapping[str, Any], *, metrics: Sequence[str] | None = None, axes: Sequence[Axes] | None = None
+) -> np.ndarray:
+    r"""Draw metrics of several methods with their standard errors: a row for each method, a panel for each metric.
+
+    Bars are one standard error to each side. For a single run it is the metric's standard error over test examples,
+    where it has one; for several runs (seeds) the dot is their mean, the bar their standard deviation divided by the
+    square root of their number, and each run is a small tick. The best method of each panel is a filled dot with a
+    dashed line through it; the title says which direction is good, where that is known. Standard errors of methods on
+    the same test data are correlated: bars that overlap do not rule out a clear difference of pairs.
+
+    Args:
+        results: for each method by name a :class:`~pyro_dvi.predictive.Prediction` with observations, a mapping from
+            metrics to numbers (an estimate with its standard error, or a number with ``<metric>_standard_error``
+            beside it), or a sequence of either, one for each run.
+        metrics: metrics to draw, in this order; by default all that every method has.
+        axes: one for each metric.
+
+    Returns:
+        Array of the axes, one for each metric.
+
+    Raises:
+        ArgumentError: another number of axes than of metrics.
+        DataError: no results, or a metric that a method does not have or that is not finite.
+
+    Example:
+        >>> axes = compare({"MAP": {"nll": 0.5, "nll_standard_error": 0.1}, "VL": {"nll": 0.3}})
+        >>> [ax.get_title("left") for ax in axes]
+        ['nll (lower is better)']
+    """
+    runs = {name: _runs(name, given) for name, given in results.items()}
+    every = [row for rows in runs.values() for row in rows]
+    if metrics is None and every:
+        metrics = [m for m in every[0] if not m.endswith(ERROR) and all(m in row for row in every)]
+    if not metrics:
+        raise DataError(f"the methods have no metric in common: {[list(row) for row in every]}")
+    height = 0.9 + 0.3 * len(runs)
+    drawn = _panels(axes, metrics, columns=2 if len(metrics) == 4 else 3, size=(3.1, height), sharey=True)
+    for ax, metric in zip(drawn, metrics, strict=True):
+        _panel(ax, metric, {name: _score(name, rows, metric) for name, rows in runs.items()})
+    return drawn
+
+
+def _panel(ax: Axes, metric: str, scores: Mapping[str, tuple[np.ndarray, float]]) -> None:
+    """Draw one metric: its values in the runs of each method, and the standard error of their mean."""
+    values = np.array([runs.mean() for runs, _ in scores.values()])
+    errors = np.nan_to_num([error for _, error in scores.values()])
+    places = np.arange(len(values))
+    lower = metric.lower().startswith(_LOWER)
+    known = lower or metric.lower().startswith(_HIGHER)
+    best = (values == (values.min() if lower else values.max())) & known
+    for chosen, face in ((~best, ax.get_facecolor()), (best, "C0")):
+        dots: dict[str, Any] = {"color": "C0", "markerfacecolor": face, "elinewidth": 1.5, "zorder": 3}
+        ax.errorbar(values[chosen], places[chosen], xerr=errors[chosen], fmt="o", **dots)
+    for place, (runs, _) in enumerate(scores.values()):
+        if len(runs) > 1:
+            ax.plot(runs, [place + 0.25] * len(runs), "|", color=GREY, markersize=5)
+    if best.any() and len(values) > 1:
+        ax.axvline(float(values[best][0]), color=GREY, linestyle="--", linewidth=0.8, zorder=0)
+    direction = f" ({'lower' if lower else 'higher'} is better)" if known else ""
+    ax.set_title(metric.replace("_", " ") + direction, loc="left", fontsize="medium")
+    ax.xaxis.set_major_locator(MaxNLocator(4))
+    ax.margins(x=0.12)
+    ax.set_yticks(places, list(scores), fontsize="small")
+    ax.set_ylim(len(values) - 0.5, -0.5)
+
+
+def _runs(name: str, given: Any) -> list[Mapping[str, Any]]:
+    """Return the metrics of each run of a method."""
+    if isinstance(given, (list, tuple)):
+        return [row for part in given for row in _runs(name, part)]
+    if isinstance(given, Mapping):
+        return [given]
+    if callable(getattr(given, "metrics", None)):
+        return [given.metrics()]
+    raise DataError(
+        f"the results of {name!r} are a Prediction, a mapping of metrics, or runs of these, not {given!r}"
+    )
+
+
+def _score(name: str, rows: list[Mapping[str, Any]], metric: str) -> tuple[np.ndarray, float]:
+    """Return the values of a metric in all runs, and the standard error of their mean, NaN if it is not known."""
+    if not rows or any(metric not in row for row in rows):
+        raise DataError(
+            f"method {name!r} has no metric {metric!r} in some run: {[list(row) for row in rows]}"
+        )
+    values = column([float(row[metric]) for row in rows], f"{metric} of {name!r}")
+    if len(values) > 1:
+        return values, float(values.std(ddof=1) / np.sqrt(len(values)))
+    first = rows[0][metric]
+    error = first.standard_error if isinstance(first, Estimate) else rows[0].get(metric + ERROR, np.nan)
+    return values, float(error)
+
+
+def training_history(history: Any, *, axes: Sequence[Axes] | None = None) -> np.ndarray:
+    """Draw the course of training: the loss, its terms, the posterior scales and validation metrics by epoch.
+
+    A flat loss does not imply a converged posterior, since scales converge last. The title of their panel is the
+    relative change of the mean posterior σ in the last tenth of training, which is shaded where it exceeds one per
+    cent: then train longer, or raise ``scale_multiplier`` of :func:`~pyro_dvi.optim.learning_rates`. A small change
+    means nothing where the learning rate had decayed to zero, or where σ has hardly moved since the first epoch.
+
+    Args:
+        history: the history that :func:`~pyro_dvi.fit` returned, or a mapping of columns of equal length, with
+            ``epoch`` among them or counted from 1.
+        axes: one for each panel, in the order of the columns.
+
+    Returns:
+        Array of the axes, one for each column that the history has.
+
+    Raises:
+        ArgumentError: another number of axes than of panels.
+        DataError: no history, or nothing recorded.
+
+    Source: Unlu & Aitchison (2021), section 4, on the slow convergence of variances.
+
+    Example:
+        >>> axes = training_history({"epoch": [1, 2], "loss": [3.0, 2.0], "kl": [0.1, 0.2]})
+        >>> [ax.get_ylabel() for ax in axes]
+        ['loss (objective)', 'KL (unweighted)']
+    """
+    columns: Mapping[str, Sequence[float]] = getattr(history, "epochs", history)
+    if not isinstance(columns, Mapping):
+        raise DataError(
+            f"history must be what fit returned, or a mapping of columns, not {type(history).__name__}"
+        )
+    validation = [name for name in columns if name.startswith("validation_")]
+    texts = _TERMS | {
+        n: f"{n.removeprefix('validation_').replace('_', ' ')} (validation)" for n in validation
+    }
+    names = [name for name in texts if name in columns and np.isfinite(columns[name]).any()]
+    if not names:
+        raise DataError(
+            f"the history has nothing to plot: no finite value of {', '.join(_TERMS)} or validation_* in the columns "
+            f"{list(columns)}"
+        )
+    drawn = _panels(axes, names, columns=3, size=(3.6, 2.7))
+    for ax, name in zip(drawn, names, strict=True):
+        values = np.asarray(columns[name], dtype=float)
+        known = np.isfinite(values)  # metrics that are not measured in every epoch are joined by lines
+        epochs = np.asarray(columns.get("epoch", np.arange(1, len(values) + 1)))[known]
+        values, line = values[known], "C2" if name in validation else "C0"
+        ax.plot(epochs, values, color=line, marker="o" if len(values) < 20 else None)
+        ax.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+        ax.yaxis.set_major_locator(MaxNLocator(5))
+        ax.set(xlabel="epoch", ylabel=texts[name])
+        if name == "posterior_scale" and len(values) > 2:
+            last = max(1, len(values) // 10)
+            change = values[-1] / values[-1 - last] - 1
+            ax.set_title(f"last tenth: {change:+.1%}", loc="left", fontsize="small")
+            if abs(change) > MOVING:
+                ax.axvspan(epochs[-1 - last], epochs[-1], color="C1", alpha=0.15, linewidth=0)
+    return drawn
+
+
+def _panels(
+    axes: Sequence[Axes] | None,
+    names: Sequence[str],
+    *,
+    columns: int,
+    size: tuple[float, float],
+    sharey: bool = False,
+) -> np.ndarray:
+    """Return ``axes``, or a new figure's, with so many ``columns``; one for each name.
+
+    Raises:
+        ArgumentError: another number of axes.
+    """
+    drawn = np.asarray(axes, dtype=object).ravel()
+    if axes is None:
+        wide = min(len(names), columns)
+        high = -(-len(names) // wide)
+        options: dict[str, Any] = {"figsize": (size[0] * wide, size[1] * high), "layout": "constrained"}
+        _, grid = plt.subplots(high, wide, squeeze=False, sharey=sharey, **options)
+        for unused in grid.ravel()[len(names) :]:
+            unused.remove()
+        drawn = grid.ravel()[: len(names)]
+    if len(drawn) != len(names):
+        raise ArgumentError(f"there are {len(names)} panels {list(names)}, but {len(drawn)} axes")
+    return drawn

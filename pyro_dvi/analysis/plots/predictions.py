@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plots of predictions: bands of a regression, calibration of class probabilities, and errors under rejection."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib import rcParams
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from pyro_dvi.analysis.plots.style import GREY, column, legend_above, own_axes
+from pyro_dvi.errors import ArgumentError, DataError, UnsupportedError
+from pyro_dvi.predictive import metrics
+
+FEW = 5  # examples in a bin below which its accuracy is drawn as an open circle
+LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 1)))
+
+
+def regression_band(
+    x: Any, prediction: Any, *, data: tuple[Any, Any] | None = None, ax: Axes | None = None
+) -> Axes:
+    r"""Draw a regression over one input: mean, epistemic uncertainty, and observation noise on top.
+
+    The inner band is :math:`m \pm 2\,\mathrm{sd}` of the function (epistemic), the outer one of the observation, from
+    the total variance. They differ in shade, and the outer one has a dashed edge.
+
+    Args:
+        x: the input of each prediction, shape ``[N]`` or ``[N, 1]``, in any order; of several inputs, one column.
+        prediction: a :class:`~pyro_dvi.predictive.Prediction`, or a mapping with ``mean`` and, where known,
+            ``epistemic`` and ``variance`` (of the observation, in squared units), of shape ``[N]`` or ``[N, 1]``. Pass
+            one of several outputs in a mapping.
+        data: observed ``(x, y)`` to show as points.
+        ax: axes to draw into.
+
+    Returns:
+        The axes.
+
+    Raises:
+        DataError: no mean, NaN, or another number of predictions than of inputs.
+
+    Source: Depeweg et al. (2018), section 3, for the decomposition.
+
+    Example:
+        >>> ax = regression_band(
+        ...     [0.0, 1.0], {"mean": [0.0, 1.0], "variance": [0.1, 0.2]}, data=([0.5], [0.4])
+        ... )
+        >>> ax.get_legend_handles_labels()[1]
+        ['observation, ±2 sd', 'mean', 'data (1)']
+    """
+    places = column(x, "x")
+    order = np.argsort(places, kind="stable")
+    mean, total, epistemic = (_numbers(prediction, name, order) for name in ("mean", "variance", "epistemic"))
+    if mean is None:
+        raise DataError(
+            "prediction has no mean: pass a Prediction of numbers, or {'mean': ..., 'variance': ...}"
+        )
+    ax, places = own_axes(ax, (5.4, 3.8)), places[order]
+    for variance, alpha, name in ((total, 0.15, "observation"), (epistemic, 0.4, "function")):
+        if variance is not None:
+            low, high = mean - 2 * np.sqrt(variance), mean + 2 * np.sqrt(variance)
+            ax.fill_between(places, low, high, color="C0", alpha=alpha, linewidth=0, label=f"{name}, ±2 sd")
+            if name == "observation":
+                ax.plot(places, np.stack([low, high], 1), "--", color="C0", linewidth=0.8, alpha=0.7)
+    ax.plot(places, mean, color="C1", label="mean")
+    if data is not None:
+        inputs, targets = column(data[0], "x of the data"), column(data[1], "y of the data")
+        size, alpha = (1.5, 0.4) if len(inputs) > 300 else (4, 0.6)
+        points: dict[str, Any] = {"markersize": size, "alpha": alpha, "markeredgewidth": 0, "zorder": 2.5}
+        label = f"data ({len(inputs):,})"
+        ax.plot(inputs, targets, "o", color=rcParams["text.color"], label=label, **points)
+    ax.set(xlabel="x", ylabel="y")
+    ax.margins(x=0.02)
+    legend_above(ax, ncols=2)
+    return ax
+
+
+def _numbers(prediction: Any, name: str, order: np.ndarray) -> np.ndarray | None:
+    """Return one number for each input in their order, or None where the prediction does not know it."""
+    try:
+        given = prediction.get(name) if isinstance(prediction, Mapping) else getattr(prediction, name, None)
+    except UnsupportedError:
+        given = None
+    if given is None:
+        return None
+    numbers = column(given, name)
+    if len(numbers) != len(order):
+        raise DataError(f"{name} has {len(numbers)} numbers for {len(order)} values of x: give one for each")
+    return numbers[order]
+
+
+def _of_classes(prediction: Any, labels: Any, name: str = "") -> tuple[Any, Any]:
+    """Return class probabilities and their labels, without those that the model masks.
+
+    Args:
+        prediction: probabilities, or a :class:`~pyro_dvi.predictive.Prediction` of classes.
+        labels: observed classes; None for the labels that came with the prediction.
+        name: of the method, for errors.
+
+    Raises:
+        DataError: no labels.
+        UnsupportedError: a prediction of numbers.
+    """
+    is_prediction = hasattr(prediction, "probabilities")
+    observed = prediction.observed if labels is None and is_prediction else labels
+    if observed is None:
+        raise DataError(
+            f"the predictions{name and f' of {name!r}'} came without labels: pass labels, or predict from data that "
+            "hold them"
+        )
+    if not is_prediction:
+        return prediction, observed
+    p, mask = prediction.probabilities, prediction.mask
+    observed = torch.as_tensor(observed, device=p.device)
+    if prediction.is_one_hot:
+        mask = None if mask is None else mask.any(-1)
+        observed = observed.argmax(-1) if observed.shape == p.shape else observed
+    return (p, observed) if mask is None else (p[mask], observed[mask])
+
+
+def reliability_diagram(
+    probabilities: Any,
+    labels: Any = None,
+    *,
+    num_bins: int = 15,
+    title: str = "",
+    ax: Axes | None = None,
+) -> Axes:
+    r"""Draw accuracy against confidence, and below it how many examples each bin holds.
+
+    Points on the diagonal are calibrated, below it overconfident. The grey bars are the gaps that the expected
+    calibration error averages; its value is in the title. Error bars are one binomial standard error,
+    :math:`\sqrt{a(1-a)/n_b}`, open circles are bins of fewer than five examples, and the bins come from
+    :func:`~pyro_dvi.predictive.metrics.reliability_table`.
+
+    Args:
+        probabilities: class probabilities ``[..., C]``, probabilities of label 1, ``[...]``, or a
+            :class:`~pyro_dvi.predictive.Prediction` of classes.
+        labels: observed classes ``0..C-1``, shape ``[...]``; by default the labels of the prediction.
+        num_bins: equally wide bins between 0 and 1.
+        title: of the axes.
+        ax: axes to draw into, part of a grid as ``plt.subplots`` makes it; the counts take their lower part.
+
+    Returns:
+        The axes of the diagram; the axes of the counts are the figure's last, ``ax.figure.axes[-1]``.
+
+    Raises:
+        ArgumentError: less than one bin, or axes that are not part of a grid.
+        DataError: probabilities or labels that cannot be right, or no labels.
+        UnsupportedError: a prediction of numbers.
+
+    Source: DeGroot & Fienberg (1983); Niculescu-Mizil & Caruana (2005).
+
+    Example:
+        >>> ax = reliability_diagram([[0.9, 0.1], [0.4, 0.6]], [0, 0])
+        >>> ax.get_ylabel()
+        'accuracy'
+    """
+    probabilities, labels = _of_classes(probabilities, labels)
+    table = metrics.reliability_table(probabilities, labels, num_bins)
+    error = metrics.expected_calibration_error(probabilities, labels, num_bins)
+    count, width = table.count.numpy(), 1 / num_bins
+    middles, filled, few = table.edges.numpy()[:-1] + width / 2, count > 0, (count > 0) & (count < FEW)
+    confidence, accuracy = table.confidence.numpy(), table.accuracy.numpy()
+
+    ax = own_axes(ax, (4.2, 5.0))
+    place, figure = ax.get_subplotspec(), ax.get_figure(root=False)
+    if place is None or figure is None:
+        raise ArgumentError(
+            "ax must be part of a grid, as plt.subplots makes it: the counts take a part of it"
+        )
+    cells = place.subgridspec(2, 1, height_ratios=[3.2, 1], hspace=0.06)
+    ax.set_subplotspec(cells[0])
+    counts = figure.add_subplot(cells[1], sharex=ax)
+
+    ax.plot([0, 1], [0, 1], color=GREY, linestyle="--", linewidth=1)
+    gaps = (accuracy - confidence)[filled]
+    ax.bar(middles[filled], gaps, width, bottom=confidence[filled], color=GREY, alpha=0.25, linewidth=0)
+    for chosen, style in (
+        (filled & ~few, {"fmt": "o-"}),
+        (few, {"fmt": "o", "alpha": 0.5, "markerfacecolor": "none"}),
+    ):
+        right = accuracy[chosen]
+        spread = np.sqrt(right * (1 - right) / count[chosen])
+        options: dict[str, Any] = {"color": "C0", "elinewidth": 1, "markersize": 4, **style}
+        ax.errorbar(confidence[chosen], right, spread, **options)
+    ax.set(xlim=(0, 1), ylim=(0, 1.02), ylabel="accuracy")
+    ax.set_title(title, loc="left", fontsize="medium", fontweight="bold")
+    ax.set_title(f"ECE {error:.1%}", loc="right", fontsize="medium")
+    ax.tick_params(labelbottom=False)
+    counts.bar(middles, count / count.sum(), width=width * 0.9, color="C0")
+    counts.set(xlabel=f"confidence ({count.sum():,} examples)", ylabel="share", xlim=(0, 1))
+    counts.yaxis.set_major_locator(MaxNLocator(3, prune="upper"))
+    for axis in (ax.yaxis, counts.yaxis, counts.xaxis):
+        axis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    return ax
+
+
+def rejection_curve(
+    predictions: Any,
+    labels: Any = None,
+    *,
+    uncertainty: Any = None,
+    title: str = "",
+    ax: Axes | None = None,
+) -> Axes:
+    r"""Draw the selective risk: the error of the predictions that remain when the most uncertain ones are rejected.
+
+    The shaded area below each curve, in its colour, is a lower bound: the curve of an oracle that rejects the wrong
+    predictions first, with error :math:`\max(0, (e - r)/(1 - r))` at the rejected share r. A ranking without
+    information keeps the error e, a thin line. The legend has the area under the curve,
+    :func:`~pyro_dvi.predictive.metrics.aumrc`; lower is better.
+
+    Args:
+        predictions: class probabilities ``[N, C]`` (``[N]`` of label 1), a
+            :class:`~pyro_dvi.predictive.Prediction`, or a mapping from names of methods to either.
+        labels: observed classes ``[N]``; by default the labels of the predictions.
+        uncertainty: values to rank by, ``[N]``, high values first; a mapping by name where ``predictions`` is one. By
+            default the predictive entropy.
+        title: of the axes.
+        ax: axes to draw into.
+
+    Returns:
+        The axes.
+
+    Raises:
+        DataError: probabilities, labels or uncertainties that cannot be right, or a method without its own.
+
+    Source: Schmitt & Roth (2021), appendix D.
+
+    Example:
+        >>> ax = rejection_curve([[0.9, 0.1], [0.6, 0.4]], [0, 1])
+        >>> ax.get_legend_handles_labels()[1]
+        ['AUMRC 0.250']
+    """
+    methods = predictions if isinstance(predictions, Mapping) else {"": predictions}
+    ranks = uncertainty if isinstance(uncertainty, Mapping) else dict.fromkeys(methods, uncertainty)
+    if not methods or not set(methods) <= set(ranks):
+        raise DataError(f"the methods are {list(methods)}, with uncertainties of {list(ranks)}")
+    ax = own_axes(ax, (5.0, 3.8))
+    highest = 0.0
+    for k, (name, prediction) in enumerate(methods.items()):
+        p, y = _of_classes(prediction, labels, name)
+        curve = metrics.rejection_curve(p, y, ranks[name])
+        area = f"AUMRC {metrics.aumrc(p, y, ranks[name]):.3f}"
+        rejected, errors, color = curve.rejected.numpy(), curve.error.numpy(), f"C{k}"
+        line: dict[str, Any] = {"color": color, "linestyle": LINES[k % len(LINES)], "zorder": 3}
+        ax.plot(rejected, errors, label=f"{name}: {area}" if name else area, **line)
+        oracle = np.clip(errors[0] - rejected, 0, None) / np.maximum(
+            1 - rejected, 1e-12
+        )  # zero at the last point
+        ax.fill_between(rejected, oracle, color=color, alpha=0.12, linewidth=0)
+        ax.axhline(errors[0], color=color, linewidth=0.6, alpha=0.7, zorder=1)
+        highest = max(highest, errors.max())
+    ax.set(xlim=(0, 1), ylim=(0, 1.08 * highest or 0.1), xlabel="rejected share", ylabel="selective risk")
+    ax.set_title(title, loc="left", fontsize="medium", fontweight="bold")
+    ax.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    ax.yaxis.set_major_formatter(PercentFormatter(1.0))
+    ax.yaxis.set_major_locator(MaxNLocator(5))
+    legend = legend_above(ax, 1.08 if title else 1, alignment="left")
+    legend.set_title("thin: random rejection; shaded: below an oracle")
+    legend.get_title().set_fontsize("x-small")
+    return ax
