@@ -88,7 +88,7 @@ def predict(
     Returns:
         The predictions, with ``mean``, ``variance`` and its parts ``aleatoric`` and ``epistemic``, ``probabilities``,
         ``entropy``, ``mutual_information``, ``quantiles(q)``, ``log_likelihood(y)``, ``metrics(y)``, and tables for
-        pandas, xarray and ArviZ.
+        pandas and ArviZ.
 
     Raises:
         ArgumentError: an option that cannot be right, or several arguments that may be the observation.

@@ -21,7 +21,6 @@ from pyro_dvi.predictive.rules.rule import PredictionRule
 
 if TYPE_CHECKING:
     import pandas
-    import xarray
 
 MAX_SHOWN = 1000  # columns of a table in a notebook
 
@@ -275,7 +274,7 @@ class Prediction(InNotebook):
         Returns:
             A flat mapping, defined in :mod:`pyro_dvi.predictive.metrics`. Always ``nll`` and ``nll_standard_error``.
 
-            For classes ``accuracy``, ``brier``, ``ece`` and ``adaptive_ece`` (15 bins), ``aumrc`` (ranked by the
+            For classes ``accuracy``, ``brier``, ``ece`` (15 bins), ``aumrc`` (ranked by the
             predictive entropy), and the means of ``entropy`` and ``mutual_information``; the last only where the
             rule tells noise and posterior apart.
 
@@ -298,14 +297,6 @@ class Prediction(InNotebook):
         Several values for an example have a column each, as ``mean[0]``. What the rule does not give is left out.
         """
         return summaries.dataframe(summaries.columns_of(self), len(self))
-
-    def to_xarray(self) -> "xarray.Dataset":
-        """Return an ``xarray.Dataset`` with dimension ``example``; with ``draw``, if draws were kept.
-
-        Variables: as the columns of :meth:`to_dataframe`, classes in the dimension ``class``; draws as
-        ``draws_mean`` and so on.
-        """
-        return summaries.dataset(self)
 
     def to_arviz(self, num_samples: int | None = None, *, seed: int | None = None) -> Any:
         """Return the prediction as ``InferenceData`` (ArviZ 0.x) or ``DataTree`` (1.x), for predictive checks.

@@ -21,7 +21,7 @@ from pyro_dvi.core.distributions import untransformed
 from pyro_dvi.core.undisturbed import accelerators, forked, widest
 from pyro_dvi.errors import ArgumentError
 from pyro_dvi.links.noise_links import EqualMixture, PointMixture, ShapedNormal, distribution_function
-from pyro_dvi.predictive.metrics.scoring import mean_distance
+from pyro_dvi.predictive.metrics import mean_distance
 
 _HALVINGS = 60  # of the bracket, in double precision
 _AT_ONCE = 2**20  # numbers in one tensor

@@ -22,12 +22,12 @@ from pyro_dvi.analysis.plots.style import (
     split_off,
 )
 from pyro_dvi.errors import DataError
-from pyro_dvi.predictive.metrics.scoring import Estimate
+from pyro_dvi.predictive.metrics import Estimate
 
 ERROR = "_standard_error"
 
 # Metrics whose better direction is known, by the beginning of their name.
-_LOWER = tuple("nll rmse brier ece adaptive_ece crps aumrc fpr error loss width seconds".split())
+_LOWER = tuple("nll rmse brier ece crps aumrc fpr error loss width seconds".split())
 _HIGHER = ("accuracy", "auroc", "log_likelihood", "lppd", "elpd")
 
 
