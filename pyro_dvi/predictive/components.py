@@ -157,7 +157,7 @@ class Components:
         way = self._ways.setdefault(site, ManyDraws())
         draws = self._anew(batch.inputs) if way.is_plain else self.draws(batch.inputs, way)
         first = next(draws)
-        response = run(way.laid_out(first))
+        response = run(first)
         reader.add(response)
         nodes = with_others(sites_at(self._model, batch.inputs, {}, [response.site]), others)
 

@@ -236,7 +236,7 @@ class _Run:
 
         def predicted(*inputs: Tensor) -> list[Tensor]:
             mixture, node = Mixture(None, rows_of(inputs)), self._node(inputs)
-            mixture.add(self._respond(inputs, way.laid_out(first)))
+            mixture.add(self._respond(inputs, first))
             if others:
                 many = way.run(others, lambda draw: mixture.statistics(node(draw)))
                 mixture.add_statistics(many, len(others))

@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Quantiles of predictive distributions, element by element, and the score of whole distributions.
+"""Quantiles of predictive distributions, element by element, and the score of whole distributions.
 
-The distribution function is inverted: in closed form where the distribution has one, else by bisection; that of counts
-adds up their probabilities. Where none is known, a quantile is that of draws. A quantile of a mixture lies between the
-smallest and the largest of its components'; for any other distribution of this mean and standard deviation Cantelli's
-inequality gives limits,
-
-.. math:: m - s\sqrt{(1 - q)/q} \;\le\; Q(q) \;\le\; m + s\sqrt{q/(1 - q)}.
+The distribution function is inverted: in closed form where the distribution has one, else by bisection over all floating
+point numbers; that of counts adds up their probabilities. Where none is known, a quantile is that of draws.
 """
 
 import math
@@ -23,7 +19,6 @@ from pyro_dvi.errors import ArgumentError
 from pyro_dvi.links.noise_links import EqualMixture, PointMixture, ShapedNormal, distribution_function
 from pyro_dvi.predictive.metrics import mean_distance
 
-_HALVINGS = 60  # of the bracket, in double precision
 _AT_ONCE = 2**20  # numbers in one tensor
 _COUNTS = 2**16  # whose probabilities are added up
 _DRAWS = 2**12  # from which a quantile is read, at least
@@ -113,22 +108,19 @@ def _inverse(single: Any, level: float) -> Tensor:
     except NotImplementedError:
         pass
     wide = widest(mean.device)
-    if isinstance(single, EqualMixture):
-        each = torch.stack([_inverse(fn, level) for fn in single.each]).to(wide)
-        low, high = each.aminmax(dim=0)
-    elif isinstance(single, PointMixture):
-        low, high = _inverse(single.components, level).to(wide).aminmax(dim=-1 - single.rank)
-    else:
-        centre, spread = single.mean.to(wide), single.variance.to(wide).sqrt()
-        if not bool((centre.isfinite() & spread.isfinite()).all()):
-            raise NotImplementedError
-        low = centre - spread * math.sqrt((1 - level) / level)
-        high = centre + spread * math.sqrt(level / (1 - level))
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        below = distribution_function(single, middle) < level
+    as_whole = torch.int64 if wide == torch.float64 else torch.int32
+
+    def number(place: Tensor) -> Tensor:  # the bits of floating-point numbers are in their order
+        return place.abs().view(wide) * place.sign()
+
+    largest = torch.full(single.batch_shape, torch.finfo(wide).max, dtype=wide, device=mean.device)
+    high = largest.view(as_whole)
+    low = -high
+    for _ in range(torch.finfo(wide).bits):
+        middle = (low & high) + ((low ^ high) >> 1)  # their mean, without the overflow of a sum
+        below = distribution_function(single, number(middle)) < level
         low, high = torch.where(below, middle, low), torch.where(below, high, middle)
-    return high.to(mean.dtype)  # whose probability is not zero: it lies in the support
+    return number(high).to(mean.dtype)  # whose probability is not zero: it lies in the support
 
 
 def _count(single: Any, level: float, at_once: int) -> Tensor:
