@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The predictive distribution of one batch, and the statistics and densities of its components."""
+"""Statistics and densities of one predictive distribution, and masks of its observations."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import pyro.distributions as dist
@@ -161,32 +159,3 @@ def _parameter(fn: Any) -> Tensor:
         if torch.is_tensor(value) and value.is_floating_point():
             return value
     return torch.empty(())
-
-
-@dataclass(frozen=True)
-class Part:
-    """The predictive distribution of one batch.
-
-    Attributes:
-        kind: name of the components' distribution.
-        values: what is known, by name, examples first; what there is not is left out. ``mean``, one-hot for classes;
-            ``aleatoric``, the mean of the components' variances, and ``epistemic``, the variance of their means;
-            ``function_variance``, the mean part of those variances that is the posterior's, where all components tell
-            it: it counts as ``epistemic``;
-            ``log_probabilities`` of each class in the last dimension; ``expected_entropy``, the mean of the
-            components' entropies, for each label; ``observed`` values, the ``mask`` of those that count, and their
-            ``log_likelihood``, NaN where none of an observation counts.
-        draws: statistics of every component, ``[K, N, ...]``; empty unless they were asked for.
-        distribution: the mixture as one distribution object; None where it has no such form, or was not kept.
-        count: number of components.
-        axis: the dimension of its batch shape that counts examples, negative.
-        num_rows: number of examples.
-    """
-
-    kind: str
-    values: dict[str, Tensor]
-    draws: Mapping[str, Tensor]
-    distribution: Any
-    count: int
-    axis: int
-    num_rows: int

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from pyro.poutine.messenger import Messenger
@@ -24,24 +24,12 @@ from pyro_dvi.predictive.engine.posterior_values import (
     predicted_model,
 )
 from pyro_dvi.predictive.engine.vectorised import POSSIBLE, ManyDraws, possible, size_of
+from pyro_dvi.predictive.predictive_mixture import Mixture, ObservationDraws
 from pyro_dvi.predictive.rules.rule import FromDraws, OfMembers, PredictionRule
 from pyro_dvi.training.ensemble import TrainedPosterior
 
 KEPT_LATENTS = 2**26  # numbers in all draws, if they are kept for later batches: 256 MiB of float32
 NOTHING: Latents = MappingProxyType({})
-
-
-class Reader(Protocol):
-    """Takes the predictive distributions of one batch: the first by itself with every check, the others in chunks."""
-
-    def add(self, response: Response) -> None:
-        """Add one component."""
-
-    def statistics(self, node: Any) -> dict[str, Tensor]:
-        """Return statistics of a component from its site in a run without checks; ``vmap`` may compute them."""
-
-    def add_statistics(self, many: Mapping[str, Tensor], count: int) -> None:
-        """Add ``count`` components by their statistics, stacked in the first dimension."""
 
 
 class Components:
@@ -74,11 +62,13 @@ class Components:
         """Number of components of a batch."""
         return self._rule.num_components
 
-    def read(self, reader: Reader, batch: Batch, site: str | None, others: Latents = NOTHING) -> None:
+    def read(
+        self, reader: Mixture | ObservationDraws, batch: Batch, site: str | None, others: Latents = NOTHING
+    ) -> None:
         """Show the components for a batch to a reader.
 
         Args:
-            reader: takes them.
+            reader: takes them, the first by itself with every check, the others in chunks.
             batch: arguments of the model.
             site: observed site, where the model has several.
             others: values of further observed sites.
@@ -152,7 +142,12 @@ class Components:
         return self._rule.draws(self._guide, inputs)
 
     def _read_draws(
-        self, reader: Reader, batch: Batch, site: str | None, run: Respond, others: Latents
+        self,
+        reader: Mixture | ObservationDraws,
+        batch: Batch,
+        site: str | None,
+        run: Respond,
+        others: Latents,
     ) -> None:
         way = self._ways.setdefault(site, ManyDraws())
         draws = self._anew(batch.inputs) if way.is_plain else self.draws(batch.inputs, way)

@@ -15,13 +15,12 @@ from pyro_dvi.core.progress import progress_bar
 from pyro_dvi.core.undisturbed import device_of
 from pyro_dvi.errors import ArgumentError, GuideError, warn
 from pyro_dvi.moment_propagation.multiplicative_noise import MultiplicativeNoiseGuide
-from pyro_dvi.predictive.batch_prediction import Part
 from pyro_dvi.predictive.components import Components
 from pyro_dvi.predictive.engine.inputs import Batch, batches, keeps_order
 from pyro_dvi.predictive.engine.model_runs import check_observation, evaluation_mode, observed_run, seeded
 from pyro_dvi.predictive.engine.posterior_values import check_posterior, example_latents, members_of
 from pyro_dvi.predictive.prediction import Prediction
-from pyro_dvi.predictive.predictive_mixture import Mixture
+from pyro_dvi.predictive.predictive_mixture import Mixture, Part
 from pyro_dvi.predictive.rules.propagated import Moments
 from pyro_dvi.predictive.rules.rule import AtMean, OfMembers, PredictionRule, Samples
 from pyro_dvi.runs.explained import explained_errors
@@ -129,7 +128,7 @@ def predict(
     device = device_of(model, guide)
     posterior = list(guide.parameters()) if isinstance(guide, nn.Module) else []
     parts: list[Part] = []
-    name, room = site, math.inf if keep_draws or rule.keeps_components else KEPT_COMPONENTS
+    room = math.inf if keep_draws or rule.keeps_components else KEPT_COMPONENTS
     sites = names_of_sites(model, guide) if site is None else lambda _: [site]
     split = batches(model, data, observed=observed, batch_size=batch_size, device=device, sites=sites)
     with evaluation_mode(model, guide), seeded(seed, device) as seed:
@@ -148,9 +147,7 @@ def predict(
                 components.read(mixture, batch, site)
             room = mixture.room
             parts.append(mixture.finish())
-            name = mixture.site
-    assert name is not None, "there was a batch"
-    return Prediction(name, rule, parts, ordered=keeps_order(data))
+    return Prediction(rule, parts, ordered=keeps_order(data))
 
 
 def names_of_sites(model: Callable[..., Any], guide: Callable[..., Any]) -> Callable[[Batch], list[str]]:

@@ -14,8 +14,9 @@ from pyro_dvi.core.arguments import check_count
 from pyro_dvi.core.table import InNotebook
 from pyro_dvi.errors import DataError, UnsupportedError
 from pyro_dvi.predictive import prediction_summaries as summaries
-from pyro_dvi.predictive.batch_prediction import Part, mixture_log_prob, with_any
+from pyro_dvi.predictive.batch_prediction import mixture_log_prob, with_any
 from pyro_dvi.predictive.engine.model_runs import seeded
+from pyro_dvi.predictive.predictive_mixture import Part
 from pyro_dvi.predictive.quantiles import crps, probabilities, quantile
 from pyro_dvi.predictive.rules.rule import PredictionRule
 
@@ -45,9 +46,8 @@ class Prediction(InNotebook):
 
     _exporter: ClassVar[Callable[..., Any] | None] = None
 
-    def __init__(self, site: str, method: PredictionRule, parts: Sequence[Part], *, ordered: bool) -> None:
-        self.site = site
-        self.method = method
+    def __init__(self, method: PredictionRule, parts: Sequence[Part], *, ordered: bool) -> None:
+        self.site, self.method = parts[0].site, method
         self._ordered = ordered
         self._kind, self.num_components = parts[0].kind, parts[0].count
         for like in [part.values["mask"] for part in parts if "mask" in part.values][:1]:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantiles of predictive distributions, element by element, and the score of whole distributions.
 
-The distribution function is inverted: in closed form where the distribution has one, else by bisection over all floating
-point numbers; that of counts adds up their probabilities. Where none is known, a quantile is that of draws.
+The distribution function is inverted: in closed form where the distribution has one, else by bisection over all
+floating-point numbers; that of counts adds up their probabilities. Where none is known, a quantile is that of draws.
 """
 
 import math

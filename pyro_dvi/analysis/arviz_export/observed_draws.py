@@ -12,7 +12,7 @@ from pyro_dvi.analysis.arviz_export.groups import Group, as_array, joined, liste
 from pyro_dvi.errors import DataError, ModelError
 from pyro_dvi.predictive.components import Components
 from pyro_dvi.predictive.engine.inputs import Batch
-from pyro_dvi.predictive.observation_draws import Observation, ObservationDraws
+from pyro_dvi.predictive.predictive_mixture import Observation, ObservationDraws
 from pyro_dvi.runs.sites import choose_response, counted, responses
 
 
