@@ -21,7 +21,7 @@ from pyro_dvi.predictive.engine.model_runs import check_observation, evaluation_
 from pyro_dvi.predictive.engine.posterior_values import check_posterior, example_latents, members_of
 from pyro_dvi.predictive.prediction import Prediction
 from pyro_dvi.predictive.predictive_mixture import Mixture, Part
-from pyro_dvi.predictive.rules.propagated import Moments
+from pyro_dvi.predictive.rules.analytic import Moments
 from pyro_dvi.predictive.rules.rule import AtMean, OfMembers, PredictionRule, Samples
 from pyro_dvi.runs.explained import explained_errors
 from pyro_dvi.runs.sites import responses

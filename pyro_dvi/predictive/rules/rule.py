@@ -45,7 +45,7 @@ class PredictionRule(ABC):
     averaged over as well; ``keeps_components`` whether they are few enough to be kept without being asked for.
     """
 
-    num_components: int
+    num_components: int = 1
     tells_noise_apart: bool = True
     averages_draws: bool = False
     keeps_components: bool = False
@@ -75,8 +75,6 @@ class AtMean(PredictionRule):
 
     Status: exact for what it says; it leaves out the posterior's width.
     """
-
-    num_components = 1
 
     def components(
         self, guide: Callable[..., Any], inputs: tuple[Any, ...], respond: Respond
