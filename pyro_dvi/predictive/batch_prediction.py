@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch import distributions as td
 
-from pyro_dvi.core.distributions import untransformed
+from pyro_dvi.core.distributions import tensors_of, untransformed
 from pyro_dvi.core.undisturbed import forked
 from pyro_dvi.errors import DataError, UnsupportedError
 from pyro_dvi.links.noise_links import PointMixture
@@ -74,16 +74,12 @@ def checked_log_prob(fn: Any, values: Tensor, site: str) -> Tensor:
         raise DataError(
             f"site {site!r} ({kind}): observed values have shape {tuple(values.shape)}, the predictions {expected}"
         )
-    if values.is_complex():
-        raise DataError(
-            f"site {site!r} ({kind}): observed values have the dtype {values.dtype}, not a real one"
-        )
     values = as_drawn(fn, values)
     inside = fn.support is None or bool(fn.support.check(values).all())
     if not inside:
         raise DataError(
             f"site {site!r}: observed values from {float(values.min()):.6g} to {float(values.max()):.6g} include "
-            f"some that {kind} cannot give (its support: {fn.support})"
+            f"some that {kind} cannot give"
         )
     log_prob: Tensor = fn.log_prob(values)
     return log_prob
@@ -138,9 +134,8 @@ def check_events(fn: Any, mask: Tensor | None, site: str) -> None:
             return
         fn = fn.components if isinstance(fn, PointMixture) else fn.base_dist
     raise UnsupportedError(
-        f"the mask of site {site!r} leaves out parts of single observations, which its distribution does not know by "
-        "this rule: mask the distribution before to_event, as dist.Normal(...).mask(mask).to_event(1), also where the "
-        "model is given no observation"
+        f"the mask of site {site!r} leaves out parts of single observations: mask the distribution before to_event, "
+        "as dist.Normal(...).mask(mask).to_event(1), also where the model is given no observation"
     )
 
 
@@ -148,14 +143,5 @@ def as_drawn(fn: Any, values: Tensor) -> Tensor:
     """Return whole numbers and truth values in the dtype that the distribution draws."""
     if values.is_floating_point() or isinstance(untransformed(fn), td.Categorical):
         return values
-    return values.to(_parameter(fn).dtype)
-
-
-def _parameter(fn: Any) -> Tensor:
-    """Any floating-point parameter of the distribution, for its dtype."""
-    base = untransformed(fn)
-    for name in base.arg_constraints:
-        value = base.__dict__.get(name)
-        if torch.is_tensor(value) and value.is_floating_point():
-            return value
-    return torch.empty(())
+    kinds = [tensor.dtype for tensor in tensors_of(fn) if tensor.is_floating_point()]
+    return values.to(kinds[0] if kinds else torch.get_default_dtype())

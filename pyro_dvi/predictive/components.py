@@ -131,8 +131,7 @@ class Components:
                 first = first or own
                 if own.keys() != first.keys():
                     raise UnsupportedError(
-                        f"draws of members {sorted(own)} and {sorted(first)} of the ensemble are not of the same "
-                        "latent sites, and cannot be exported side by side; sites=[] exports predictions alone"
+                        f"members have other latent sites, {sorted(own)} and {sorted(first)}: export with sites=[]"
                     )
                 yield of_member(place, own)
 
@@ -193,8 +192,7 @@ def _refuse_unseen(
             return
     raise UnsupportedError(
         f"site {response.site!r} depends on sites {list(response.drawn)}, which are neither in the guide nor observed: "
-        f"{rule}() would predict from one draw of them. Predict with Samples(n), which averages over their draws, or "
-        "let the model take their values from the data"
+        f"{rule}() would predict from one draw of them. Use Samples(n), or let the model take their values from data"
     )
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
-from pyro.infer import SVI
 from pyro.infer.autoguide import AutoDelta
 from torch import nn
 
@@ -117,12 +116,10 @@ def predict(
         >>> bool((low < high).all())
         True
     """
-    if isinstance(guide, SVI):
-        raise GuideError("the guide is an SVI: predict(svi.model, svi.guide, data)")
     if not callable(guide):
         raise GuideError(
-            f"the guide is of type {type(guide).__name__}: give a guide of Pyro or of this library, or a function that "
-            "samples the latent sites; pyro.infer.Predictive(model, posterior_samples) predicts from a mapping of draws"
+            f"the guide is of type {type(guide).__name__}: give svi.guide, another guide, or a function that samples "
+            "the latent sites; pyro.infer.Predictive(model, posterior_samples) predicts from a mapping of draws"
         )
     rule = rule_of(method, guide)
     device = device_of(model, guide)
@@ -172,8 +169,7 @@ def rule_of(method: Any, guide: Any) -> PredictionRule:
     members = members_of(guide)
     if isinstance(method, OfMembers) and len(method.rules) != len(members):
         raise ArgumentError(
-            f"method={method} is of an ensemble of {len(method.rules)} members, and this guide has {len(members)}: "
-            "leave it out, or name the rule of each member"
+            f"method={method} is of {len(method.rules)} members, and the guide has {len(members)}"
         )
     if members and not isinstance(method, OfMembers):
         return OfMembers(tuple(rule_of(method, member.guide) for member in members))
@@ -182,8 +178,7 @@ def rule_of(method: Any, guide: Any) -> PredictionRule:
     fitted = hasattr(guide, "linearised")
     if trained_for(guide) in ("AtMean", AtMean()) and not fitted and isinstance(method, (Moments, Samples)):
         warn(
-            f"{method} predicts with the width of a posterior that TaylorELBO trained for predictions at its mean. "
-            "Draws of a network's weights leave the neighbourhood where its expansion holds, and predict worse: use "
+            f"{method} predicts with the width of a posterior that TaylorELBO trained for predictions at its mean: use "
             "AtMean(), the default, unless the model is nearly linear in its weights."
         )
     return method
@@ -220,7 +215,6 @@ def default_rule(guide: Any) -> PredictionRule:
     named = getattr(predictive, str(rule), None)
     if not (isinstance(named, type) and issubclass(named, PredictionRule)):
         raise GuideError(
-            f"the prediction_rule of {type(guide).__name__} is {rule!r}: it must be a rule, such as AtMean(), or the "
-            "name of one that pyro_dvi.predictive exports"
+            f"the prediction_rule of {type(guide).__name__} is {rule!r}: it must be as AtMean(), or a name, 'AtMean'"
         )
     return named()

@@ -333,8 +333,7 @@ class Prediction(InNotebook):
     def _check_is_split(self) -> None:
         if "function_variance" not in self._values and not self.method.tells_noise_apart:
             raise UnsupportedError(
-                f"{type(self.method).__name__}() gives one distribution for noise and posterior together, whose "
-                f"variance or entropy at site {self.site!r} has no parts: predict with Samples(n)"
+                f"{type(self.method).__name__}() gives noise and posterior of {self.site!r} together: use Samples(n)"
             )
 
     def _of_distributions(
@@ -354,10 +353,8 @@ class Prediction(InNotebook):
             fn, end = part.distribution, start + part.num_rows
             if fn is None:
                 raise UnsupportedError(
-                    f"{what} at site {self.site!r}: the prediction averages {self.num_components} distributions "
-                    f"({self._kind}) that were not kept. predict(..., keep_draws=True) keeps those of numbers, also "
-                    "where they take much memory; predict(model, guide, (x, y), ...) scores observations of any kind, "
-                    "and pyro_dvi.to_arviz(..., method=Samples(n)) draws them"
+                    f"{what} at site {self.site!r}: its {self.num_components} distributions ({self._kind}) were not "
+                    "kept: predict with keep_draws=True (numbers), from (x, y) for scores, or draw with to_arviz"
                 )
             axis = part.axis - len(fn.event_shape)
             own = [row[start:end].movedim(0, axis) for row in rows]
@@ -378,13 +375,9 @@ class Prediction(InNotebook):
         """Return ``y`` on the predictions' device; one row for each example."""
         if not self._ordered:
             raise DataError(
-                "the loader shuffles, or has a sampler of its own, so these values need not be in the order of the "
-                "predictions: use a loader with shuffle=False, or the values that it returned itself (leave out y)"
+                "the loader shuffles, or has a sampler of its own: predict with shuffle=False, or leave out y"
             )
-        try:
-            values = torch.as_tensor(y)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise DataError(f"observed values of type {type(y).__name__} are no numbers: {error}") from error
+        values = torch.as_tensor(y)
         if values.dim() == 0 or len(values) != len(self):
             raise DataError(
                 f"{len(self)} predictions need as many observed values, not {tuple(values.shape)}"

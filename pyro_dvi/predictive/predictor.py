@@ -83,8 +83,7 @@ class Predictor(nn.Module):
         rows = [value.shape[0] for value in inputs if value.dim()]
         if shapes != self._shapes or rows != rows[:1] * len(rows):
             raise DataError(
-                f"the {rows} rows of the inputs have shapes {shapes}: they must have equally many rows, and the shapes "
-                f"of those of the example, {self._shapes}"
+                f"the {rows} rows of the inputs have shapes {shapes}, those of the example {self._shapes}"
             )
         with torch.no_grad():
             mean, *spread = self.operators(*inputs)
@@ -175,8 +174,7 @@ def predictor(
         rule, part = expected.method, expected._parts[0]
         if not expected.has_moments:
             raise UnsupportedError(
-                f"site {expected.site!r} ({part.kind}) has no mean and variance: use predict, whose result has what "
-                "there is"
+                f"site {expected.site!r} ({part.kind}) has no mean and variance: use predict"
             )
         try:
             with pyro.validation_enabled(False):
@@ -189,8 +187,7 @@ def predictor(
                 raise UnsupportedError("what its operators give differs from what predict gives")
         except UnsupportedError as error:
             raise UnsupportedError(
-                f"predictions by {rule} cannot be prepared for this model: {error}. Use predict, which runs the model "
-                "each time"
+                f"predictions by {rule} cannot be prepared for this model: {error}. Use predict"
             ) from error
     return prepared
 

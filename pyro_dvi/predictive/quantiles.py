@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantiles of predictive distributions, element by element, and the score of whole distributions.
 
-The distribution function is inverted: in closed form where the distribution has one, else by bisection over all
-floating-point numbers; that of counts adds up their probabilities. Where none is known, a quantile is that of draws.
+The distribution function is inverted by bisection over all floating-point numbers; that of counts adds up their
+probabilities. Where none is known, a quantile is that of draws.
 """
 
 import math
@@ -60,14 +60,9 @@ def probabilities(name: str, given: Any) -> Tensor:
     Raises:
         ArgumentError: something else, or not between 0 and 1.
     """
-    try:
-        found = torch.as_tensor(given, dtype=torch.float64)
-    except (TypeError, ValueError, RuntimeError):
-        found = torch.empty(0)
+    found = torch.as_tensor(given, dtype=torch.float64)
     if found.dim() > 1 or not found.numel() or not bool(((found > 0) & (found < 1)).all()):
-        raise ArgumentError(
-            f"{name} must lie between 0 and 1, a number or a sequence of numbers, not {given!r}"
-        )
+        raise ArgumentError(f"{name} must be a number or numbers between 0 and 1, not {given!r}")
     return found
 
 
@@ -102,11 +97,6 @@ def _inverse(single: Any, level: float) -> Tensor:
     if isinstance(single, EqualMixture) and (normals := _normals(single)) is not None:
         loc, scale, weights = normals
         single = td.MixtureSameFamily(td.Categorical(weights), td.Normal(loc, scale), validate_args=False)
-    try:
-        found: Tensor = single.icdf(torch.as_tensor(level, dtype=mean.dtype, device=mean.device))
-        return found.expand(single.batch_shape)
-    except NotImplementedError:
-        pass
     wide = widest(mean.device)
     as_whole = torch.int64 if wide == torch.float64 else torch.int32
 

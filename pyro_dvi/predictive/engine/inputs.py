@@ -86,13 +86,12 @@ def batches(
             held = [i for i in held if taken.names[i] in called]
             if not held:
                 raise ArgumentError(
-                    f"arguments {names} of the model default to None or can be given by name only, so that any may be "
-                    f"the observation: name it, {' or '.join(f'observed={name!r}' for name in names)}"
+                    f"any of the arguments {names} may be the observation: name it, as observed={names[-1]!r}"
                 )
         elif 0 < len(held) < len(places):
             missing = [taken.names[i] for i in places if i not in held]
             raise DataError(
-                f"the data hold some of the observations {names} but not {missing}: give all, or inputs alone"
+                f"the data hold observations {names} but not {missing}: give all, or inputs alone"
             )
         batch = taken.batch(args, held, start)
         yield moved(batch)
@@ -127,10 +126,7 @@ class _Arguments:
             data = (data,)
         if isinstance(data, (tuple, Mapping)):
             data = self._in_order(data)
-            rows = _rows(
-                data,
-                "the data hold no tensor of examples: pass tensors (torch.as_tensor), x, (x,) or (x, y)",
-            )
+            rows = _rows(data, "the data hold no tensor of examples: pass tensors, x, (x,) or (x, y)")
             for i in range(0, rows, batch_size):
                 yield mapped(partial(_rows_at, slice(i, i + batch_size)), data)
         elif isinstance(data, DataLoader) or _holds_batches(data):
@@ -139,7 +135,7 @@ class _Arguments:
         else:
             raise DataError(
                 f"the data are of type {type(data).__name__}: pass a tensor (torch.as_tensor converts arrays), a tuple "
-                "of the model's arguments, or a DataLoader or list of such tuples"
+                "of the model's arguments, or a loader"
             )
 
     def observations(
@@ -165,9 +161,8 @@ class _Arguments:
         inputs = tuple(None if i in held else a for i, a in enumerate(args))
         if by_name := [n for n, v in zip(self.by_name, inputs[self.count :], strict=False) if v is not None]:
             raise DataError(
-                f"the model takes {by_name} by name only, but predictions pass inputs to model and guide by position: "
-                "move the * of the signature behind them, or wrap the model in a function of positional arguments; if "
-                f"one of them is the observation, name it: observed={by_name[0]!r}"
+                f"the model takes {by_name} by name only, but predictions pass inputs by position: move the * of the "
+                f"signature behind them, or name the observation: observed={by_name[0]!r}"
             )
         while inputs and inputs[-1] is None:  # left out where the model has a default; see with_missing
             inputs = inputs[:-1]
@@ -186,14 +181,12 @@ class _Arguments:
         if isinstance(batch, (tuple, list)):
             if len(batch) > len(self.names) and not self._any_number:
                 raise DataError(
-                    f"the data have {len(batch)} entries, but the model has the arguments {self.names}: leave out the "
-                    "others, in the collate_fn of a DataLoader, say"
+                    f"the data have {len(batch)} entries, but the model has the arguments {self.names}"
                 )
             return tuple(batch)
         if not isinstance(batch, Mapping):
             raise DataError(
-                f"the loader gives batches of type {type(batch).__name__}: let it give a tensor, or a tuple or mapping "
-                "of the model's arguments (collate_fn of the DataLoader)"
+                f"the loader gives batches of type {type(batch).__name__}, not tensors, tuples or mappings of arguments"
             )
         if unknown := [name for name in batch if name not in self.names]:
             raise DataError(
@@ -220,8 +213,7 @@ def _check(what: str, value: Any, *, is_tensor: bool = False) -> None:
     for tensor in tensors_in(value):
         if tensor.is_floating_point() and tensor.isnan().any():
             raise DataError(
-                f"{what} (shape {tuple(tensor.shape)}) holds {int(tensor.isnan().sum())} NaN: drop or fill those rows "
-                "before predicting"
+                f"{what} (shape {tuple(tensor.shape)}) holds {int(tensor.isnan().sum())} NaN: drop or fill those rows"
             )
 
 

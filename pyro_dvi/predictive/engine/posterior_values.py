@@ -52,8 +52,7 @@ def check_posterior(model: Callable[..., Any], guide: Callable[..., Any], inputs
         if bad:
             raise NonFiniteError(
                 f"{', '.join(map(repr, bad[:5]))} of {type(part).__name__} {'is' if len(bad) == 1 else 'are'} not "
-                "finite: training has diverged, or a file is damaged. Go back to an earlier checkpoint, and train with "
-                "a lower learning rate (dvi.fit goes back by itself)."
+                "finite: training has diverged, or a file is damaged. Go back to an earlier checkpoint"
             )
     if hasattr(guide, "check_model"):
         guide.check_model(model)
@@ -83,9 +82,8 @@ def check_is_set_up(guide: Any, inputs: tuple[Any, ...] = ()) -> None:
         ):
             return
         raise GuideError(
-            f"{type(guide).__name__} has not seen its model: train it, or run it once with the training arguments "
-            "as guide(x, y), also after loading its state. Before loading a checkpoint into a fresh guide, call "
-            "guide.initialize(*args) where it has that, or give a batch of the training: load(..., example=batch)."
+            f"{type(guide).__name__} has not seen its model: train it, or run it once as guide(x, y) with the training "
+            "data, also after loading its state; a checkpoint loads with load(..., example=batch)"
         )
 
 
@@ -123,9 +121,7 @@ def posterior_mean(guide: Callable[..., Any], inputs: tuple[Any, ...]) -> dict[s
         try:
             return {name: value.detach() for name, value in guide.median(*_arguments(guide, inputs)).items()}
         except NotImplementedError as error:
-            raise GuideError(
-                f"{type(guide).__name__} has no median to predict at: use predict(..., method=Samples(30))"
-            ) from error
+            raise GuideError(f"{type(guide).__name__} has no median: use method=Samples(30)") from error
     with _AtCentre():
         return one_draw(guide, inputs)
 
@@ -142,9 +138,8 @@ def posterior_gaussians(
     factorised = getattr(guide, "factorised", guide)
     if factorised is None:
         raise GuideError(
-            f"the Gaussian of this {type(guide).__name__} is no product of independent ones: predict with "
-            "Linearised(); that of a LaplaceGuide is one after guide.fit(batches, Diagonal()); of an ensemble, take "
-            "one of guide.members within its in_store()"
+            f"the Gaussian of this {type(guide).__name__} has covariances: predict with Linearised(), or fit "
+            "Diagonal(); of an ensemble, take one of guide.members within its in_store()"
         )
     with torch.enable_grad(), AllRows():
         means = Call(factorised, factorised, _arguments(guide, inputs)).run_guide(PosteriorMeans())
@@ -230,8 +225,7 @@ class _AtCentre(SetLatents):
             return _centre(site["fn"])
         except NotImplementedError as error:
             raise GuideError(
-                f"guide site {site['name']!r} ({type(site['fn']).__name__}) has no mean to predict at: use "
-                "predict(..., method=Samples(30))"
+                f"guide site {site['name']!r} ({type(site['fn']).__name__}) has no mean: use method=Samples(30)"
             ) from error
 
 

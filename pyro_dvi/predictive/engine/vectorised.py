@@ -193,8 +193,7 @@ class ManyDraws:
         if probe.drew or probe.kept:
             return  # numbers of its own, which belong to the draw; values that must not be those of many draws
         self._chunk = max(
-            1,
-            min(MAX_CHUNK, CHUNK_OUTPUT // max(1, probe.size), CHUNK_LATENTS // max(1, size_of(first))),
+            1, min(MAX_CHUNK, CHUNK_OUTPUT // max(1, probe.size), CHUNK_LATENTS // max(1, size_of(first)))
         )
         has_kernels = device.type == "cpu" and any(value.dim() >= 3 for value in first.values())
         if has_kernels or self._chunk == 1:

@@ -63,8 +63,7 @@ class Propagation(ABC):
         joint = [name for name, gaussian in marginals.gaussians.items() if is_joint(gaussian.base)]
         if joint:
             raise UnsupportedError(
-                f"{type(self).__name__} takes weights as independent, and {joint[0]!r} of the guide has covariances: "
-                "predict with Moments(), whose propagation keeps those of a last layer, or with Samples(n)"
+                f"{type(self).__name__} takes weights as independent, but {joint[0]!r} has covariances: use Moments()"
             )
 
     @abstractmethod
@@ -153,9 +152,8 @@ def _pulled_back(
         if not recorder.reaches(gaussian):  # one number for all examples, as an uncertain noise scale
             return value.detach()
         raise UnsupportedError(
-            f"the reverse delta method: parameter {name!r} of {part.family.__name__} has the shape "
-            f"{tuple(gaussian.shape)}, without a row for each of {num_rows} examples. Predict with "
-            "Moments(propagation=Independent())."
+            f"ReverseDelta(): parameter {name!r} of {part.family.__name__} has the shape {tuple(gaussian.shape)}, "
+            f"without a row for each of {num_rows} examples: predict with Moments(propagation=Independent())"
         )
     inner = GaussianMoments(gaussian.loc.detach(), recorder.variance(gaussian, axis).detach())
     if value.link is None:
@@ -292,8 +290,7 @@ class Linearised(PredictionRule):
         linearised = getattr(guide, "linearised", None)
         if linearised is None:
             raise GuideError(
-                f"Linearised() predicts from a LaplaceGuide, not from a {type(guide).__name__}: use AtMean(), "
-                "Moments() or Samples(30)"
+                f"Linearised() needs a LaplaceGuide, not a {type(guide).__name__}: use AtMean() or Samples(30)"
             )
         # Any value of every latent site: those that are read replace it.
         centre = posterior_mean(guide, inputs)

@@ -103,7 +103,7 @@ class FromDraws(PredictionRule):
 
     def repeats(self, guide: Callable[..., Any]) -> bool:
         """Whether every batch has the same draws, whatever its inputs."""
-        return False
+        return True
 
     @abstractmethod
     def draws(self, guide: Callable[..., Any], inputs: tuple[Any, ...]) -> Iterator[dict[str, Tensor]]:
@@ -165,8 +165,7 @@ class OfMembers(PredictionRule):
         counts = [rule.num_components for rule in self.rules]
         if len(set(counts)) > 1:
             raise ArgumentError(
-                f"the members of the ensemble would predict by {counts} distributions, which have equal weights in "
-                "its mixture: name one rule for all of them, as method=Samples(30) or method=AtMean()"
+                f"the members of the ensemble predict by {counts} distributions: name one rule, method=Samples(30)"
             )
 
     def __repr__(self) -> str:
@@ -239,10 +238,6 @@ class PriorSamples(FromDraws):
     inputs: tuple[Any, ...] = field(repr=False)
     sites: Collection[str] = field(repr=False)
 
-    def repeats(self, guide: Callable[..., Any]) -> bool:
-        """Always: the inputs are those of the first batch."""
-        return True
-
     def draws(self, guide: Callable[..., Any], inputs: tuple[Any, ...]) -> Iterator[dict[str, Tensor]]:
         """Give the latent values of one draw after the other, whatever the posterior and the inputs of this batch.
 
@@ -281,8 +276,7 @@ class PriorSamples(FromDraws):
         except NotImplementedError as error:
             reason = str(error).splitlines()[0]  # Pyro adds the shapes of its trace
             raise UnsupportedError(
-                f"a prior of the model cannot be drawn from ({reason}): improper priors have no prior predictive "
-                "distribution; leave out prior="
+                f"a prior of the model cannot be drawn from ({reason}), as if improper: leave out prior="
             ) from error
         return {name: node for name, node in trace.nodes.items() if name in self.sites}
 
