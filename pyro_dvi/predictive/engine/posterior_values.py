@@ -155,12 +155,7 @@ def one_draw(guide: Callable[..., Any], inputs: tuple[Any, ...]) -> dict[str, Te
 def seeded_draws(guide: Any, inputs: tuple[Any, ...], count: int) -> Iterator[dict[str, Tensor]]:
     """Give draws, each with a seed of its own: how many random numbers the model itself uses depends on the batch."""
     check_is_set_up(guide)
-    if not draws_by_itself(guide):
-        yield from map(_latents, traced_draws(guide, inputs, count))
-        return
-    posterior = guide.get_posterior()  # the same random numbers: its sites are drawn one after the other
-    for _ in reseeded(count):
-        yield {name: fn().detach() for name, fn in posterior.items()}
+    yield from map(_latents, traced_draws(guide, inputs, count))
 
 
 def traced_draws(guide: Any, inputs: tuple[Any, ...], count: int) -> Iterator[Any]:
@@ -172,15 +167,6 @@ def traced_draws(guide: Any, inputs: tuple[Any, ...], count: int) -> Iterator[An
 def _traced(guide: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
     with AllRows():
         return poutine.trace(guide).get_trace(*_arguments(guide, inputs))
-
-
-def draws_by_itself(guide: Any) -> bool:
-    """Whether a guide is known to draw one site after the other from Gaussians of its own, whatever the inputs."""
-    return (
-        isinstance(guide, FactorisedGuide)
-        and type(guide).forward is FactorisedGuide.forward
-        and type(guide)._sample_site is FactorisedGuide._sample_site
-    )
 
 
 def ignores_inputs(guide: Any) -> bool:

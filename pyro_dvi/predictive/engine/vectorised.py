@@ -30,7 +30,7 @@ from torch.distributions import constraints
 from torch.utils._pytree import tree_leaves
 
 from pyro_dvi.core.recording import Watch
-from pyro_dvi.core.undisturbed import state_of
+from pyro_dvi.core.undisturbed import modules_met, state_of
 from pyro_dvi.predictive.engine.model_runs import Latents
 
 _UNCHECKED = (constraints.real, constraints.real_vector, constraints.positive_definite)
@@ -54,28 +54,10 @@ def possible(fn: Any) -> Tensor:
     return found
 
 
-class Probe(Watch):
-    """Watches a run of a model inside ``with``.
+class _Largest(Watch):
+    """Notes how many elements the largest tensor has that is computed inside ``with``."""
 
-    Attributes:
-        size: elements of the largest tensor that was computed.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self.size = 0
-        self._device = device
-        self._seen: dict[int, tuple[nn.Module, list[Any]]] = {}
-
-    def __enter__(self) -> "Probe":
-        self._before = _generators(self._device)
-        self._handle = nn.modules.module.register_module_forward_pre_hook(self._look)
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._handle.remove()
+    size = 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -84,21 +66,6 @@ class Probe(Watch):
                 held = leaf.untyped_storage().nbytes() // leaf.element_size()
                 self.size = max(self.size, min(held, leaf.numel()))
         return result
-
-    @property
-    def drew(self) -> bool:
-        """Whether the run used random numbers of its own, of torch, NumPy or Python."""
-        return self._before != _generators(self._device)
-
-    @property
-    def kept(self) -> bool:
-        """Whether a module that ran holds another tensor or value than before."""
-        return any(not _same(_state(module), before) for module, before in self._seen.values())
-
-    def _look(self, module: nn.Module, _inputs: object) -> None:
-        for inner in module.modules():
-            if id(inner) not in self._seen:
-                self._seen[id(inner)] = (inner, _state(inner))
 
 
 def agrees(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> bool:
@@ -184,17 +151,24 @@ class ManyDraws:
         """Find out from one more run how this model is run best."""
         self._chunk = 1
         device = next((value.device for value in first.values()), torch.device("cpu"))
-        probe = Probe(device)
+        seen: dict[int, tuple[nn.Module, list[Any]]] = {}
+
+        def look(module: nn.Module) -> None:
+            for inner in module.modules():
+                if id(inner) not in seen:
+                    seen[id(inner)] = (inner, _state(inner))
+
+        generators = _generators(device)
         try:
-            with probe:
+            with modules_met(look), _Largest() as largest:
                 plain = _one_by_one(read, [first])
         except Exception:  # the model's own, whatever it is
             return
-        if probe.drew or probe.kept:
-            return  # numbers of its own, which belong to the draw; values that must not be those of many draws
-        self._chunk = max(
-            1, min(MAX_CHUNK, CHUNK_OUTPUT // max(1, probe.size), CHUNK_LATENTS // max(1, size_of(first)))
-        )
+        keeps = any(not _same(_state(module), before) for module, before in seen.values())
+        if keeps or _generators(device) != generators:
+            return  # values that must not be those of many draws; random numbers, which belong to the draw
+        fitting = min(CHUNK_OUTPUT // largest.size, CHUNK_LATENTS // max(1, size_of(first)))
+        self._chunk = min(MAX_CHUNK, max(1, fitting))
         has_kernels = device.type == "cpu" and any(value.dim() >= 3 for value in first.values())
         if has_kernels or self._chunk == 1:
             self._way = _one_by_one

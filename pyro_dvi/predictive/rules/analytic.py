@@ -31,7 +31,6 @@ from pyro_dvi.moments.weight_uses import warned_of_repeated_uses
 from pyro_dvi.predictive.engine.model_runs import Respond, Response
 from pyro_dvi.predictive.engine.posterior_values import posterior_gaussians, posterior_mean
 from pyro_dvi.predictive.rules.rule import PredictionRule
-from pyro_dvi.runs.latents import Marginals
 from pyro_dvi.runs.log_joint import AtUnconstrained
 from pyro_dvi.runs.outputs import Outputs, observed_outputs
 from pyro_dvi.runs.posterior_run import PosteriorMoments, propagated, twice_differentiable
@@ -54,18 +53,6 @@ class Propagation(ABC):
 
     counts_weights_once: ClassVar[bool] = False
 
-    def check(self, marginals: Marginals) -> None:
-        """Refuse a posterior with covariances, unless the propagation is one that keeps them.
-
-        Raises:
-            UnsupportedError: names the propagation.
-        """
-        joint = [name for name, gaussian in marginals.gaussians.items() if is_joint(gaussian.base)]
-        if joint:
-            raise UnsupportedError(
-                f"{type(self).__name__} takes weights as independent, but {joint[0]!r} has covariances: use Moments()"
-            )
-
     @abstractmethod
     def respond(self, weights: Mapping[str, GaussianMoments], run: Callable[[], Response]) -> Response:
         """Return the response of one run of the model, whose distribution holds moments.
@@ -85,9 +72,6 @@ class Independent(Propagation):
     out too small; those behind layer, group or instance normalisation can come out too large, where its inputs are
     nearly equal and share their noise. :func:`~pyro_dvi.diagnostics.compare_with_sampling` says how much.
     """
-
-    def check(self, marginals: Marginals) -> None:
-        """Take any."""
 
     def respond(self, weights: Mapping[str, GaussianMoments], run: Callable[[], Response]) -> Response:
         """Run the model."""
@@ -210,7 +194,11 @@ class Moments(PredictionRule):
     ) -> Iterator[Response]:
         """Give the one component."""
         centre, marginals = posterior_gaussians(guide, inputs)
-        self.propagation.check(marginals)
+        joint = [name for name, gaussian in marginals.gaussians.items() if is_joint(gaussian.base)]
+        if joint and self.propagation.counts_weights_once:
+            raise UnsupportedError(
+                f"{self.propagation} takes weights as independent, but {joint[0]!r} has covariances: use Moments()"
+            )
 
         def predictive(family: type, parameters: Mapping[str, Any]) -> Any:
             joint = joint_if_dependent(family, parameters)
