@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run a model with the latent values of a rule, batch after batch, and pass its distributions to a reader."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from types import MappingProxyType
@@ -81,9 +81,8 @@ class Components:
                 own.read(reader, batch, site, others)
         if self._members:
             return
-        run = with_others(
-            partial(respond, self._model, batch, site=site, learned_for=first_arguments(self._guide)), others
-        )
+        known = first_arguments(self._guide)
+        run = with_others(partial(respond, self._model, batch, site=site, learned_for=known), others)
         if isinstance(self._rule, FromDraws):
             self._read_draws(reader, batch, site, run, others)
             return
@@ -130,9 +129,8 @@ class Components:
                     break
                 first = first or own
                 if own.keys() != first.keys():
-                    raise UnsupportedError(
-                        f"members have other latent sites, {sorted(own)} and {sorted(first)}: export with sites=[]"
-                    )
+                    sites = f"{sorted(own)} and {sorted(first)}"
+                    raise UnsupportedError(f"members have latent sites {sites}: export with sites=[]")
                 yield of_member(place, own)
 
     def _anew(self, inputs: tuple[Any, ...]) -> Iterator[Latents]:
@@ -167,9 +165,7 @@ class Components:
                 reader.add(run(latents))
 
 
-def _refuse_unseen(
-    response: Response, run: Callable[[Latents], Mapping[str, Any]], latents: Latents, rule: str
-) -> None:
+def _refuse_unseen(response: Response, run: Callable[[Latents], Any], latents: Latents, rule: str) -> None:
     """Refuse a prediction whose distribution changes with the draws of sites that are neither latent nor observed.
 
     Args:

@@ -382,9 +382,7 @@ def _classes_and_labels(probabilities: Any, labels: Any) -> tuple[Tensor, Tensor
 def _check_rows(p: Tensor) -> None:
     low, high = float(p.min()), float(p.max())
     if low < -SUM_TOLERANCE or high > 1 + SUM_TOLERANCE:
-        raise DataError(
-            f"probabilities lie between {low:.4g} and {high:.4g}, not 0 and 1: logits need a softmax first"
-        )
+        raise DataError(f"probabilities lie between {low:.4g} and {high:.4g}: logits need a softmax first")
     worst = float((p.sum(-1) - 1).abs().max())
     if worst > SUM_TOLERANCE:
         raise DataError(f"probabilities must sum to one over the last dimension; a row is off by {worst:.4g}")

@@ -26,9 +26,8 @@ from pyro_dvi.runs.explained import explained_errors
 from pyro_dvi.runs.sites import responses
 from pyro_dvi.runs.trained_for import trained_for
 
-KEPT_COMPONENTS = (
-    2**25
-)  # numbers that kept components of all batches may predict: 256 MiB of means and scales
+# Numbers that kept components of all batches may predict: 256 MiB of means and scales.
+KEPT_COMPONENTS = 2**25
 
 
 def predict(
@@ -169,7 +168,7 @@ def rule_of(method: Any, guide: Any) -> PredictionRule:
     members = members_of(guide)
     if isinstance(method, OfMembers) and len(method.rules) != len(members):
         raise ArgumentError(
-            f"method={method} is of {len(method.rules)} members, and the guide has {len(members)}"
+            f"method={method} is of {len(method.rules)} members, the guide has {len(members)}"
         )
     if members and not isinstance(method, OfMembers):
         return OfMembers(tuple(rule_of(method, member.guide) for member in members))
@@ -215,6 +214,6 @@ def default_rule(guide: Any) -> PredictionRule:
     named = getattr(predictive, str(rule), None)
     if not (isinstance(named, type) and issubclass(named, PredictionRule)):
         raise GuideError(
-            f"the prediction_rule of {type(guide).__name__} is {rule!r}: it must be as AtMean(), or a name, 'AtMean'"
+            f"the prediction_rule of {type(guide).__name__} is {rule!r}, not an object such as AtMean() or its name"
         )
     return named()

@@ -14,10 +14,15 @@ from pyro_dvi.core.arguments import check_count
 from pyro_dvi.core.table import InNotebook
 from pyro_dvi.errors import DataError, UnsupportedError
 from pyro_dvi.predictive import prediction_summaries as summaries
-from pyro_dvi.predictive.batch_prediction import mixture_log_prob, with_any
 from pyro_dvi.predictive.engine.model_runs import seeded
+from pyro_dvi.predictive.predictive_distribution import (
+    crps,
+    mixture_log_prob,
+    probabilities,
+    quantile,
+    with_any,
+)
 from pyro_dvi.predictive.predictive_mixture import Part
-from pyro_dvi.predictive.quantiles import crps, probabilities, quantile
 from pyro_dvi.predictive.rules.rule import PredictionRule
 
 if TYPE_CHECKING:
@@ -58,12 +63,10 @@ class Prediction(InNotebook):
             for name in parts[0].values
             if all(name in part.values for part in parts)
         }
-        self.draws: dict[str, Tensor] = {
-            name: torch.cat([part.draws[name] for part in parts], 1) for name in parts[0].draws
-        }
-        self._parts = [
-            replace(part, values={}, draws={}) for part in parts
-        ]  # the tensors would be there twice
+        names = parts[0].draws
+        self.draws = {name: torch.cat([part.draws[name] for part in parts], 1) for name in names}
+        # Their tensors would be there twice.
+        self._parts = [replace(part, values={}, draws={}) for part in parts]
         if "log_probabilities" in self.draws:
             self.draws["probabilities"] = self._of_labels(self.draws.pop("log_probabilities").exp())
 
@@ -374,14 +377,10 @@ class Prediction(InNotebook):
     def _aligned(self, y: Any) -> Tensor:
         """Return ``y`` on the predictions' device; one row for each example."""
         if not self._ordered:
-            raise DataError(
-                "the loader shuffles, or has a sampler of its own: predict with shuffle=False, or leave out y"
-            )
+            raise DataError("the loader shuffles, or has its own sampler: use shuffle=False, or leave out y")
         values = torch.as_tensor(y)
         if values.dim() == 0 or len(values) != len(self):
-            raise DataError(
-                f"{len(self)} predictions need as many observed values, not {tuple(values.shape)}"
-            )
+            raise DataError(f"{len(self)} predictions need as many values, not {tuple(values.shape)}")
         return values if self._device is None else values.to(self._device)
 
     def _value(self, name: str, what: str) -> Tensor:

@@ -27,7 +27,8 @@ from pyro_dvi.core.distributions import tensors_of, untransformed, with_tensors
 from pyro_dvi.core.undisturbed import seeder
 from pyro_dvi.errors import ModelError, UnsupportedError
 from pyro_dvi.links.noise_links import EqualMixture
-from pyro_dvi.predictive.batch_prediction import (
+from pyro_dvi.predictive.engine.model_runs import Response
+from pyro_dvi.predictive.predictive_distribution import (
     as_drawn,
     both_masks,
     check_events,
@@ -37,7 +38,6 @@ from pyro_dvi.predictive.batch_prediction import (
     statistics,
     with_any,
 )
-from pyro_dvi.predictive.engine.model_runs import Response
 from pyro_dvi.runs.sites import counted
 
 
@@ -220,9 +220,8 @@ class Mixture(_Reader):
         if "mask" in values:
             left_out = ~with_any(values["mask"], event_dim)
             for each in (values, draws):
-                each |= {
-                    n: v.masked_fill(left_out, math.nan) for n, v in each.items() if n == "log_likelihood"
-                }
+                if "log_likelihood" in each:
+                    each["log_likelihood"] = each["log_likelihood"].masked_fill(left_out, math.nan)
         distribution = self._distribution(fn, found.get("log_probabilities"))
         return Part(
             self.last.site, type(base).__name__, values, draws, distribution, self.count, axis, self.num_rows
@@ -243,19 +242,6 @@ class Mixture(_Reader):
         return (dist.OneHotCategorical if is_one_hot else dist.Categorical)(logits=log_probabilities)
 
 
-@dataclass(frozen=True)
-class Observation:
-    """Observed values of one site in one batch.
-
-    Attributes:
-        value: of the shape of one draw.
-        counts: which of them the model does not mask, of the same shape; None if all count.
-    """
-
-    value: Tensor
-    counts: Tensor | None
-
-
 class ObservationDraws(_Reader):
     """Reads the components of one batch: the same number of draws from each, on the CPU.
 
@@ -266,7 +252,7 @@ class ObservationDraws(_Reader):
         count: draws in all.
         num_components: distributions that they come from, in equal shares.
         seeds: gives the seed of each component's draws.
-        observed: what to score; None where there is nothing.
+        observed: the site in a run with the observations, to score them; None where there are none.
 
     Attributes:
         values: the draws, ``[count, N, ...]``.
@@ -279,11 +265,9 @@ class ObservationDraws(_Reader):
     values: Tensor
     log_prob: Tensor
 
-    def __init__(
-        self, count: int, num_components: int, seeds: torch.Generator, observed: Observation | None = None
-    ) -> None:
+    def __init__(self, count: int, num_components: int, seeds: torch.Generator, observed: Any = None) -> None:
         self.observed = observed
-        self.counts = None if observed is None else observed.counts
+        self.counts = None if observed is None else counted(observed)
         self._count, self._num_components, self._seeds = count, num_components, seeds
         self._seed_all = seeder()
         self._added = 0
@@ -302,7 +286,7 @@ class ObservationDraws(_Reader):
             self.counts = both_masks(self.counts, response.mask)
             if self.observed is not None:
                 check_events(fn, self.counts, response.site)
-                self._scored = filled(self.observed.value, self.counts, fn)
+                self._scored = filled(self.observed["value"], self.counts, fn)
         self.sample(fn)
         if self._scored is not None:
             log_prob = checked_log_prob(fn, self._scored, response.site)
@@ -315,9 +299,8 @@ class ObservationDraws(_Reader):
         if self._scored is not None:
             found["mask"] = self._whole(counted(node), fn)
             found["log_prob"] = fn.log_prob(as_drawn(fn, self._scored))
-        return found | self._parameters(
-            fn
-        )  # at last: a density may leave further tensors in its distribution
+        # At last: a density may leave further tensors in its distribution.
+        return found | self._parameters(fn)
 
     def add_statistics(self, many: Mapping[str, Tensor], count: int) -> None:
         """Add components by what :meth:`statistics` gives for them."""

@@ -14,12 +14,12 @@ from torch import Tensor, fx, nn
 from pyro_dvi.core.recording import Function, recorded, rows_of
 from pyro_dvi.core.undisturbed import device_of, seeder
 from pyro_dvi.errors import DataError, UnsupportedError
-from pyro_dvi.predictive.batch_prediction import statistics
 from pyro_dvi.predictive.engine.inputs import batches
 from pyro_dvi.predictive.engine.model_runs import Latents, Response, evaluation_mode, seeded, sites_at
 from pyro_dvi.predictive.engine.posterior_values import predicted_model
 from pyro_dvi.predictive.engine.vectorised import ManyDraws, agrees
 from pyro_dvi.predictive.predict import predict
+from pyro_dvi.predictive.predictive_distribution import statistics
 from pyro_dvi.predictive.predictive_mixture import Mixture
 from pyro_dvi.predictive.rules.rule import FromDraws, PredictionRule
 from pyro_dvi.runs.explained import bad_values
@@ -83,7 +83,7 @@ class Predictor(nn.Module):
         rows = [value.shape[0] for value in inputs if value.dim()]
         if shapes != self._shapes or rows != rows[:1] * len(rows):
             raise DataError(
-                f"the {rows} rows of the inputs have shapes {shapes}, those of the example {self._shapes}"
+                f"{rows} rows of inputs have shapes {shapes}, those of the example {self._shapes}"
             )
         with torch.no_grad():
             mean, *spread = self.operators(*inputs)
@@ -173,9 +173,7 @@ def predictor(
         expected = predict(model, guide, inputs, method, site=site, seed=seed)
         rule, part = expected.method, expected._parts[0]
         if not expected.has_moments:
-            raise UnsupportedError(
-                f"site {expected.site!r} ({part.kind}) has no mean and variance: use predict"
-            )
+            raise UnsupportedError(f"site {expected.site!r} ({part.kind}) has no mean and variance")
         try:
             with pyro.validation_enabled(False):
                 run = _Run(predicted_model(guide, model), guide, expected.site, part.axis, seed)
@@ -187,7 +185,7 @@ def predictor(
                 raise UnsupportedError("what its operators give differs from what predict gives")
         except UnsupportedError as error:
             raise UnsupportedError(
-                f"predictions by {rule} cannot be prepared for this model: {error}. Use predict"
+                f"predictions by {rule} cannot be prepared: {error}. Use predict"
             ) from error
     return prepared
 
@@ -227,9 +225,7 @@ class _Run:
         way, node = ManyDraws(), self._node(example)
         chunks = way.chunks(first, iter(others), lambda draw: statistics(node(draw)["fn"], None))
         if any(found is None for _, found in chunks):
-            raise UnsupportedError(
-                "the model draws numbers itself, keeps something from one run to the next, or gives NaN"
-            )
+            raise UnsupportedError("the model draws numbers itself, keeps values between runs, or gives NaN")
 
         def predicted(*inputs: Tensor) -> list[Tensor]:
             mixture, node = Mixture(None, rows_of(inputs)), self._node(inputs)

@@ -14,7 +14,7 @@ from torch import distributions as td
 from pyro_dvi import AtMean, LaplaceGuide, Linearised, MeanFieldGuide, Moments, Samples, metrics, predict
 from pyro_dvi.errors import ArgumentError, DataError, UnsupportedError
 from pyro_dvi.links.noise_links import PointMixture
-from pyro_dvi.predictive.quantiles import crps, quantile
+from pyro_dvi.predictive.predictive_distribution import crps, quantile
 
 N, K = 12, 15
 X = torch.linspace(-2, 2, N, dtype=torch.float64)

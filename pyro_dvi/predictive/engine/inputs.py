@@ -85,14 +85,10 @@ def batches(
             called = sites(moved(taken.batch(args, held, start)))
             held = [i for i in held if taken.names[i] in called]
             if not held:
-                raise ArgumentError(
-                    f"any of the arguments {names} may be the observation: name it, as observed={names[-1]!r}"
-                )
+                raise ArgumentError(f"any of {names} may be observed: name it, as observed={names[-1]!r}")
         elif 0 < len(held) < len(places):
             missing = [taken.names[i] for i in places if i not in held]
-            raise DataError(
-                f"the data hold observations {names} but not {missing}: give all, or inputs alone"
-            )
+            raise DataError(f"the data hold observations but not {missing}: give all, or inputs alone")
         batch = taken.batch(args, held, start)
         yield moved(batch)
         start += batch.num_rows
@@ -149,9 +145,7 @@ class _Arguments:
                     raise ArgumentError(f"the model has no argument {name!r} to observe; it has {self.names}")
             places = [self.names.index(name) for name in asked]
         else:
-            by_name = (
-                range(self.count, len(self.names)) if len(args) > self.count else ()
-            )  # the data reach that far
+            by_name = range(self.count, len(self.names)) if len(args) > self.count else ()
             last = [len(args) - 1] if len(args) >= max(2, self.count) else []
             places = [*self._optional, *by_name] or last
         return places, [i for i in places if i < len(args) and args[i] is not None]
@@ -180,18 +174,12 @@ class _Arguments:
     def _in_order(self, batch: Any) -> tuple[Any, ...]:
         if isinstance(batch, (tuple, list)):
             if len(batch) > len(self.names) and not self._any_number:
-                raise DataError(
-                    f"the data have {len(batch)} entries, but the model has the arguments {self.names}"
-                )
+                raise DataError(f"the data have {len(batch)} entries, the model the arguments {self.names}")
             return tuple(batch)
         if not isinstance(batch, Mapping):
-            raise DataError(
-                f"the loader gives batches of type {type(batch).__name__}, not tensors, tuples or mappings of arguments"
-            )
+            raise DataError(f"batches of type {type(batch).__name__}, not tensors, tuples or mappings")
         if unknown := [name for name in batch if name not in self.names]:
-            raise DataError(
-                f"a batch has entries {unknown} that are no arguments of the model, which has {self.names}"
-            )
+            raise DataError(f"a batch has entries {unknown} that are no arguments of the model: {self.names}")
         last = max((i for i, name in enumerate(self.names) if name in batch), default=-1)
         return tuple(batch.get(name) for name in self.names[: last + 1])
 

@@ -126,9 +126,7 @@ def posterior_mean(guide: Callable[..., Any], inputs: tuple[Any, ...]) -> dict[s
         return one_draw(guide, inputs)
 
 
-def posterior_gaussians(
-    guide: Callable[..., Any], inputs: tuple[Any, ...]
-) -> tuple[dict[str, Tensor], Marginals]:
+def posterior_gaussians(guide: Any, inputs: tuple[Any, ...]) -> tuple[dict[str, Tensor], Marginals]:
     """Return every latent site at its centre, and where the guide has their Gaussians.
 
     Raises:
@@ -210,9 +208,8 @@ class _AtCentre(SetLatents):
         try:
             return _centre(site["fn"])
         except NotImplementedError as error:
-            raise GuideError(
-                f"guide site {site['name']!r} ({type(site['fn']).__name__}) has no mean: use method=Samples(30)"
-            ) from error
+            kind = type(site["fn"]).__name__
+            raise GuideError(f"guide site {site['name']!r} ({kind}) has no mean: use Samples(30)") from error
 
 
 def _centre(fn: Any) -> Tensor:

@@ -189,15 +189,13 @@ class Moments(PredictionRule):
         check_choice("noise", self.noise, NoiseLink, "MomentMatched() or GaussHermite(n)")
         check_choice("propagation", self.propagation, Propagation, "Independent() or ReverseDelta()")
 
-    def components(
-        self, guide: Callable[..., Any], inputs: tuple[Any, ...], respond: Respond
-    ) -> Iterator[Response]:
+    def components(self, guide: Any, inputs: tuple[Any, ...], respond: Respond) -> Iterator[Response]:
         """Give the one component."""
         centre, marginals = posterior_gaussians(guide, inputs)
         joint = [name for name, gaussian in marginals.gaussians.items() if is_joint(gaussian.base)]
         if joint and self.propagation.counts_weights_once:
             raise UnsupportedError(
-                f"{self.propagation} takes weights as independent, but {joint[0]!r} has covariances: use Moments()"
+                f"{joint[0]!r} has covariances, which {self.propagation} does not propagate"
             )
 
         def predictive(family: type, parameters: Mapping[str, Any]) -> Any:
@@ -271,14 +269,12 @@ class Linearised(PredictionRule):
         check_choice("noise", self.noise, NoiseLink, "GaussHermite(n) or MomentMatched()")
         check_count("num_points", self.num_points)
 
-    def components(
-        self, guide: Callable[..., Any], inputs: tuple[Any, ...], respond: Respond
-    ) -> Iterator[Response]:
+    def components(self, guide: Any, inputs: tuple[Any, ...], respond: Respond) -> Iterator[Response]:
         """Give the one component."""
         linearised = getattr(guide, "linearised", None)
         if linearised is None:
             raise GuideError(
-                f"Linearised() needs a LaplaceGuide, not a {type(guide).__name__}: use AtMean() or Samples(30)"
+                f"Linearised() needs a LaplaceGuide, not a {type(guide).__name__}: use Samples(30)"
             )
         # Any value of every latent site: those that are read replace it.
         centre = posterior_mean(guide, inputs)
@@ -291,8 +287,7 @@ class Linearised(PredictionRule):
             return observed_outputs(response.site, response.distribution, response.axis, num_rows, made)
 
         gaussian = linearised(inputs, read)
-        distribution = integrated(
-            gaussian.outputs, gaussian.full_covariance, self.link, self.noise, self.num_points
-        )
+        outputs, covariance = gaussian.outputs, gaussian.full_covariance
+        distribution = integrated(outputs, covariance, self.link, self.noise, self.num_points)
         first = responses[0]
         yield replace(first, distribution=distribution, value=first.value.detach())

@@ -51,9 +51,7 @@ class PredictionRule(ABC):
     keeps_components: bool = False
 
     @abstractmethod
-    def components(
-        self, guide: Callable[..., Any], inputs: tuple[Any, ...], respond: Respond
-    ) -> Iterator[Response]:
+    def components(self, guide: Any, inputs: tuple[Any, ...], respond: Respond) -> Iterator[Response]:
         """Give the components of the mixture for a batch, one after the other.
 
         Random numbers come from torch's global generator, which has the same seed for every batch.
@@ -76,9 +74,7 @@ class AtMean(PredictionRule):
     Status: exact for what it says; it leaves out the posterior's width.
     """
 
-    def components(
-        self, guide: Callable[..., Any], inputs: tuple[Any, ...], respond: Respond
-    ) -> Iterator[Response]:
+    def components(self, guide: Any, inputs: tuple[Any, ...], respond: Respond) -> Iterator[Response]:
         """Give the one component."""
         yield respond(posterior_mean(guide, inputs))
 
@@ -95,9 +91,7 @@ class FromDraws(PredictionRule):
         """As many as draws."""
         return self.num_samples
 
-    def components(
-        self, guide: Callable[..., Any], inputs: tuple[Any, ...], respond: Respond
-    ) -> Iterator[Response]:
+    def components(self, guide: Any, inputs: tuple[Any, ...], respond: Respond) -> Iterator[Response]:
         """Give one component for each draw."""
         return map(respond, self.draws(guide, inputs))
 
@@ -165,7 +159,7 @@ class OfMembers(PredictionRule):
         counts = [rule.num_components for rule in self.rules]
         if len(set(counts)) > 1:
             raise ArgumentError(
-                f"the members of the ensemble predict by {counts} distributions: name one rule, method=Samples(30)"
+                f"members predict by {counts} distributions: name one rule, method=Samples(30)"
             )
 
     def __repr__(self) -> str:
@@ -187,9 +181,7 @@ class OfMembers(PredictionRule):
         """Where there is one of each member."""
         return self.num_components == len(self.rules)
 
-    def components(
-        self, guide: Callable[..., Any], inputs: tuple[Any, ...], respond: Respond
-    ) -> Iterator[Response]:
+    def components(self, guide: Any, inputs: tuple[Any, ...], respond: Respond) -> Iterator[Response]:
         """Give the components of one member after the other, of runs of the ensemble's model."""
         # As Components does, so that a prepared predictor has its numbers.
         seeds = torch.randint(2**31 - 1, (len(self.rules),)).tolist()
@@ -263,9 +255,8 @@ class PriorSamples(FromDraws):
                 for name, prior in _priors(sites).items()
             )
             for k, draw in enumerate(chunk, place):
-                yield (
-                    dict(draw) if are_draws else {n: site["value"] for n, site in self._run(seeds[k]).items()}
-                )
+                again = {} if are_draws else self._run(seeds[k])
+                yield dict(draw) if are_draws else {name: site["value"] for name, site in again.items()}
             place += len(chunk)
 
     def _run(self, seed: int) -> Mapping[str, Any]:
@@ -275,9 +266,7 @@ class PriorSamples(FromDraws):
                 trace = poutine.trace(self.model).get_trace(*with_missing(self.model, self.inputs))
         except NotImplementedError as error:
             reason = str(error).splitlines()[0]  # Pyro adds the shapes of its trace
-            raise UnsupportedError(
-                f"a prior of the model cannot be drawn from ({reason}), as if improper: leave out prior="
-            ) from error
+            raise UnsupportedError(f"a prior cannot be drawn from ({reason}): leave out prior=") from error
         return {name: node for name, node in trace.nodes.items() if name in self.sites}
 
 
