@@ -30,6 +30,7 @@ from pyro_dvi.training.ensemble import TrainedPosterior
 
 KEPT_LATENTS = 2**26  # numbers in all draws, if they are kept for later batches: 256 MiB of float32
 NOTHING: Latents = MappingProxyType({})
+Reader = Mixture | ObservationDraws
 
 
 class Components:
@@ -62,9 +63,7 @@ class Components:
         """Number of components of a batch."""
         return self._rule.num_components
 
-    def read(
-        self, reader: Mixture | ObservationDraws, batch: Batch, site: str | None, others: Latents = NOTHING
-    ) -> None:
+    def read(self, reader: Reader, batch: Batch, site: str | None, others: Latents = NOTHING) -> None:
         """Show the components for a batch to a reader.
 
         Args:
@@ -139,12 +138,7 @@ class Components:
         return self._rule.draws(self._guide, inputs)
 
     def _read_draws(
-        self,
-        reader: Mixture | ObservationDraws,
-        batch: Batch,
-        site: str | None,
-        run: Respond,
-        others: Latents,
+        self, reader: Reader, batch: Batch, site: str | None, run: Respond, others: Latents
     ) -> None:
         way = self._ways.setdefault(site, ManyDraws())
         draws = self._anew(batch.inputs) if way.is_plain else self.draws(batch.inputs, way)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
+from pyro.infer import SVI
 from pyro.infer.autoguide import AutoDelta
 from torch import nn
 
@@ -115,7 +116,7 @@ def predict(
         >>> bool((low < high).all())
         True
     """
-    if not callable(guide):
+    if isinstance(guide, SVI) or not callable(guide):  # which is callable too
         raise GuideError(
             f"the guide is of type {type(guide).__name__}: give svi.guide, another guide, or a function that samples "
             "the latent sites; pyro.infer.Predictive(model, posterior_samples) predicts from a mapping of draws"

@@ -381,7 +381,7 @@ class Prediction(InNotebook):
         values = torch.as_tensor(y)
         if values.dim() == 0 or len(values) != len(self):
             raise DataError(f"{len(self)} predictions need as many values, not {tuple(values.shape)}")
-        return values if self._device is None else values.to(self._device)
+        return values.to(self._device)
 
     def _value(self, name: str, what: str) -> Tensor:
         if name not in self._values:

@@ -3,7 +3,7 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,10 +17,8 @@ if TYPE_CHECKING:
 
     from pyro_dvi.predictive.prediction import Prediction
 
-T = TypeVar("T")
 
-
-def available(read: Callable[[], T]) -> T | None:
+def available(read: Callable[[], Any]) -> Any:
     """Return what is read, or None where it does not exist, as the joint entropy of several labels."""
     try:
         return read()

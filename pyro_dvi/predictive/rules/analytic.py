@@ -112,7 +112,7 @@ class ReverseDelta(Propagation):
         axis = response.axis - len(response.distribution.event_shape) + len(part.event_shape)
         num_rows = response.distribution.batch_shape[response.axis]
         parameters = {
-            name: _pulled_back(recorder, part, name, value, axis, num_rows)
+            name: _pulled_back(recorder, part, name, axis, num_rows)
             if isinstance(value, GaussianMoments)
             else value
             for name, value in part.parameters.items()
@@ -122,14 +122,10 @@ class ReverseDelta(Propagation):
 
 
 def _pulled_back(
-    recorder: ReverseDeltaRecorder,
-    part: UncertainDistribution,
-    name: str,
-    value: GaussianMoments,
-    axis: int,
-    num_rows: int,
+    recorder: ReverseDeltaRecorder, part: UncertainDistribution, name: str, axis: int, num_rows: int
 ) -> GaussianMoments:
     """Moments of a parameter from those of the Gaussian behind it."""
+    value = part.parameters[name]
     gaussian = value if value.link is None else value.link.inner
     axis -= event_dim_of(part.family, name) or 0
     if gaussian.dim() < -axis or gaussian.shape[axis] != num_rows:
