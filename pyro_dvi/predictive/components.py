@@ -98,8 +98,8 @@ class Components:
 
         Args:
             inputs: of the batch.
-            way: how the model is run with them. In a plain loop they are drawn one by one, since each seeds the random
-                numbers of the model.
+            way: chosen to run the model with them. In a plain loop they are drawn one by one, since each draw seeds
+                the random numbers of the model.
         """
         if self._members:
             yield from self._of_members(inputs)

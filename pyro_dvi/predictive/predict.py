@@ -65,7 +65,7 @@ def predict(
         data: inputs ``[N, ...]``; a tuple of the model's arguments, ``(x,)`` or ``(x, y)``, or a mapping by
             their names; or a loader of any of these. An
             observation that comes along is not shown to the model; it is kept for :meth:`Prediction.metrics`.
-        method: rule of prediction; by default that of the objective that trained the guide: ``AtMean()`` after
+        method: prediction rule; by default it follows from the objective of the guide: ``AtMean()`` after
             ``TaylorELBO``, ``Moments()`` after ``MomentPropagationELBO``, ``Samples(30)`` after
             ``NaturalGradientELBO``, ``SampledELBO`` and objectives of Pyro; ``Linearised()`` for a ``LaplaceGuide``,
             ``AtMean()`` for an ``AutoDelta``; and a rule in an attribute ``prediction_rule`` of the guide before all.

@@ -41,7 +41,7 @@ class Prediction(InNotebook):
 
     Attributes:
         site: the observed site that is predicted.
-        method: the rule of prediction.
+        method: the prediction rule.
         num_components: number of distributions that it averages.
         draws: values of each draw, ``[K, N, ...]`` by name, with ``predict(..., keep_draws=True)`` and for ensembles
             whose members predict with one distribution each; else empty. ``mean`` and ``variance`` of the observation
@@ -120,7 +120,7 @@ class Prediction(InNotebook):
 
     @cached_property
     def probabilities(self) -> Tensor:
-        """Class probabilities ``[N, ..., C]``; for Bernoulli those of label 1, of the observation's shape."""
+        """Class probabilities ``[N, ..., C]``; for Bernoulli only of label 1, of the observation's shape."""
         return self._of_labels(self._value("log_probabilities", "class probabilities").exp())
 
     @cached_property
@@ -147,10 +147,10 @@ class Prediction(InNotebook):
         return (torch.special.entr(log_p.exp()).sum(-1) - self.expected_entropy).clamp_min(0)
 
     def quantiles(self, q: float | Sequence[float]) -> Tensor:
-        """Quantiles of the predictive distribution, of each number by itself: of counts the smallest with that much.
+        """Quantiles of the predictive distribution, of each number by itself.
 
-        Status: exact up to the rounding of the inverted distribution function, also of mixtures; where none is known
-        (StudentT, Beta) those of about 4,000 draws or more. Never those of a Gaussian with the same moments.
+        Status: exact up to the rounding of the inverted distribution function, also of mixtures and counts; where none
+        is known (StudentT, Beta), from about 4,000 draws or more.
 
         Args:
             q: one probability or several, between 0 and 1.
@@ -218,27 +218,27 @@ class Prediction(InNotebook):
 
     @property
     def is_of_classes(self) -> bool:
-        """Whether labels are predicted: a Bernoulli, Categorical or OneHotCategorical site."""
+        """True if labels are predicted, at a Bernoulli, Categorical or OneHotCategorical site."""
         return "log_probabilities" in self._values
 
     @property
     def is_one_hot(self) -> bool:
-        """Whether labels are observed in one-hot code."""
+        """True if labels are observed in one-hot code."""
         return self._kind.startswith("OneHot")
 
     @property
     def is_binary(self) -> bool:
-        """Whether labels are 0 or 1, with a probability of label 1 alone."""
+        """True if labels are 0 or 1, with a probability of label 1 alone."""
         return self._kind.startswith("Bernoulli")
 
     @property
     def has_moments(self) -> bool:
-        """Whether there are a mean and a variance."""
+        """True if there are a mean and a variance."""
         return "mean" in self._values
 
     @property
     def mask(self) -> Tensor | None:
-        """Which values of an observation the model lets count, ``[N, ...]``; None if all do."""
+        """True for observed values that the model does not mask, ``[N, ...]``; None if all count."""
         return self._values.get("mask")
 
     @property
@@ -349,7 +349,7 @@ class Prediction(InNotebook):
             what: its name for errors.
             rows: further arguments of ``read``, examples first.
             dim: the dimension of examples in the result.
-            whole: whether the result has one value for a whole event, not one for each number of it.
+            whole: True if the result has one value for each event, False if one for each number.
         """
         found, start = [], 0
         for part in self._parts:
@@ -389,5 +389,5 @@ class Prediction(InNotebook):
         return self._values[name]
 
     def _of_labels(self, p: Tensor) -> Tensor:
-        """Return class probabilities as they are shown: those of label 1 alone for 0 or 1."""
+        """Return class probabilities as they are shown; for labels 0 or 1 only the probability of 1."""
         return p[..., 1] if self.is_binary else p

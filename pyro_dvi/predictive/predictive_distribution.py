@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Statistics and densities of one predictive distribution, and masks of its observations.
+r"""Statistics, densities, quantiles and CRPS of one predictive distribution, and masks of its observations.
 
-Quantiles of predictive distributions, element by element, and the score of whole distributions.
-
-The distribution function is inverted by bisection over all floating-point numbers; that of counts adds up their
-probabilities. Where none is known, a quantile is that of draws.
+Quantiles of single numbers invert the distribution function by bisection over all floating-point numbers; for counts,
+probabilities are added up. Where neither is known, quantiles are taken from draws.
 """
 
 import math
@@ -106,7 +104,7 @@ def filled(values: Tensor, mask: Tensor | None, fn: Any) -> Tensor:
 
     Args:
         values: of the shape of one draw.
-        mask: which of them count, of the same shape; None if all do.
+        mask: True for values that count, of the same shape; None if all do.
         fn: the distribution that is to score them.
     """
     if mask is None or mask.shape != values.shape:  # another shape is reported where they are scored
@@ -116,7 +114,7 @@ def filled(values: Tensor, mask: Tensor | None, fn: Any) -> Tensor:
 
 
 def with_any(mask: Tensor, event_dim: int) -> Tensor:
-    """Which observations have any value that counts."""
+    """Return True for observations with any value that counts."""
     return mask.flatten(mask.dim() - event_dim).any(-1) if event_dim else mask
 
 
@@ -177,7 +175,7 @@ def marginal(fn: Any) -> Any:
     if isinstance(fn, td.MixtureSameFamily) and isinstance(
         normals := marginal(fn.component_distribution), td.Normal
     ):
-        # The dimension of components goes behind those of an event.
+        # The dimension of components goes behind the event dimensions.
         loc, scale = (v.movedim(-1 - len(fn.event_shape), -1) for v in (normals.loc, normals.scale))
         logits = fn.mixture_distribution.logits
         logits = logits.reshape(*fn.batch_shape, *[1] * len(fn.event_shape), -1).expand(loc.shape)
@@ -249,7 +247,7 @@ def _inverse(single: Any, level: float) -> Tensor:
 
 
 def _count(single: Any, level: float, at_once: int) -> Tensor:
-    """Return the smallest count up to which there is the probability ``level``: how many counts have less."""
+    """Return the smallest count whose cumulative probability is at least ``level``."""
     total: Any = 0.0
     found: Any = 0
     for start in range(0, _COUNTS, at_once):

@@ -48,7 +48,7 @@ class Part:
     Attributes:
         site: the observed site.
         kind: name of the components' distribution.
-        values: what is known, by name, examples first; what there is not is left out. ``mean``, one-hot for classes;
+        values: known quantities by name, examples first: ``mean``, one-hot for classes;
             ``aleatoric``, the mean of the components' variances, and ``epistemic``, the variance of their means;
             ``function_variance``, the mean part of those variances that is the posterior's, where all components tell
             it: it counts as ``epistemic``;
@@ -105,9 +105,9 @@ class Mixture(_Reader):
     Args:
         observed: values to score as they come, or None.
         num_rows: number of examples.
-        mask: which observed values count; None if all do, or if only the model's run without them says so.
-        room: how many numbers all components that are kept may predict; if infinite, their moments or probabilities
-            are kept as well.
+        mask: True for observed values that count; None if all do, or if only the run without them knows the mask.
+        room: maximal count of numbers that the kept components predict together; if infinite, their moments or
+            probabilities are kept as well.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ class Mixture(_Reader):
         assert self.last is not None, "a rule gave no component"
         fn, axis = self.last.distribution, self.last.axis
         base, event_dim = untransformed(fn), len(fn.event_shape)
-        # Dimensions on the right of the batch shape: the moments of a class are those of its one-hot code.
+        # Dimensions on the right of the batch shape: classes have the moments of their one-hot code.
         of_moments = event_dim + isinstance(base, td.Categorical)
         of_labels = event_dim - isinstance(base, td.OneHotCategorical)
         right = {"log_probabilities": of_labels + 1, "entropy": of_labels, "log_likelihood": 0}
@@ -257,7 +257,7 @@ class ObservationDraws(_Reader):
     Attributes:
         values: the draws, ``[count, N, ...]``.
         log_prob: log density of what was observed by component, ``[num_components, N, ...]``.
-        counts: which of the observed values count, of the shape of one draw; None if all do.
+        counts: True for observed values that count, of the shape of one draw; None if all do.
         first: the first component.
     """
 
@@ -277,7 +277,7 @@ class ObservationDraws(_Reader):
         """Add a component.
 
         Raises:
-            DataError: what was observed has another shape than the draws, or is impossible.
+            DataError: observed values have another shape than the draws, or are impossible.
             UnsupportedError: a mask that depends on the draw, or cuts observations that are scored as a whole.
         """
         fn = response.distribution

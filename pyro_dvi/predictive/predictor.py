@@ -31,8 +31,8 @@ class Predicted(NamedTuple):
     """Predictions for some rows: the tensors of a :class:`~pyro_dvi.predictive.Prediction`, without its methods.
 
     Attributes:
-        mean: ``[N, ...]``; of classes the probabilities ``[N, ..., C]``, of a Bernoulli that of label 1.
-        variance: noise and posterior together, in squared units of the observation; of classes that of the one-hot
+        mean: ``[N, ...]``; of classes the probabilities ``[N, ..., C]``, of a Bernoulli only of label 1.
+        variance: noise and posterior together, in squared units of the observation; of classes in one-hot
             code.
         epistemic: the part of the variance that is the posterior's; None where the rule does not tell it apart.
     """
@@ -46,8 +46,8 @@ class Predictor(nn.Module):
     """A module of torch operators that takes tensors and returns :class:`Predicted`; made by :func:`predictor`.
 
     It holds what it needs of the posterior in buffers, so that ``to``, ``state_dict``, ``torch.save`` and
-    ``copy.deepcopy`` work as for any module. No gradients are kept. In another dtype, buffers are rounded from that of
-    the model.
+    ``copy.deepcopy`` work as for any module. No gradients are kept. In another dtype, buffers are rounded from the
+    model's dtype.
 
     ``torch.compile`` takes it, and ``torch.export.export(serve, (x,), dynamic_shapes=[({0: Dim("rows")},)])`` of
     :mod:`torch.export`, both with any number of rows. What was exported returns a plain tuple, and runs without this
@@ -55,7 +55,7 @@ class Predictor(nn.Module):
 
     Attributes:
         site: the observed site that is predicted.
-        method: the rule of prediction.
+        method: the prediction rule.
         operators: the graph of operators.
     """
 
@@ -74,7 +74,7 @@ class Predictor(nn.Module):
         """Predict.
 
         Args:
-            inputs: those of the example, of any number of rows; all rows are in memory at once.
+            inputs: as in the example, with any number of rows; all rows are in memory at once.
 
         Raises:
             DataError: inputs of another number or shape; NaN, or infinities that have no finite mean.
@@ -141,7 +141,7 @@ def predictor(
         guide: its trained guide. Later training does not change the predictor.
         example: some inputs, as ``data`` of :func:`~pyro_dvi.predict`, all of them tensors; four rows are enough. An
             observation that comes along is left out.
-        method: rule of prediction; by default that of the guide, as in :func:`~pyro_dvi.predict`.
+        method: prediction rule; by default the guide's, as in :func:`~pyro_dvi.predict`.
         site: observed site to predict, where the model has several.
         observed: the model's argument that holds the observation, as in :func:`~pyro_dvi.predict`.
         seed: of the draws; by default one from the global generator.
@@ -152,7 +152,7 @@ def predictor(
     Raises:
         UnsupportedError: a distribution without mean or variance; a model that draws numbers of its own, or whose
             operators depend on the values of its inputs; a guide whose draws depend on the inputs; predictions that
-            differ from those of ``predict``.
+            differ from the predictions of ``predict``.
 
     Example:
         >>> import torch, pyro_dvi as dvi

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches for prediction: which of the model's arguments are inputs and which is the observation."""
+"""Batches for prediction, split into the inputs of the model and its observation."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,8 +26,8 @@ class Batch:
         num_rows: number of examples.
         start: place of the first of them in the whole data.
         complete: positional and named arguments of a call in which the model sees the observations.
-        mask: which observed values the model lets count, of the shape of one draw; None if all.
-        varies: whether the model masks or reshapes the observation, and so may do something else in another batch.
+        mask: True for observed values that the model does not mask, of the shape of one draw; None if all count.
+        varies: True if the model masks or reshapes the observation, which may differ in another batch.
     """
 
     inputs: tuple[Any, ...]
@@ -59,10 +59,10 @@ def batches(
         model: the Pyro model whose signature tells which argument is observed.
         data: a tensor; a tuple or mapping of the model's arguments; or a loader of any of these.
         observed: name of the observed argument, or of several. By default the one whose default is None, as in
-            ``forward(x, y=None)``, those of several that are called like ``sites``, else the last one if the data fill
+            ``forward(x, y=None)``, of several, those named like ``sites``, else the last one if the data fill
             all of them.
         batch_size: examples at a time, for tensors; a loader has its own.
-        device: where to bring the tensors.
+        device: target of the tensors.
         sites: gives the observed sites in question for a batch that takes all such arguments for observations.
 
     Raises:
@@ -97,7 +97,7 @@ def batches(
 
 
 def keeps_order(data: Any) -> bool:
-    """Whether the examples are known to come in the order of the data: no loader, or one that goes through them."""
+    """Return whether examples are known to come in the order of the data: no loader, or a sequential one."""
     if not isinstance(data, DataLoader):
         return True
     sampler = data.sampler if data.batch_sampler is None else data.batch_sampler
@@ -189,7 +189,7 @@ def _rows_at(place: slice, value: Any) -> Any:
 
 
 def _holds_batches(data: Any) -> bool:
-    """Whether something else than a DataLoader can be read like one; a list of tensors could mean two things."""
+    """Return whether another object can be read like a DataLoader; a list of tensors would be ambiguous."""
     if isinstance(data, list):
         return not any(torch.is_tensor(batch) for batch in data)
     return isinstance(data, Iterable) and not isinstance(data, (str, bytes)) and not hasattr(data, "dtype")

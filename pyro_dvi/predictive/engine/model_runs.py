@@ -33,10 +33,10 @@ class Response:
     Attributes:
         site: its name.
         distribution: the predictive distribution given the latent values.
-        value: what the model drew there, or observed.
-        is_observed: which of the two.
+        value: drawn there by the model, or observed.
+        is_observed: True if it was observed.
         axis: the dimension of ``distribution.batch_shape`` that counts examples, from the right (negative).
-        mask: which values count, of the shape of one draw; None if all do.
+        mask: True for values that count, of the shape of one draw; None if all do.
         drawn: further sites that the model drew before it, neither latent nor observed.
     """
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What predictions ask of a posterior: a guide of this library, of Pyro or of another library, or a function.
+"""Values of a posterior for predictions, from a guide of any library or a function.
 
 A guide may say itself how it is predicted, by any of these: ``prediction_rule``, a rule or the name of one;
 ``predicted_model(model)``, the model with the scales that it was tuned for; ``example_latents()``, values to look at
 the model with; ``linearised(inputs, read)``, the Gaussian of its outputs; ``factorised``, the posterior as a guide of
-independent Gaussians, None where it is none; ``check_model(model)``, which refuses another model than that of the fit;
+independent Gaussians, None where it is none; ``check_model(model)``, which refuses a model other than the fitted one;
 ``members``, of an ensemble: a tuple of ``TrainedPosterior``, each with its model, in equal shares.
 """
 
@@ -88,14 +88,14 @@ def check_is_set_up(guide: Any, inputs: tuple[Any, ...] = ()) -> None:
 
 
 def predicted_model(guide: Any, model: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the model that a guide is predicted with: what its method of this name makes of ``model``, or that."""
+    """Return ``guide.predicted_model(model)`` where the guide has this method, else ``model``."""
     return guide.predicted_model(model) if hasattr(guide, "predicted_model") else model
 
 
 def example_latents(guide: Callable[..., Any], inputs: tuple[Any, ...]) -> dict[str, Tensor]:
-    """Return values to look at the model with: those of the guide's method of this name, or a draw.
+    """Return values to look at the model with, from the guide's method of this name or from a draw.
 
-    Those of an ensemble are those of its first member.
+    An ensemble gives the values of its first member.
     """
     for member in members_of(guide)[:1]:
         with member.in_store():
@@ -106,7 +106,7 @@ def example_latents(guide: Callable[..., Any], inputs: tuple[Any, ...]) -> dict[
 
 
 def of_member(place: int, latents: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the latent values of a member as those of the ensemble."""
+    """Return the latent values of a member as values of the ensemble."""
     return {MEMBER: torch.tensor(place, device="cpu"), **latents}
 
 
@@ -151,7 +151,7 @@ def one_draw(guide: Callable[..., Any], inputs: tuple[Any, ...]) -> dict[str, Te
 
 
 def seeded_draws(guide: Any, inputs: tuple[Any, ...], count: int) -> Iterator[dict[str, Tensor]]:
-    """Give draws, each with a seed of its own: how many random numbers the model itself uses depends on the batch."""
+    """Give draws, each with its own seed, since the model may use random numbers whose count depends on the batch."""
     check_is_set_up(guide)
     yield from map(_latents, traced_draws(guide, inputs, count))
 
@@ -168,7 +168,7 @@ def _traced(guide: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
 
 
 def ignores_inputs(guide: Any) -> bool:
-    """Whether a guide is automatic, of Pyro or this library, with no function in it that may look at the inputs."""
+    """Return True for an automatic guide of Pyro or this library without a function that may look at the inputs."""
     if not isinstance(guide, AutoGuide):
         return False
     parts = [part for part in guide.modules() if isinstance(part, AutoGuide)]
@@ -186,7 +186,7 @@ def first_arguments(guide: Any) -> Mapping[int | str, Any]:
 
 
 def _arguments(guide: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments for a guide; an automatic one takes those of its model."""
+    """Return arguments for a guide; an automatic guide takes the arguments of its model."""
     # A copy or a loaded guide does not know its model.
     knows_model = isinstance(guide, AutoGuide) and guide._model is not None
     return with_missing(guide.model if knows_model else guide, inputs)

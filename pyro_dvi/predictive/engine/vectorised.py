@@ -37,7 +37,7 @@ _UNCHECKED = (constraints.real, constraints.real_vector, constraints.positive_de
 
 
 def possible(fn: Any) -> Tensor:
-    """Whether the parameters of a distribution are in their domains, as one truth value, also inside ``vmap``.
+    """Return whether the parameters of a distribution are in their domains, also inside ``vmap``.
 
     NaN is left to those who look at the numbers, positive definiteness to the Cholesky factorisation.
     """
@@ -69,7 +69,7 @@ class _Largest(Watch):
 
 
 def agrees(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> bool:
-    """Whether statistics are the same but for rounding."""
+    """Return whether statistics are equal up to rounding."""
     for name, value in expected.items():
         if not value.is_floating_point():
             continue
@@ -105,7 +105,9 @@ MAX_CHUNK = 64  # draws that share one run
 # Numbers in the largest tensor of a vectorised run: 16 MiB of float32, so that caches help.
 CHUNK_OUTPUT = 2**22
 CHUNK_LATENTS = 2**24  # numbers in the draws of a chunk
-POSSIBLE = "possible"  # among what is read: whether the parameters of a distribution are in their domains
+POSSIBLE = (
+    "possible"  # an entry of the statistics: True if the parameters of the distribution are in their domains
+)
 
 
 class ManyDraws:
@@ -119,7 +121,7 @@ class ManyDraws:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is known that only the plain loop can tell what the model gives."""
+        """True once it is known that the model needs the plain loop."""
         return self._chunk > 0 and self._way is None
 
     def chunks(
@@ -166,7 +168,7 @@ class ManyDraws:
             return
         keeps = any(not _same(_state(module), before) for module, before in seen.values())
         if keeps or _generators(device) != generators:
-            return  # values that must not be those of many draws; random numbers, which belong to the draw
+            return  # a plain loop, for values kept in a module and for random numbers
         fitting = min(CHUNK_OUTPUT // largest.size, CHUNK_LATENTS // max(1, size_of(first)))
         self._chunk = min(MAX_CHUNK, max(1, fitting))
         has_kernels = device.type == "cpu" and any(value.dim() >= 3 for value in first.values())

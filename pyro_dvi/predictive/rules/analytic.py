@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prediction methods of one run without draws: moment propagation, and linearisation around the mode.
+"""Prediction rules of one run without draws: moment propagation, and linearisation around the mode.
 
 The propagation is a choice of :class:`Moments`: the quantities that it takes as independent decide how wide predictions
 are. A new one is a class with one method, :meth:`Propagation.respond`.
@@ -45,10 +45,10 @@ from pyro_dvi.runs.uncertain import (
 
 
 class Propagation(ABC):
-    """How the variances of the weights are propagated through a model.
+    """Propagates the variances of the weights through a model.
 
     Attributes:
-        counts_weights_once: whether a weight that is used several times is the same weight each time.
+        counts_weights_once: True if several uses of a weight count as one weight.
     """
 
     counts_weights_once: ClassVar[bool] = False
@@ -87,11 +87,11 @@ class ReverseDelta(Propagation):
     Slopes are averages over the noise (:math:`\Phi(\mu/\sigma)` for a rectifier). Paths that share a weight add up
     before the square, so skip connections, convolutions and tied layers keep their covariances.
 
-    Status: exact for linear models, a first-order approximation with smoothed slopes otherwise. Means are those of
+    Status: exact for linear models, a first-order approximation with smoothed slopes otherwise. Means agree with
     :class:`Independent`. Inputs count as certain: only the noise of weights is pulled back.
 
     Cost: one backward pass for each output of an example besides one run with gradients; a pass for each example where
-    a function of a weight has no rule for gradients of examples, or rows that are not those of single examples. See
+    a function of a weight has no rule for gradients of examples, or rows that do not belong to single examples. See
     :mod:`pyro_dvi.curvature.reverse_delta`.
 
     Raises:
@@ -124,7 +124,7 @@ class ReverseDelta(Propagation):
 def _pulled_back(
     recorder: ReverseDeltaRecorder, part: UncertainDistribution, name: str, axis: int, num_rows: int
 ) -> GaussianMoments:
-    """Moments of a parameter from those of the Gaussian behind it."""
+    """Return the moments of a parameter from the Gaussian behind it."""
     value = part.parameters[name]
     gaussian = value if value.link is None else value.link.inner
     axis -= event_dim_of(part.family, name) or 0
@@ -163,7 +163,7 @@ class Moments(PredictionRule):
             :mod:`pyro_dvi.links`.
         noise: from an uncertain noise scale to a predictive: ``MomentMatched()``, a Normal, or ``GaussHermite(n)``, a
             mixture that keeps the heavier tails and is the sharper of the two.
-        propagation: how variances come through the network: ``Independent()``, as in training, or
+        propagation: of the variances through the network: ``Independent()``, as in training, or
             ``ReverseDelta()``, which keeps covariances.
 
     Raises:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Rules of prediction: the latent values that stand for the posterior.
+r"""Prediction rules: the latent values that stand for the posterior.
 
 A rule turns a posterior :math:`q` into an equally weighted mixture of predictive distributions,
 
@@ -37,7 +37,7 @@ from pyro_dvi.runs.sites import AllRows
 
 
 class PredictionRule(ABC):
-    """How a posterior becomes a predictive distribution.
+    """Turns a posterior into a predictive distribution.
 
     ``num_components`` says how many distributions :meth:`components` gives for a batch; ``tells_noise_apart`` whether
     each is the noise around one value of the latents, so that the rest of the uncertainty is the posterior's;
@@ -96,7 +96,7 @@ class FromDraws(PredictionRule):
         return map(respond, self.draws(guide, inputs))
 
     def repeats(self, guide: Callable[..., Any]) -> bool:
-        """Whether every batch has the same draws, whatever its inputs."""
+        """Return whether every batch has the same draws, whatever its inputs."""
         return True
 
     @abstractmethod
@@ -128,7 +128,7 @@ class Samples(FromDraws):
         object.__setattr__(self, "num_samples", int(self.num_samples))  # of NumPy, say
 
     def repeats(self, guide: Callable[..., Any]) -> bool:
-        """Whether the guide is automatic and has no function in it that looks at the inputs."""
+        """Return True for an automatic guide without a function that looks at the inputs."""
         return ignores_inputs(guide)
 
     def draws(self, guide: Callable[..., Any], inputs: tuple[Any, ...]) -> Iterator[dict[str, Tensor]]:
@@ -173,12 +173,12 @@ class OfMembers(PredictionRule):
 
     @property
     def tells_noise_apart(self) -> bool:  # type: ignore[override]
-        """Whether every member does."""
+        """True if every member does."""
         return all(rule.tells_noise_apart for rule in self.rules)
 
     @property
     def keeps_components(self) -> bool:  # type: ignore[override]
-        """Where there is one of each member."""
+        """True with one component for each member."""
         return self.num_components == len(self.rules)
 
     def components(self, guide: Any, inputs: tuple[Any, ...], respond: Respond) -> Iterator[Response]:
@@ -197,7 +197,7 @@ def _respond(respond: Respond, place: int, latents: Latents) -> Response:
 
 
 def draws_weights(rule: PredictionRule) -> bool:
-    """Whether each component of a rule is of a draw of the weights."""
+    """Return whether each component of a rule comes from a draw of the weights."""
     return all(map(draws_weights, rule.rules)) if isinstance(rule, OfMembers) else isinstance(rule, FromDraws)
 
 
