@@ -159,7 +159,7 @@ MISTAKES = {
     "late labels of another length": (
         lambda: predict(model, guide, X, AtMean()).metrics(X[:5]),
         DataError,
-        r"10 predictions need as many observed values, not \(5,\)",
+        r"10 predictions need as many values, not \(5,\)",
     ),
     "no labels": (
         lambda: predict(model, guide, X).metrics(),
