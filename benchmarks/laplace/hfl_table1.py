@@ -31,7 +31,7 @@ from pyro_dvi.laplace import Dense, Hessian, HessianFree, LaplaceGuide, Method
 from pyro_dvi.laplace.hessian_free.second_fits import Mode, Pointwise, Sum
 from pyro_dvi.laplace.hessian_free.solvers import Adam, AsPrinted
 from pyro_dvi.laplace.hessian_free.training_modes import InSample, LabelShift
-from pyro_dvi.predictive.metrics.scoring import coverage, crps_gaussian
+from pyro_dvi.predictive.metrics import coverage, crps_gaussian
 
 PRIOR_VARIANCE, RATE, NOISES, BATCH, DRAWS = 3.0, 5e-3, (0.05, 0.07, 0.1, 0.15, 0.2, 0.3), 32, 100
 STEPS, TUNING_STEPS = 5000, 300

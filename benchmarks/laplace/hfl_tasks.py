@@ -35,7 +35,7 @@ from pyro_dvi.laplace import (
 from pyro_dvi.laplace.energy.query import Query
 from pyro_dvi.laplace.hessian_free.second_fits import AbsoluteSum, Sum
 from pyro_dvi.laplace.hessian_free.training_modes import InSample, LabelShift
-from pyro_dvi.predictive.metrics.scoring import coverage, crps_gaussian
+from pyro_dvi.predictive.metrics import coverage, crps_gaussian
 
 NUM_DATA, TRAINING = 100, Training(steps=20_000, rate=1e-2)
 

@@ -19,7 +19,7 @@ import pyro_dvi as dvi
 from benchmarks.shared.benchmark import Benchmark, Budget, Row, Settings
 from benchmarks.shared.tables import provenance, table
 from pyro_dvi.laplace import ByValidation, Dense, Diagonal, LaplaceGuide, largest_variance
-from pyro_dvi.predictive.metrics.ranking import auroc
+from pyro_dvi.predictive.metrics import auroc
 
 SIZES, STEPS = (100, 300, 600), 2000
 PRECISIONS = [10.0**k for k in (-1, -0.5, 0, 0.5, 1, 1.5, 2)]

@@ -35,7 +35,7 @@ from pyro_dvi.moments.dispatch import observed_by
 from pyro_dvi.predictive.engine.inputs import Batch
 from pyro_dvi.predictive.engine.model_runs import evaluation_mode, respond
 from pyro_dvi.predictive.engine.posterior_values import posterior_gaussians
-from pyro_dvi.predictive.rules.propagated import Independent, Propagation, ReverseDelta
+from pyro_dvi.predictive.rules.analytic import Independent, Propagation, ReverseDelta
 from pyro_dvi.runs.posterior_run import PosteriorMoments, median
 from pyro_dvi.runs.uncertain import uncertain_likelihoods, uncertain_part
 

@@ -8,6 +8,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -129,13 +130,16 @@ def scores(model: Any, guide: Any, data: Any, method: str) -> Row:
     """Scores on images."""
     prediction = dvi.predict(model, guide, data, METHODS[method].rule, seed=0)
     p, y = prediction.probabilities, data[1]
+    curve = metrics.rejection_curve(p, y)
     return {
         "num_test": len(y),
         "error": 1 - metrics.accuracy(p, y),
         "nll": metrics.nll(prediction.log_likelihood()).value,
         "ece": metrics.expected_calibration_error(p, y, 20),
         "aumrc": metrics.aumrc(p, y),
-        **{f"mr{share}": metrics.error_at_rejection(p, y, share / 100) for share in (10, 25, 50)},
+        **{
+            f"mr{share}": float(np.interp(share / 100, curve.rejected, curve.error)) for share in (10, 25, 50)
+        },
     }
 
 

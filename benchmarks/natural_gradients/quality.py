@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """VOGN, OGN and IVON with the library's defaults beside MAP, MC dropout and sampled VI on seven tasks.
 
-All train the same network from the same prior. Each method and rule of prediction has its own KL weight, by the NLL of
+All train the same network from the same prior. Each method and prediction rule has its own KL weight, by the NLL of
 validation data with a seed that the tables do not use. VOGN trains once more for three times as long.
 """
 
@@ -81,7 +81,7 @@ def run(settings: Settings, data_dir: str | None) -> Row:
 
 
 def scores(task: Task, model: Any, guide: Any, data: Data, rule: PredictionRule) -> Row:
-    """Scores of test data by one rule of prediction."""
+    """Scores of test data by one prediction rule."""
     prediction = dvi.predict(model, guide, data.test, rule, seed=0)
     found = prediction.metrics()
     result: Row = {"nll": found["nll"] + data.log_unit}

@@ -34,7 +34,7 @@ def text(rows: list[Row], tasks: list[str], compared: Mapping[str, tuple[str, ..
     Args:
         rows: lines of the benchmark.
         tasks: in the order of the sections.
-        compared: methods with their rules of prediction.
+        compared: methods with their prediction rules.
         draws: of a sampled prediction.
     """
     header = ["task", *(f"{a}, {rule}, minus {b}, {other}" for a, rule, b, other in PAIRS)]
@@ -55,7 +55,7 @@ def text(rows: list[Row], tasks: list[str], compared: Mapping[str, tuple[str, ..
 
 
 def best(tuning: Row, rule: str) -> float:
-    """The KL weight with the lowest validation NLL by a rule of prediction."""
+    """The KL weight with the lowest validation NLL by a prediction rule."""
     tried = [one for one in tuning["tried"] if not isnan(one.get(rule, float("nan")))]
     return float(min(tried, key=lambda one: one[rule])["kl_weight"])
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The methods that are compared: each turns a network into a model, its trained guide and a rule of prediction."""
+"""The methods that are compared: each turns a network into a model, its trained guide and a prediction rule."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

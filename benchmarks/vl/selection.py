@@ -58,7 +58,7 @@ def per_seed(rows: list[Row], rule: str) -> dict[int, Row]:
 def comparison(
     rows: list[Row], methods: Iterable[str], keep: Callable[[Row], bool] = lambda row: True
 ) -> list[str]:
-    """Lines of a table, a line for each method and rule of prediction."""
+    """Lines of a table, a line for each method and prediction rule."""
     lines = list(HEADER)
     for method in methods:
         of_method = [row for row in rows if row["method"] == method and keep(row)]

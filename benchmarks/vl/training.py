@@ -24,7 +24,7 @@ from benchmarks.shared.benchmark import Row
 from benchmarks.shared.images import ImageSplit
 from benchmarks.shared.networks import num_weights
 from pyro_dvi.bayesian import classifier, fan_in, init_to_module, to_bayesian_
-from pyro_dvi.predictive.metrics.classification import accuracy, expected_calibration_error
+from pyro_dvi.predictive.metrics import accuracy, expected_calibration_error
 
 NUM_SAMPLES = 10  # draws of the weights for one prediction
 

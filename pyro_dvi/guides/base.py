@@ -346,10 +346,10 @@ class FactorisedGuide(AutoGuide):
         finally:
             self._model, self.master = model, master
 
-    # The rule of prediction goes along in a state_dict
+    # The prediction rule goes along in a state_dict
 
     def get_extra_state(self) -> Any:
-        """Return the name of the rule of prediction that the posterior was trained for."""
+        """Return the name of the prediction rule that the posterior was trained for."""
         return encoded(trained_for(self))
 
     def set_extra_state(self, state: Tensor) -> None:

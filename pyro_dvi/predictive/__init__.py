@@ -4,8 +4,7 @@
 from pyro_dvi.predictive.predict import predict
 from pyro_dvi.predictive.prediction import Prediction
 from pyro_dvi.predictive.predictor import predictor
-from pyro_dvi.predictive.rules.linearised import Linearised
-from pyro_dvi.predictive.rules.propagated import Independent, Moments, ReverseDelta
+from pyro_dvi.predictive.rules.analytic import Independent, Linearised, Moments, ReverseDelta
 from pyro_dvi.predictive.rules.rule import AtMean, PredictionRule, Samples
 
 __all__ = [

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run a model with the latent values of a rule, batch after batch, and pass its distributions to a reader."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from pyro.poutine.messenger import Messenger
@@ -24,24 +24,13 @@ from pyro_dvi.predictive.engine.posterior_values import (
     predicted_model,
 )
 from pyro_dvi.predictive.engine.vectorised import POSSIBLE, ManyDraws, possible, size_of
+from pyro_dvi.predictive.predictive_mixture import Mixture, ObservationDraws
 from pyro_dvi.predictive.rules.rule import FromDraws, OfMembers, PredictionRule
 from pyro_dvi.training.ensemble import TrainedPosterior
 
 KEPT_LATENTS = 2**26  # numbers in all draws, if they are kept for later batches: 256 MiB of float32
 NOTHING: Latents = MappingProxyType({})
-
-
-class Reader(Protocol):
-    """Takes the predictive distributions of one batch: the first by itself with every check, the others in chunks."""
-
-    def add(self, response: Response) -> None:
-        """Add one component."""
-
-    def statistics(self, node: Any) -> dict[str, Tensor]:
-        """Return statistics of a component from its site in a run without checks; ``vmap`` may compute them."""
-
-    def add_statistics(self, many: Mapping[str, Tensor], count: int) -> None:
-        """Add ``count`` components by their statistics, stacked in the first dimension."""
+Reader = Mixture | ObservationDraws
 
 
 class Components:
@@ -78,7 +67,7 @@ class Components:
         """Show the components for a batch to a reader.
 
         Args:
-            reader: takes them.
+            reader: takes them, the first by itself with every check, the others in chunks.
             batch: arguments of the model.
             site: observed site, where the model has several.
             others: values of further observed sites.
@@ -91,9 +80,8 @@ class Components:
                 own.read(reader, batch, site, others)
         if self._members:
             return
-        run = with_others(
-            partial(respond, self._model, batch, site=site, learned_for=first_arguments(self._guide)), others
-        )
+        known = first_arguments(self._guide)
+        run = with_others(partial(respond, self._model, batch, site=site, learned_for=known), others)
         if isinstance(self._rule, FromDraws):
             self._read_draws(reader, batch, site, run, others)
             return
@@ -110,8 +98,8 @@ class Components:
 
         Args:
             inputs: of the batch.
-            way: how the model is run with them. In a plain loop they are drawn one by one, since each seeds the random
-                numbers of the model.
+            way: chosen to run the model with them. In a plain loop they are drawn one by one, since each draw seeds
+                the random numbers of the model.
         """
         if self._members:
             yield from self._of_members(inputs)
@@ -140,10 +128,8 @@ class Components:
                     break
                 first = first or own
                 if own.keys() != first.keys():
-                    raise UnsupportedError(
-                        f"draws of members {sorted(own)} and {sorted(first)} of the ensemble are not of the same "
-                        "latent sites, and cannot be exported side by side; sites=[] exports predictions alone"
-                    )
+                    sites = f"{sorted(own)} and {sorted(first)}"
+                    raise UnsupportedError(f"members have latent sites {sites}: export with sites=[]")
                 yield of_member(place, own)
 
     def _anew(self, inputs: tuple[Any, ...]) -> Iterator[Latents]:
@@ -157,7 +143,7 @@ class Components:
         way = self._ways.setdefault(site, ManyDraws())
         draws = self._anew(batch.inputs) if way.is_plain else self.draws(batch.inputs, way)
         first = next(draws)
-        response = run(way.laid_out(first))
+        response = run(first)
         reader.add(response)
         nodes = with_others(sites_at(self._model, batch.inputs, {}, [response.site]), others)
 
@@ -173,9 +159,7 @@ class Components:
                 reader.add(run(latents))
 
 
-def _refuse_unseen(
-    response: Response, run: Callable[[Latents], Mapping[str, Any]], latents: Latents, rule: str
-) -> None:
+def _refuse_unseen(response: Response, run: Callable[[Latents], Any], latents: Latents, rule: str) -> None:
     """Refuse a prediction whose distribution changes with the draws of sites that are neither latent nor observed.
 
     Args:
@@ -198,8 +182,7 @@ def _refuse_unseen(
             return
     raise UnsupportedError(
         f"site {response.site!r} depends on sites {list(response.drawn)}, which are neither in the guide nor observed: "
-        f"{rule}() would predict from one draw of them. Predict with Samples(n), which averages over their draws, or "
-        "let the model take their values from the data"
+        f"{rule}() would predict from one draw of them. Use Samples(n), or let the model take their values from data"
     )
 
 

@@ -15,22 +15,20 @@ from pyro_dvi.core.progress import progress_bar
 from pyro_dvi.core.undisturbed import device_of
 from pyro_dvi.errors import ArgumentError, GuideError, warn
 from pyro_dvi.moment_propagation.multiplicative_noise import MultiplicativeNoiseGuide
-from pyro_dvi.predictive.batch_prediction import Part
 from pyro_dvi.predictive.components import Components
 from pyro_dvi.predictive.engine.inputs import Batch, batches, keeps_order
 from pyro_dvi.predictive.engine.model_runs import check_observation, evaluation_mode, observed_run, seeded
 from pyro_dvi.predictive.engine.posterior_values import check_posterior, example_latents, members_of
 from pyro_dvi.predictive.prediction import Prediction
-from pyro_dvi.predictive.predictive_mixture import Mixture
-from pyro_dvi.predictive.rules.propagated import Moments
+from pyro_dvi.predictive.predictive_mixture import Mixture, Part
+from pyro_dvi.predictive.rules.analytic import Moments
 from pyro_dvi.predictive.rules.rule import AtMean, OfMembers, PredictionRule, Samples
 from pyro_dvi.runs.explained import explained_errors
 from pyro_dvi.runs.sites import responses
 from pyro_dvi.runs.trained_for import trained_for
 
-KEPT_COMPONENTS = (
-    2**25
-)  # numbers that kept components of all batches may predict: 256 MiB of means and scales
+# Numbers that kept components of all batches may predict: 256 MiB of means and scales.
+KEPT_COMPONENTS = 2**25
 
 
 def predict(
@@ -67,7 +65,7 @@ def predict(
         data: inputs ``[N, ...]``; a tuple of the model's arguments, ``(x,)`` or ``(x, y)``, or a mapping by
             their names; or a loader of any of these. An
             observation that comes along is not shown to the model; it is kept for :meth:`Prediction.metrics`.
-        method: rule of prediction; by default that of the objective that trained the guide: ``AtMean()`` after
+        method: prediction rule; by default it follows from the objective of the guide: ``AtMean()`` after
             ``TaylorELBO``, ``Moments()`` after ``MomentPropagationELBO``, ``Samples(30)`` after
             ``NaturalGradientELBO``, ``SampledELBO`` and objectives of Pyro; ``Linearised()`` for a ``LaplaceGuide``,
             ``AtMean()`` for an ``AutoDelta``; and a rule in an attribute ``prediction_rule`` of the guide before all.
@@ -88,7 +86,7 @@ def predict(
     Returns:
         The predictions, with ``mean``, ``variance`` and its parts ``aleatoric`` and ``epistemic``, ``probabilities``,
         ``entropy``, ``mutual_information``, ``quantiles(q)``, ``log_likelihood(y)``, ``metrics(y)``, and tables for
-        pandas, xarray and ArviZ.
+        pandas and ArviZ.
 
     Raises:
         ArgumentError: an option that cannot be right, or several arguments that may be the observation.
@@ -118,18 +116,16 @@ def predict(
         >>> bool((low < high).all())
         True
     """
-    if isinstance(guide, SVI):
-        raise GuideError("the guide is an SVI: predict(svi.model, svi.guide, data)")
-    if not callable(guide):
+    if isinstance(guide, SVI) or not callable(guide):  # which is callable too
         raise GuideError(
-            f"the guide is of type {type(guide).__name__}: give a guide of Pyro or of this library, or a function that "
-            "samples the latent sites; pyro.infer.Predictive(model, posterior_samples) predicts from a mapping of draws"
+            f"the guide is of type {type(guide).__name__}: give svi.guide, another guide, or a function that samples "
+            "the latent sites; pyro.infer.Predictive(model, posterior_samples) predicts from a mapping of draws"
         )
     rule = rule_of(method, guide)
     device = device_of(model, guide)
     posterior = list(guide.parameters()) if isinstance(guide, nn.Module) else []
     parts: list[Part] = []
-    name, room = site, math.inf if keep_draws or rule.keeps_components else KEPT_COMPONENTS
+    room = math.inf if keep_draws or rule.keeps_components else KEPT_COMPONENTS
     sites = names_of_sites(model, guide) if site is None else lambda _: [site]
     split = batches(model, data, observed=observed, batch_size=batch_size, device=device, sites=sites)
     with evaluation_mode(model, guide), seeded(seed, device) as seed:
@@ -148,9 +144,7 @@ def predict(
                 components.read(mixture, batch, site)
             room = mixture.room
             parts.append(mixture.finish())
-            name = mixture.site
-    assert name is not None, "there was a batch"
-    return Prediction(name, rule, parts, ordered=keeps_order(data))
+    return Prediction(rule, parts, ordered=keeps_order(data))
 
 
 def names_of_sites(model: Callable[..., Any], guide: Callable[..., Any]) -> Callable[[Batch], list[str]]:
@@ -175,8 +169,7 @@ def rule_of(method: Any, guide: Any) -> PredictionRule:
     members = members_of(guide)
     if isinstance(method, OfMembers) and len(method.rules) != len(members):
         raise ArgumentError(
-            f"method={method} is of an ensemble of {len(method.rules)} members, and this guide has {len(members)}: "
-            "leave it out, or name the rule of each member"
+            f"method={method} is of {len(method.rules)} members, the guide has {len(members)}"
         )
     if members and not isinstance(method, OfMembers):
         return OfMembers(tuple(rule_of(method, member.guide) for member in members))
@@ -185,8 +178,7 @@ def rule_of(method: Any, guide: Any) -> PredictionRule:
     fitted = hasattr(guide, "linearised")
     if trained_for(guide) in ("AtMean", AtMean()) and not fitted and isinstance(method, (Moments, Samples)):
         warn(
-            f"{method} predicts with the width of a posterior that TaylorELBO trained for predictions at its mean. "
-            "Draws of a network's weights leave the neighbourhood where its expansion holds, and predict worse: use "
+            f"{method} predicts with the width of a posterior that TaylorELBO trained for predictions at its mean: use "
             "AtMean(), the default, unless the model is nearly linear in its weights."
         )
     return method
@@ -223,7 +215,6 @@ def default_rule(guide: Any) -> PredictionRule:
     named = getattr(predictive, str(rule), None)
     if not (isinstance(named, type) and issubclass(named, PredictionRule)):
         raise GuideError(
-            f"the prediction_rule of {type(guide).__name__} is {rule!r}: it must be a rule, such as AtMean(), or the "
-            "name of one that pyro_dvi.predictive exports"
+            f"the prediction_rule of {type(guide).__name__} is {rule!r}, not an object such as AtMean() or its name"
         )
     return named()

@@ -14,14 +14,19 @@ from pyro_dvi.core.arguments import check_count
 from pyro_dvi.core.table import InNotebook
 from pyro_dvi.errors import DataError, UnsupportedError
 from pyro_dvi.predictive import prediction_summaries as summaries
-from pyro_dvi.predictive.batch_prediction import Part, mixture_log_prob, with_any
 from pyro_dvi.predictive.engine.model_runs import seeded
-from pyro_dvi.predictive.quantiles import crps, probabilities, quantile
+from pyro_dvi.predictive.predictive_distribution import (
+    crps,
+    mixture_log_prob,
+    probabilities,
+    quantile,
+    with_any,
+)
+from pyro_dvi.predictive.predictive_mixture import Part
 from pyro_dvi.predictive.rules.rule import PredictionRule
 
 if TYPE_CHECKING:
     import pandas
-    import xarray
 
 MAX_SHOWN = 1000  # columns of a table in a notebook
 
@@ -36,7 +41,7 @@ class Prediction(InNotebook):
 
     Attributes:
         site: the observed site that is predicted.
-        method: the rule of prediction.
+        method: the prediction rule.
         num_components: number of distributions that it averages.
         draws: values of each draw, ``[K, N, ...]`` by name, with ``predict(..., keep_draws=True)`` and for ensembles
             whose members predict with one distribution each; else empty. ``mean`` and ``variance`` of the observation
@@ -46,9 +51,8 @@ class Prediction(InNotebook):
 
     _exporter: ClassVar[Callable[..., Any] | None] = None
 
-    def __init__(self, site: str, method: PredictionRule, parts: Sequence[Part], *, ordered: bool) -> None:
-        self.site = site
-        self.method = method
+    def __init__(self, method: PredictionRule, parts: Sequence[Part], *, ordered: bool) -> None:
+        self.site, self.method = parts[0].site, method
         self._ordered = ordered
         self._kind, self.num_components = parts[0].kind, parts[0].count
         for like in [part.values["mask"] for part in parts if "mask" in part.values][:1]:
@@ -59,12 +63,10 @@ class Prediction(InNotebook):
             for name in parts[0].values
             if all(name in part.values for part in parts)
         }
-        self.draws: dict[str, Tensor] = {
-            name: torch.cat([part.draws[name] for part in parts], 1) for name in parts[0].draws
-        }
-        self._parts = [
-            replace(part, values={}, draws={}) for part in parts
-        ]  # the tensors would be there twice
+        names = parts[0].draws
+        self.draws = {name: torch.cat([part.draws[name] for part in parts], 1) for name in names}
+        # Their tensors would be there twice.
+        self._parts = [replace(part, values={}, draws={}) for part in parts]
         if "log_probabilities" in self.draws:
             self.draws["probabilities"] = self._of_labels(self.draws.pop("log_probabilities").exp())
 
@@ -118,7 +120,7 @@ class Prediction(InNotebook):
 
     @cached_property
     def probabilities(self) -> Tensor:
-        """Class probabilities ``[N, ..., C]``; for Bernoulli those of label 1, of the observation's shape."""
+        """Class probabilities ``[N, ..., C]``; for Bernoulli only of label 1, of the observation's shape."""
         return self._of_labels(self._value("log_probabilities", "class probabilities").exp())
 
     @cached_property
@@ -145,10 +147,10 @@ class Prediction(InNotebook):
         return (torch.special.entr(log_p.exp()).sum(-1) - self.expected_entropy).clamp_min(0)
 
     def quantiles(self, q: float | Sequence[float]) -> Tensor:
-        """Quantiles of the predictive distribution, of each number by itself: of counts the smallest with that much.
+        """Quantiles of the predictive distribution, of each number by itself.
 
-        Status: exact up to the rounding of the inverted distribution function, also of mixtures; where none is known
-        (StudentT, Beta) those of about 4,000 draws or more. Never those of a Gaussian with the same moments.
+        Status: exact up to the rounding of the inverted distribution function, also of mixtures and counts; where none
+        is known (StudentT, Beta), from about 4,000 draws or more.
 
         Args:
             q: one probability or several, between 0 and 1.
@@ -216,27 +218,27 @@ class Prediction(InNotebook):
 
     @property
     def is_of_classes(self) -> bool:
-        """Whether labels are predicted: a Bernoulli, Categorical or OneHotCategorical site."""
+        """True if labels are predicted, at a Bernoulli, Categorical or OneHotCategorical site."""
         return "log_probabilities" in self._values
 
     @property
     def is_one_hot(self) -> bool:
-        """Whether labels are observed in one-hot code."""
+        """True if labels are observed in one-hot code."""
         return self._kind.startswith("OneHot")
 
     @property
     def is_binary(self) -> bool:
-        """Whether labels are 0 or 1, with a probability of label 1 alone."""
+        """True if labels are 0 or 1, with a probability of label 1 alone."""
         return self._kind.startswith("Bernoulli")
 
     @property
     def has_moments(self) -> bool:
-        """Whether there are a mean and a variance."""
+        """True if there are a mean and a variance."""
         return "mean" in self._values
 
     @property
     def mask(self) -> Tensor | None:
-        """Which values of an observation the model lets count, ``[N, ...]``; None if all do."""
+        """True for observed values that the model does not mask, ``[N, ...]``; None if all count."""
         return self._values.get("mask")
 
     @property
@@ -275,7 +277,7 @@ class Prediction(InNotebook):
         Returns:
             A flat mapping, defined in :mod:`pyro_dvi.predictive.metrics`. Always ``nll`` and ``nll_standard_error``.
 
-            For classes ``accuracy``, ``brier``, ``ece`` and ``adaptive_ece`` (15 bins), ``aumrc`` (ranked by the
+            For classes ``accuracy``, ``brier``, ``ece`` (15 bins), ``aumrc`` (ranked by the
             predictive entropy), and the means of ``entropy`` and ``mutual_information``; the last only where the
             rule tells noise and posterior apart.
 
@@ -298,14 +300,6 @@ class Prediction(InNotebook):
         Several values for an example have a column each, as ``mean[0]``. What the rule does not give is left out.
         """
         return summaries.dataframe(summaries.columns_of(self), len(self))
-
-    def to_xarray(self) -> "xarray.Dataset":
-        """Return an ``xarray.Dataset`` with dimension ``example``; with ``draw``, if draws were kept.
-
-        Variables: as the columns of :meth:`to_dataframe`, classes in the dimension ``class``; draws as
-        ``draws_mean`` and so on.
-        """
-        return summaries.dataset(self)
 
     def to_arviz(self, num_samples: int | None = None, *, seed: int | None = None) -> Any:
         """Return the prediction as ``InferenceData`` (ArviZ 0.x) or ``DataTree`` (1.x), for predictive checks.
@@ -342,8 +336,7 @@ class Prediction(InNotebook):
     def _check_is_split(self) -> None:
         if "function_variance" not in self._values and not self.method.tells_noise_apart:
             raise UnsupportedError(
-                f"{type(self.method).__name__}() gives one distribution for noise and posterior together, whose "
-                f"variance or entropy at site {self.site!r} has no parts: predict with Samples(n)"
+                f"{type(self.method).__name__}() gives noise and posterior of {self.site!r} together: use Samples(n)"
             )
 
     def _of_distributions(
@@ -356,17 +349,15 @@ class Prediction(InNotebook):
             what: its name for errors.
             rows: further arguments of ``read``, examples first.
             dim: the dimension of examples in the result.
-            whole: whether the result has one value for a whole event, not one for each number of it.
+            whole: True if the result has one value for each event, False if one for each number.
         """
         found, start = [], 0
         for part in self._parts:
             fn, end = part.distribution, start + part.num_rows
             if fn is None:
                 raise UnsupportedError(
-                    f"{what} at site {self.site!r}: the prediction averages {self.num_components} distributions "
-                    f"({self._kind}) that were not kept. predict(..., keep_draws=True) keeps those of numbers, also "
-                    "where they take much memory; predict(model, guide, (x, y), ...) scores observations of any kind, "
-                    "and pyro_dvi.to_arviz(..., method=Samples(n)) draws them"
+                    f"{what} at site {self.site!r}: its {self.num_components} distributions ({self._kind}) were not "
+                    "kept: predict with keep_draws=True (numbers), from (x, y) for scores, or draw with to_arviz"
                 )
             axis = part.axis - len(fn.event_shape)
             own = [row[start:end].movedim(0, axis) for row in rows]
@@ -386,19 +377,11 @@ class Prediction(InNotebook):
     def _aligned(self, y: Any) -> Tensor:
         """Return ``y`` on the predictions' device; one row for each example."""
         if not self._ordered:
-            raise DataError(
-                "the loader shuffles, or has a sampler of its own, so these values need not be in the order of the "
-                "predictions: use a loader with shuffle=False, or the values that it returned itself (leave out y)"
-            )
-        try:
-            values = torch.as_tensor(y)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise DataError(f"observed values of type {type(y).__name__} are no numbers: {error}") from error
+            raise DataError("the loader shuffles, or has its own sampler: use shuffle=False, or leave out y")
+        values = torch.as_tensor(y)
         if values.dim() == 0 or len(values) != len(self):
-            raise DataError(
-                f"{len(self)} predictions need as many observed values, not {tuple(values.shape)}"
-            )
-        return values if self._device is None else values.to(self._device)
+            raise DataError(f"{len(self)} predictions need as many values, not {tuple(values.shape)}")
+        return values.to(self._device)
 
     def _value(self, name: str, what: str) -> Tensor:
         if name not in self._values:
@@ -406,5 +389,5 @@ class Prediction(InNotebook):
         return self._values[name]
 
     def _of_labels(self, p: Tensor) -> Tensor:
-        """Return class probabilities as they are shown: those of label 1 alone for 0 or 1."""
+        """Return class probabilities as they are shown; for labels 0 or 1 only the probability of 1."""
         return p[..., 1] if self.is_binary else p

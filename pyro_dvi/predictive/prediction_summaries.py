@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores of a prediction by the kind of site, and its tables for pandas and xarray."""
+"""Scores of a prediction by the kind of site, and its table for pandas."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,14 +14,11 @@ from pyro_dvi.predictive import metrics
 
 if TYPE_CHECKING:
     import pandas
-    import xarray
 
     from pyro_dvi.predictive.prediction import Prediction
 
-T = TypeVar("T")
 
-
-def available(read: Callable[[], T]) -> T | None:
+def available(read: Callable[[], Any]) -> Any:
     """Return what is read, or None where it does not exist, as the joint entropy of several labels."""
     try:
         return read()
@@ -57,9 +54,8 @@ def metrics_of(prediction: "Prediction", values: Tensor, y: Any) -> dict[str, fl
             "accuracy": metrics.accuracy(p, values),
             "brier": metrics.brier(p, values),
             "ece": metrics.expected_calibration_error(p, values),
-            "adaptive_ece": metrics.adaptive_calibration_error(p, values),
             "aumrc": metrics.aumrc(p, values),
-            "entropy": float(metrics.predictive_entropy(rows).mean()),
+            "entropy": float(torch.special.entr(rows.cpu().double()).sum(-1).mean()),
         }
         if (information := available(lambda: counted(prediction.mutual_information))) is not None:
             found["mutual_information"] = float(information.cpu().double().mean())
@@ -70,7 +66,7 @@ def metrics_of(prediction: "Prediction", values: Tensor, y: Any) -> dict[str, fl
         if (limits := available(prediction.interval)) is not None:
             low, high = map(counted, limits)
             found["coverage_95"] = metrics.coverage(low, high, values)
-            found["width_95"] = metrics.interval_width(low, high)
+            found["width_95"] = float((high - low).cpu().double().mean())
         few = prediction.draws or prediction.num_components <= 100  # the cost is quadratic in their number
         if few and (crps := available(lambda: counted(prediction.crps(y)))) is not None:
             found["crps"] = float(crps.mean())
@@ -101,22 +97,6 @@ def dataframe(columns: Mapping[str, Tensor], num_rows: int) -> "pandas.DataFrame
         for place in np.ndindex(array.shape[1:]):
             found[f"{name}[{', '.join(map(str, place))}]"] = array[(slice(None), *place)]
     return pandas.DataFrame(found, index=pandas.RangeIndex(num_rows, name="example"))
-
-
-def dataset(prediction: "Prediction") -> "xarray.Dataset":
-    """Return an ``xarray.Dataset``; see :meth:`Prediction.to_xarray`."""
-    import xarray
-
-    has_classes = prediction.is_of_classes and not prediction.is_binary
-    values = prediction.probabilities if prediction.is_of_classes else available(lambda: prediction.mean)
-    cell_dims = 0 if values is None else values.dim() - 1 - has_classes
-    dims = ["example", *(f"dim_{i}" for i in range(cell_dims)), "class"]
-    variables = {
-        name: (dims[: value.dim()], array_of(value)) for name, value in columns_of(prediction).items()
-    }
-    for name, value in prediction.draws.items():
-        variables[f"draws_{name}"] = (["draw", *dims[: value.dim() - 1]], array_of(value))
-    return xarray.Dataset(variables, attrs={"site": prediction.site, "method": repr(prediction.method)})
 
 
 def array_of(value: Tensor) -> np.ndarray:

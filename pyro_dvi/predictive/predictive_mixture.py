@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Accumulate an equally weighted mixture of distributions, one component or many at a time.
+r"""Read the components of a mixture, one or many at a time: their averages, or draws of observations.
 
-Memory does not grow with the number of components: moments by Welford's and Chan's updates and the law of total
-variance,
+The memory of averages does not grow with the number of components: moments by Welford's and Chan's updates and the law
+of total variance,
 
 .. math::
     \mathrm{E}[y] = \tfrac1K\textstyle\sum_k m_k, \qquad
@@ -15,6 +15,7 @@ that is asked for, and the components of numbers, for their quantiles, while the
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import pyro.distributions as dist
@@ -23,10 +24,12 @@ from torch import Tensor
 from torch import distributions as td
 
 from pyro_dvi.core.distributions import tensors_of, untransformed, with_tensors
-from pyro_dvi.errors import ModelError
+from pyro_dvi.core.undisturbed import seeder
+from pyro_dvi.errors import ModelError, UnsupportedError
 from pyro_dvi.links.noise_links import EqualMixture
-from pyro_dvi.predictive.batch_prediction import (
-    Part,
+from pyro_dvi.predictive.engine.model_runs import Response
+from pyro_dvi.predictive.predictive_distribution import (
+    as_drawn,
     both_masks,
     check_events,
     checked_log_prob,
@@ -35,7 +38,54 @@ from pyro_dvi.predictive.batch_prediction import (
     statistics,
     with_any,
 )
-from pyro_dvi.predictive.engine.model_runs import Response
+from pyro_dvi.runs.sites import counted
+
+
+@dataclass(frozen=True)
+class Part:
+    """The predictive distribution of one batch.
+
+    Attributes:
+        site: the observed site.
+        kind: name of the components' distribution.
+        values: known quantities by name, examples first: ``mean``, one-hot for classes;
+            ``aleatoric``, the mean of the components' variances, and ``epistemic``, the variance of their means;
+            ``function_variance``, the mean part of those variances that is the posterior's, where all components tell
+            it: it counts as ``epistemic``;
+            ``log_probabilities`` of each class in the last dimension; ``expected_entropy``, the mean of the
+            components' entropies, for each label; ``observed`` values, the ``mask`` of those that count, and their
+            ``log_likelihood``, NaN where none of an observation counts.
+        draws: statistics of every component, ``[K, N, ...]``; empty unless they were asked for.
+        distribution: the mixture as one distribution object; None where it has no such form, or was not kept.
+        count: number of components.
+        axis: the dimension of its batch shape that counts examples, negative.
+        num_rows: number of examples.
+    """
+
+    site: str
+    kind: str
+    values: dict[str, Tensor]
+    draws: Mapping[str, Tensor]
+    distribution: Any
+    count: int
+    axis: int
+    num_rows: int
+
+
+class _Reader:
+    """Puts the components of a run with many draws together again."""
+
+    _made: Any  # a component of a run without checks, for its structure
+
+    def _parameters(self, fn: Any) -> dict[str, Tensor]:
+        """Return the tensors of a component by numbers of their own."""
+        self._made = fn
+        return {str(i): tensor for i, tensor in enumerate(tensors_of(fn, strict=True))}
+
+    def _rebuilt(self, many: Mapping[str, Tensor], count: int) -> list[Any]:
+        """Return the components of a run with many draws; none if their parameters were not read."""
+        tensors = [value for name, value in many.items() if name.isdigit()]
+        return [with_tensors(self._made, [t[k] for t in tensors]) for k in range(count if tensors else 0)]
 
 
 def _form(response: Response) -> tuple[str, tuple[int, ...]]:
@@ -46,19 +96,18 @@ def _form(response: Response) -> tuple[str, tuple[int, ...]]:
 
 
 _LOG = ("log_probabilities", "log_likelihood")  # averaged as probabilities
-_PLAIN = ("variance", "function_variance", "entropy")  # averaged as they are
 _AVERAGES = {"variance": "aleatoric", "entropy": "expected_entropy"}  # what their averages are called
 
 
-class Mixture:
+class Mixture(_Reader):
     """Running summary of the components that are added.
 
     Args:
         observed: values to score as they come, or None.
         num_rows: number of examples.
-        mask: which observed values count; None if all do, or if only the model's run without them says so.
-        room: how many numbers all components that are kept may predict; if infinite, their moments or probabilities
-            are kept as well.
+        mask: True for observed values that count; None if all do, or if only the run without them knows the mask.
+        room: maximal count of numbers that the kept components predict together; if infinite, their moments or
+            probabilities are kept as well.
     """
 
     def __init__(
@@ -74,15 +123,8 @@ class Mixture:
         self.room = room
         self._kept: list[dict[str, Tensor]] = []
         self._components: list[Any] = []
-        self._made: Any  # a component of a run without checks, for its structure
-        # What is observed, with possible values in place of the masked ones.
+        # The observed values, with possible ones in place of those that are masked.
         self._scored: Tensor | None = None
-
-    @property
-    def site(self) -> str:
-        """The observed site."""
-        assert self.last is not None, "a rule gave no component"
-        return self.last.site
 
     def add(self, response: Response) -> None:
         """Add a component, having checked what was observed.
@@ -114,60 +156,48 @@ class Mixture:
         self.add_statistics({name: value.unsqueeze(0) for name, value in found.items()}, 1)
 
     def statistics(self, node: Any) -> dict[str, Tensor]:
-        """Return what is averaged over components, and their parameters, for the site of one, without checks."""
-        fn = self._made = node["fn"]
-        found = statistics(fn, self._scored)
+        """Return averaged quantities and parameters of a component from its site in a run without checks."""
+        found = statistics(node["fn"], self._scored)
         if self.room <= 0 or "log_probabilities" in found:
             return found
-        return found | {str(i): tensor for i, tensor in enumerate(tensors_of(fn, strict=True))}
+        return found | self._parameters(node["fn"])
 
     def add_statistics(self, many: Mapping[str, Tensor], count: int) -> None:
         """Add ``count`` components by their statistics, stacked in the first dimension."""
-        tensors = [value for name, value in many.items() if name.isdigit()]
+        for fn in self._rebuilt(many, count):
+            self._keep_component(fn)
         many = {name: value for name, value in many.items() if not name.isdigit()}
-        for k in range(count if tensors else 0):
-            self._keep_component(with_tensors(self._made, [tensor[k] for tensor in tensors]))
-        total = self.count + count
-        if total == 1:
-            self.averages = {name: value[0] for name, value in many.items()}
-            self.between = torch.zeros_like(many["mean"][0]) if "mean" in many else None
-        else:
-            self._update(many, count, total)
-        self.count = total
+        is_first, self.count = self.count == 0, self.count + count
+        added = count / self.count
+        if "function_variance" not in many:  # known of all components, or of none
+            self.averages.pop("function_variance", None)
+        if "mean" in many:
+            mean = many["mean"].mean(0)
+            between = (many["mean"] - mean).square().sum(0) if count > 1 else torch.zeros_like(mean)
+            if self.between is not None:
+                step = mean - self.averages["mean"]
+                between = self.between + between + step.square() * (self.count - count) * added
+            self.between = between
+        for name, values in many.items():
+            old, new = self.averages.get(name), values.logsumexp(0) if name in _LOG else values.mean(0)
+            if is_first:
+                self.averages[name] = new
+            elif old is not None:  # in this form infinite variances stay infinite
+                is_log = name in _LOG
+                self.averages[name] = torch.logaddexp(old, new) if is_log else old * (1 - added) + new * added
         if self.room == math.inf:
-            self._kept.append(dict(many))
+            self._kept.append(many)
 
     def _keep_component(self, fn: Any) -> None:
         self.room -= (fn.batch_shape + fn.event_shape).numel()
         self._components = [*self._components, fn] if self.room >= 0 else []
-
-    def _update(self, many: Mapping[str, Tensor], count: int, total: int) -> None:
-        before, added = self.count / total, count / total
-        if "function_variance" not in many:  # known of all components, or of none
-            self.averages.pop("function_variance", None)
-        for name, values in many.items():
-            old = self.averages.get(name)
-            if name in _LOG:
-                new = values.logsumexp(0)
-                self.averages[name] = new if old is None else torch.logaddexp(old, new)
-            elif name in _PLAIN and old is not None:
-                # In this form infinite variances stay infinite.
-                self.averages[name] = old * before + values.mean(0) * added
-        if "mean" in many:
-            mean = many["mean"].mean(0)
-            between = (many["mean"] - mean).square().sum(0)
-            if self.between is not None:
-                step = mean - self.averages["mean"]
-                between = self.between + between + step.square() * (self.count * added)
-                mean = self.averages["mean"] * before + mean * added
-            self.averages["mean"], self.between = mean, between
 
     def finish(self) -> Part:
         """Return the summary of everything added."""
         assert self.last is not None, "a rule gave no component"
         fn, axis = self.last.distribution, self.last.axis
         base, event_dim = untransformed(fn), len(fn.event_shape)
-        # Dimensions on the right of the batch shape: the moments of a class are those of its one-hot code.
+        # Dimensions on the right of the batch shape: classes have the moments of their one-hot code.
         of_moments = event_dim + isinstance(base, td.Categorical)
         of_labels = event_dim - isinstance(base, td.OneHotCategorical)
         right = {"log_probabilities": of_labels + 1, "entropy": of_labels, "log_likelihood": 0}
@@ -190,11 +220,12 @@ class Mixture:
         if "mask" in values:
             left_out = ~with_any(values["mask"], event_dim)
             for each in (values, draws):
-                each |= {
-                    n: v.masked_fill(left_out, math.nan) for n, v in each.items() if n == "log_likelihood"
-                }
+                if "log_likelihood" in each:
+                    each["log_likelihood"] = each["log_likelihood"].masked_fill(left_out, math.nan)
         distribution = self._distribution(fn, found.get("log_probabilities"))
-        return Part(type(base).__name__, values, draws, distribution, self.count, axis, self.num_rows)
+        return Part(
+            self.last.site, type(base).__name__, values, draws, distribution, self.count, axis, self.num_rows
+        )
 
     def _distribution(self, fn: Any, log_probabilities: Tensor | None) -> Any:
         """Return the mixture as one distribution: classes mix into classes."""
@@ -209,3 +240,97 @@ class Mixture:
         if isinstance(base, td.Bernoulli):
             return dist.Bernoulli(logits=log_probabilities[..., 1] - log_probabilities[..., 0])
         return (dist.OneHotCategorical if is_one_hot else dist.Categorical)(logits=log_probabilities)
+
+
+class ObservationDraws(_Reader):
+    """Reads the components of one batch: the same number of draws from each, on the CPU.
+
+    A component of a vectorised run is put together again from its parameters, and draws with the seed that it would
+    have in a loop.
+
+    Args:
+        count: draws in all.
+        num_components: distributions that they come from, in equal shares.
+        seeds: gives the seed of each component's draws.
+        observed: the site in a run with the observations, to score them; None where there are none.
+
+    Attributes:
+        values: the draws, ``[count, N, ...]``.
+        log_prob: log density of what was observed by component, ``[num_components, N, ...]``.
+        counts: True for observed values that count, of the shape of one draw; None if all do.
+        first: the first component.
+    """
+
+    first: Response
+    values: Tensor
+    log_prob: Tensor
+
+    def __init__(self, count: int, num_components: int, seeds: torch.Generator, observed: Any = None) -> None:
+        self.observed = observed
+        self.counts = None if observed is None else counted(observed)
+        self._count, self._num_components, self._seeds = count, num_components, seeds
+        self._seed_all = seeder()
+        self._added = 0
+        self._scored: Tensor | None = None
+
+    def add(self, response: Response) -> None:
+        """Add a component.
+
+        Raises:
+            DataError: observed values have another shape than the draws, or are impossible.
+            UnsupportedError: a mask that depends on the draw, or cuts observations that are scored as a whole.
+        """
+        fn = response.distribution
+        if self._added == 0:
+            self.first = response
+            self.counts = both_masks(self.counts, response.mask)
+            if self.observed is not None:
+                check_events(fn, self.counts, response.site)
+                self._scored = filled(self.observed["value"], self.counts, fn)
+        self.sample(fn)
+        if self._scored is not None:
+            log_prob = checked_log_prob(fn, self._scored, response.site)
+            self._score(log_prob[None], self._whole(response.mask, fn))
+        self._added += 1
+
+    def statistics(self, node: Any) -> dict[str, Tensor]:
+        """Return the parameters of a component, and its mask and the log density of the observed values."""
+        fn, found = node["fn"], {}
+        if self._scored is not None:
+            found["mask"] = self._whole(counted(node), fn)
+            found["log_prob"] = fn.log_prob(as_drawn(fn, self._scored))
+        # At last: a density may leave further tensors in its distribution.
+        return found | self._parameters(fn)
+
+    def add_statistics(self, many: Mapping[str, Tensor], count: int) -> None:
+        """Add components by what :meth:`statistics` gives for them."""
+        if self._scored is not None:
+            self._score(many["log_prob"], many["mask"])
+        for fn in self._rebuilt(many, count):
+            self.sample(fn)
+            self._added += 1
+
+    def sample(self, fn: Any) -> None:
+        """Draw from a component."""
+        self._seed_all(int(torch.randint(2**31 - 1, (), generator=self._seeds)))
+        share = self._count // self._num_components
+        rows = fn.sample((share,)).movedim(self.first.axis - len(fn.event_shape), 1)
+        if self._added == 0:
+            self.values = torch.empty((self._count, *rows.shape[1:]), dtype=rows.dtype)
+        self.values[self._added * share : (self._added + 1) * share] = rows
+
+    def _score(self, log_prob: Tensor, masks: Tensor) -> None:
+        if not bool((masks == self._whole(self.first.mask, self.first.distribution)).all()):
+            raise UnsupportedError(
+                f"the mask of site {self.first.site!r} depends on the latent values, so that log_likelihood has no "
+                "common length for all draws: export inputs alone"
+            )
+        rows = log_prob.movedim(self.first.axis, 1)
+        if self._added == 0:
+            self.log_prob = torch.empty((self._num_components, *rows.shape[1:]), dtype=rows.dtype)
+        self.log_prob[self._added : self._added + len(rows)] = rows
+
+    def _whole(self, mask: Tensor | None, fn: Any) -> Tensor:
+        assert self._scored is not None, "there is something to mask"
+        shape, device = fn.batch_shape + fn.event_shape, self._scored.device
+        return torch.ones(shape, dtype=torch.bool, device=device) if mask is None else mask

@@ -14,12 +14,12 @@ from torch import Tensor, fx, nn
 from pyro_dvi.core.recording import Function, recorded, rows_of
 from pyro_dvi.core.undisturbed import device_of, seeder
 from pyro_dvi.errors import DataError, UnsupportedError
-from pyro_dvi.predictive.batch_prediction import statistics
 from pyro_dvi.predictive.engine.inputs import batches
 from pyro_dvi.predictive.engine.model_runs import Latents, Response, evaluation_mode, seeded, sites_at
 from pyro_dvi.predictive.engine.posterior_values import predicted_model
 from pyro_dvi.predictive.engine.vectorised import ManyDraws, agrees
 from pyro_dvi.predictive.predict import predict
+from pyro_dvi.predictive.predictive_distribution import statistics
 from pyro_dvi.predictive.predictive_mixture import Mixture
 from pyro_dvi.predictive.rules.rule import FromDraws, PredictionRule
 from pyro_dvi.runs.explained import bad_values
@@ -31,8 +31,8 @@ class Predicted(NamedTuple):
     """Predictions for some rows: the tensors of a :class:`~pyro_dvi.predictive.Prediction`, without its methods.
 
     Attributes:
-        mean: ``[N, ...]``; of classes the probabilities ``[N, ..., C]``, of a Bernoulli that of label 1.
-        variance: noise and posterior together, in squared units of the observation; of classes that of the one-hot
+        mean: ``[N, ...]``; of classes the probabilities ``[N, ..., C]``, of a Bernoulli only of label 1.
+        variance: noise and posterior together, in squared units of the observation; of classes in one-hot
             code.
         epistemic: the part of the variance that is the posterior's; None where the rule does not tell it apart.
     """
@@ -46,8 +46,8 @@ class Predictor(nn.Module):
     """A module of torch operators that takes tensors and returns :class:`Predicted`; made by :func:`predictor`.
 
     It holds what it needs of the posterior in buffers, so that ``to``, ``state_dict``, ``torch.save`` and
-    ``copy.deepcopy`` work as for any module. No gradients are kept. In another dtype, buffers are rounded from that of
-    the model.
+    ``copy.deepcopy`` work as for any module. No gradients are kept. In another dtype, buffers are rounded from the
+    model's dtype.
 
     ``torch.compile`` takes it, and ``torch.export.export(serve, (x,), dynamic_shapes=[({0: Dim("rows")},)])`` of
     :mod:`torch.export`, both with any number of rows. What was exported returns a plain tuple, and runs without this
@@ -55,7 +55,7 @@ class Predictor(nn.Module):
 
     Attributes:
         site: the observed site that is predicted.
-        method: the rule of prediction.
+        method: the prediction rule.
         operators: the graph of operators.
     """
 
@@ -74,7 +74,7 @@ class Predictor(nn.Module):
         """Predict.
 
         Args:
-            inputs: those of the example, of any number of rows; all rows are in memory at once.
+            inputs: as in the example, with any number of rows; all rows are in memory at once.
 
         Raises:
             DataError: inputs of another number or shape; NaN, or infinities that have no finite mean.
@@ -83,8 +83,7 @@ class Predictor(nn.Module):
         rows = [value.shape[0] for value in inputs if value.dim()]
         if shapes != self._shapes or rows != rows[:1] * len(rows):
             raise DataError(
-                f"the {rows} rows of the inputs have shapes {shapes}: they must have equally many rows, and the shapes "
-                f"of those of the example, {self._shapes}"
+                f"{rows} rows of inputs have shapes {shapes}, those of the example {self._shapes}"
             )
         with torch.no_grad():
             mean, *spread = self.operators(*inputs)
@@ -142,7 +141,7 @@ def predictor(
         guide: its trained guide. Later training does not change the predictor.
         example: some inputs, as ``data`` of :func:`~pyro_dvi.predict`, all of them tensors; four rows are enough. An
             observation that comes along is left out.
-        method: rule of prediction; by default that of the guide, as in :func:`~pyro_dvi.predict`.
+        method: prediction rule; by default the guide's, as in :func:`~pyro_dvi.predict`.
         site: observed site to predict, where the model has several.
         observed: the model's argument that holds the observation, as in :func:`~pyro_dvi.predict`.
         seed: of the draws; by default one from the global generator.
@@ -153,7 +152,7 @@ def predictor(
     Raises:
         UnsupportedError: a distribution without mean or variance; a model that draws numbers of its own, or whose
             operators depend on the values of its inputs; a guide whose draws depend on the inputs; predictions that
-            differ from those of ``predict``.
+            differ from the predictions of ``predict``.
 
     Example:
         >>> import torch, pyro_dvi as dvi
@@ -174,10 +173,7 @@ def predictor(
         expected = predict(model, guide, inputs, method, site=site, seed=seed)
         rule, part = expected.method, expected._parts[0]
         if not expected.has_moments:
-            raise UnsupportedError(
-                f"site {expected.site!r} ({part.kind}) has no mean and variance: use predict, whose result has what "
-                "there is"
-            )
+            raise UnsupportedError(f"site {expected.site!r} ({part.kind}) has no mean and variance")
         try:
             with pyro.validation_enabled(False):
                 run = _Run(predicted_model(guide, model), guide, expected.site, part.axis, seed)
@@ -189,8 +185,7 @@ def predictor(
                 raise UnsupportedError("what its operators give differs from what predict gives")
         except UnsupportedError as error:
             raise UnsupportedError(
-                f"predictions by {rule} cannot be prepared for this model: {error}. Use predict, which runs the model "
-                "each time"
+                f"predictions by {rule} cannot be prepared: {error}. Use predict"
             ) from error
     return prepared
 
@@ -230,13 +225,11 @@ class _Run:
         way, node = ManyDraws(), self._node(example)
         chunks = way.chunks(first, iter(others), lambda draw: statistics(node(draw)["fn"], None))
         if any(found is None for _, found in chunks):
-            raise UnsupportedError(
-                "the model draws numbers itself, keeps something from one run to the next, or gives NaN"
-            )
+            raise UnsupportedError("the model draws numbers itself, keeps values between runs, or gives NaN")
 
         def predicted(*inputs: Tensor) -> list[Tensor]:
             mixture, node = Mixture(None, rows_of(inputs)), self._node(inputs)
-            mixture.add(self._respond(inputs, way.laid_out(first)))
+            mixture.add(self._respond(inputs, first))
             if others:
                 many = way.run(others, lambda draw: mixture.statistics(node(draw)))
                 mixture.add_statistics(many, len(others))

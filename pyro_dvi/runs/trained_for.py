@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rule of prediction that a guide was trained for, which its objective records on the guide."""
+"""The prediction rule that a guide was trained for, which its objective records on the guide."""
 
 import inspect
 from contextlib import suppress

@@ -98,7 +98,7 @@ MISTAKES = {
     "SVI in place of the guide": (
         lambda: predict(model, SVI(model, guide, Adam({"lr": 0.1}), Trace_ELBO()), X),
         GuideError,
-        r"predict\(svi.model, svi.guide, data\)",
+        "type SVI: give svi.guide",
     ),
     "guide of another model": (
         lambda: predict(model, other_guide, X),
@@ -131,7 +131,7 @@ MISTAKES = {
     "array": (lambda: predict(model, guide, X.numpy()), DataError, "type ndarray.*torch.as_tensor"),
     "list of tensors": (lambda: predict(model, guide, [X, X]), DataError, "type list.*tuple"),
     "text": (lambda: predict(model, guide, "x"), DataError, "type str"),
-    "batches of text": (lambda: predict(model, guide, ["x"]), DataError, "batches of type str.*collate_fn"),
+    "batches of text": (lambda: predict(model, guide, ["x"]), DataError, "batches of type str, not tensors"),
     "unknown entry": (
         lambda: predict(model, guide, {"images": X}),
         DataError,
@@ -159,7 +159,7 @@ MISTAKES = {
     "late labels of another length": (
         lambda: predict(model, guide, X, AtMean()).metrics(X[:5]),
         DataError,
-        r"10 predictions need as many observed values, not \(5,\)",
+        r"10 predictions need as many values, not \(5,\)",
     ),
     "no labels": (
         lambda: predict(model, guide, X).metrics(),
@@ -169,7 +169,7 @@ MISTAKES = {
     "mixture not kept": (
         lambda: predict(pairs_of_labels, guide, X, Samples(3)).log_likelihood(torch.zeros(10, 2)),
         UnsupportedError,
-        r"averages 3 distributions \(Bernoulli\).*predict\(model, guide, \(x, y\)",
+        r"its 3 distributions \(Bernoulli\).*from \(x, y\) for scores",
     ),
     "entropy of a mixture": (
         lambda: predict(model, guide, X, Samples(3)).entropy,

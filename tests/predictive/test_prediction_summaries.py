@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predictions as tables, labelled arrays and ArviZ objects."""
+"""Predictions as tables and ArviZ objects."""
 
 import sys
 
@@ -49,19 +49,6 @@ def test_a_table_has_a_row_for_each_example():
         *("probabilities[0]", "probabilities[1]", "probabilities[2]"),
         *("entropy", "mutual_information", "observed", "log_likelihood"),
     ]
-
-
-def test_labelled_arrays_name_examples_classes_and_draws():
-    prediction = predict(CLASSES, guide, X, Samples(5), seed=0, keep_draws=True)
-    data = prediction.to_xarray()
-    assert data["probabilities"].dims == ("example", "class")
-    assert data["draws_probabilities"].dims == ("draw", "example", "class")
-    assert data["entropy"].dims == ("example",)
-    assert data.attrs == {"site": "obs", "method": "Samples(num_samples=5)"}
-    np.testing.assert_allclose(data["draws_probabilities"].mean("draw"), data["probabilities"], rtol=1e-5)
-    pairs = predict(PAIRS, guide, (X, torch.stack([X, X], -1))).to_xarray()
-    assert pairs["mean"].dims == pairs["observed"].dims == ("example", "dim_0")
-    assert pairs["log_likelihood"].dims == ("example",)
 
 
 def test_arviz_has_draws_observations_and_densities():

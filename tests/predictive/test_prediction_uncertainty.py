@@ -14,7 +14,7 @@ from torch import distributions as td
 from pyro_dvi import AtMean, LaplaceGuide, Linearised, MeanFieldGuide, Moments, Samples, metrics, predict
 from pyro_dvi.errors import ArgumentError, DataError, UnsupportedError
 from pyro_dvi.links.noise_links import PointMixture
-from pyro_dvi.predictive.quantiles import crps, quantile
+from pyro_dvi.predictive.predictive_distribution import crps, quantile
 
 N, K = 12, 15
 X = torch.linspace(-2, 2, N, dtype=torch.float64)
@@ -73,9 +73,9 @@ def test_entropy_of_labels_is_the_sum_of_its_parts(kind):
     p = torch.stack([fn.probs if kind != "labels" else fn.base_dist.probs for fn in components(kind)])
     if kind in ("Bernoulli", "labels"):
         p = torch.stack([1 - p, p], -1)
-    torch.testing.assert_close(prediction.expected_entropy, metrics.predictive_entropy(p).mean(0))
+    torch.testing.assert_close(prediction.expected_entropy, torch.special.entr(p.double()).sum(-1).mean(0))
     assert float(prediction.mutual_information.max()) > 0.01
-    total = metrics.predictive_entropy(p.mean(0))
+    total = torch.special.entr(p.double().mean(0)).sum(-1)
     torch.testing.assert_close(prediction.mutual_information + prediction.expected_entropy, total)
     one = predict(of_kind(KINDS[kind]), guide, X, AtMean())
     assert float(one.mutual_information.abs().max()) < 1e-12
@@ -187,7 +187,7 @@ def test_crps_is_that_of_the_mixture():
     assert prediction.metrics()["crps"] == pytest.approx(float(prediction.crps().mean()))
     low, high = prediction.interval(0.95)
     assert prediction.metrics()["coverage_95"] == metrics.coverage(low, high, y)
-    assert prediction.metrics()["width_95"] == metrics.interval_width(low, high)
+    assert prediction.metrics()["width_95"] == float((high - low).double().mean())
     one = predict(of_kind(KINDS["Normal"]), guide, (X, y), AtMean())
     scale = torch.full_like(X, math.e)
     assert float(one.crps().mean()) == pytest.approx(metrics.crps_gaussian(X - 0.5, scale, y))
@@ -237,22 +237,12 @@ REFUSED = {
     "parts where there are none": (
         lambda: predict(of_kind(lambda f, w: dist.StudentT(4.0, f, 1.0)), guide, X, Moments()).epistemic,
         UnsupportedError,
-        r"Moments\(\) gives one distribution for noise and posterior together.*Samples\(n\)",
+        r"Moments\(\) gives noise and posterior of \'obs\' together.*Samples\(n\)",
     ),
     "CRPS of a Gamma": (
         lambda: predict(of_kind(KINDS["Gamma"]), guide, X, AtMean()).crps(X.abs()),
         UnsupportedError,
         r"CRPS at site 'obs'.*\(Gamma\)",
-    ),
-    "observed text": (
-        lambda: predict(of_kind(KINDS["Normal"]), guide, X, AtMean()).metrics(["a"] * N),
-        DataError,
-        "type list are no numbers",
-    ),
-    "observed complex": (
-        lambda: predict(of_kind(KINDS["Normal"]), guide, X, AtMean()).metrics(X.to(torch.complex128)),
-        DataError,
-        "complex128",
     ),
     "no draws": (
         lambda: predict(of_kind(KINDS["Normal"]), guide, X, AtMean()).sample(0),

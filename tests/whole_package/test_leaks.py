@@ -419,7 +419,7 @@ def prediction() -> Call:
     def call() -> None:
         found = dvi.predict(model, guide, batch, dvi.Samples(5), keep_draws=True)
         found.metrics(), found.quantiles([0.1, 0.9]), found.interval(), found.sample(5), found.crps()
-        found.log_likelihood(), found.to_dataframe(), found.to_xarray(), found.draws
+        found.log_likelihood(), found.to_dataframe(), found.draws
 
     return call
 

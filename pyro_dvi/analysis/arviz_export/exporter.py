@@ -100,12 +100,12 @@ def to_arviz(
             by site name, as ``MCMC.get_samples()`` gives them.
         data: as in :func:`~pyro_dvi.predict`: ``(x, y)``, inputs alone, or a loader of either.
         num_samples: draws; by default 500 (of an ensemble the next smaller multiple of its members), or as many as the
-            given rule of prediction has.
+            given prediction rule has.
         sites: latent sites to export, and sites of ``pyro.deterministic``, which the model computes for each draw. By
             default all latent ones with at most ``max_site_size`` values; a warning names the rest.
             An empty list exports predictions alone: for methods of a LaplaceGuide that have no draws.
         max_site_size: values of one site above which it is left out by default.
-        method: rule of prediction, by default the guide's, as in :func:`~pyro_dvi.predict`.
+        method: prediction rule, by default the guide's, as in :func:`~pyro_dvi.predict`.
         site: observed site or sites; by default all, if the data hold an observation of each.
         observed: the model's argument that holds the observation, or several; by default the one whose default is None,
             of several the arguments that are called like observed sites.
@@ -281,7 +281,7 @@ def _nothing_predicted() -> Iterator[None]:
 def _rule_and_count(
     given: GivenSamples | None, method: Any, guide: Any, num_samples: int | None
 ) -> tuple[PredictionRule, int]:
-    """Return the rule of prediction, and the number of draws of each site."""
+    """Return the prediction rule, and the number of draws of each site."""
     if num_samples is not None:
         check_count("num_samples", num_samples)
     if given is not None and method is not None:

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from pyro_dvi.errors import ModelError
 from pyro_dvi.predictive import Prediction
-from pyro_dvi.predictive.batch_prediction import with_any
 from pyro_dvi.predictive.prediction_summaries import array_of
+from pyro_dvi.predictive.predictive_distribution import with_any
 
 _SAMPLE_DIMS = ("chain", "draw")
 

@@ -52,10 +52,6 @@ class GivenSamples(FromDraws):
     def __repr__(self) -> str:
         return f"GivenSamples({self.num_samples})"
 
-    def repeats(self, guide: Callable[..., Any]) -> bool:
-        """Return True: the draws are given."""
-        return True
-
     def draws(self, guide: Callable[..., Any], inputs: tuple[Any, ...]) -> Iterator[dict[str, Tensor]]:
         """Give the latent values of one draw after the other."""
         for k in range(self.num_samples):

@@ -13,8 +13,8 @@ from pyro_dvi.core.arguments import parameter_names
 from pyro_dvi.errors import DataError
 from pyro_dvi.predictive.components import Components
 from pyro_dvi.predictive.engine.inputs import Batch
-from pyro_dvi.predictive.observation_draws import Observation, ObservationDraws
-from pyro_dvi.runs.sites import choose_response, counted, responses
+from pyro_dvi.predictive.predictive_mixture import ObservationDraws
+from pyro_dvi.runs.sites import choose_response, responses
 
 MAX_INPUT_VALUES = 1_000_000  # inputs with more values are not copied
 
@@ -35,7 +35,7 @@ def choose_responses(
     return [choose_response(None, names)]
 
 
-def _observations(batch: Batch, sites: Sequence[str], nodes: Mapping[str, Any]) -> dict[str, Observation]:
+def _observations(batch: Batch, sites: Sequence[str], nodes: Mapping[str, Any]) -> dict[str, Any]:
     """Return the observation of each site in a run by :func:`~pyro_dvi.predictive.engine.model_runs.observed_run`.
 
     Raises:
@@ -45,7 +45,7 @@ def _observations(batch: Batch, sites: Sequence[str], nodes: Mapping[str, Any]) 
     for name in sites:
         node = nodes[name]
         if node["is_observed"]:
-            found[name] = Observation(node["value"], counted(node))
+            found[name] = node
         elif batch.observed is not None:
             raise DataError(
                 f"site {name!r} observes nothing when the model is given the observation of the data: choose the "
@@ -123,9 +123,7 @@ class _Site:
         self._observed: list[np.ndarray] = []
         self._cells: list[np.ndarray] = []
 
-    def add(
-        self, batch: Batch, node: Any, observed: Observation | None, others: Mapping[str, Tensor]
-    ) -> None:
+    def add(self, batch: Batch, node: Any, observed: Any, others: Mapping[str, Tensor]) -> None:
         if self._drawn and bool(self._log_probs) != (observed is not None):
             raise DataError(
                 f"some batches hold observations of site {self.name!r} and some do not: give all of them, or inputs "
@@ -139,7 +137,7 @@ class _Site:
         self.dims = plate_names(node, fn.batch_shape + fn.event_shape)
         self.dims.insert(0, self.dims.pop(axis - event_dim))
         if observed is not None:
-            value = observed.value
+            value = observed["value"]
             counts = torch.ones_like(value, dtype=torch.bool) if draws.counts is None else draws.counts
             self._log_probs.append(as_array(draws.log_prob))
             self._observed.append(as_array(value.movedim(axis - event_dim, 0)))

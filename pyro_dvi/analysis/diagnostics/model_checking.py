@@ -16,11 +16,11 @@ from pyro_dvi.core.table import Table
 from pyro_dvi.core.undisturbed import device_of
 from pyro_dvi.errors import ArgumentError, DataError, ModelError, NonFiniteError
 from pyro_dvi.predictive import Prediction
-from pyro_dvi.predictive.batch_prediction import class_log_probabilities
 from pyro_dvi.predictive.components import Components
 from pyro_dvi.predictive.engine.inputs import batches
 from pyro_dvi.predictive.engine.model_runs import evaluation_mode, observed_run, seeded
-from pyro_dvi.predictive.observation_draws import ObservationDraws
+from pyro_dvi.predictive.predictive_distribution import class_log_probabilities
+from pyro_dvi.predictive.predictive_mixture import ObservationDraws
 from pyro_dvi.predictive.rules.rule import PriorSamples
 from pyro_dvi.runs.sites import choose_response, counted, responses
 

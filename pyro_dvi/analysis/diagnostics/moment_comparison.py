@@ -20,7 +20,7 @@ from pyro_dvi.moments import GaussianMoments
 from pyro_dvi.predictive.engine.inputs import batches
 from pyro_dvi.predictive.engine.model_runs import evaluation_mode, respond, seeded
 from pyro_dvi.predictive.engine.posterior_values import posterior_gaussians
-from pyro_dvi.predictive.rules.propagated import Independent, Propagation
+from pyro_dvi.predictive.rules.analytic import Independent, Propagation
 from pyro_dvi.predictive.rules.rule import Samples
 from pyro_dvi.runs.posterior_run import PosteriorMoments, median
 from pyro_dvi.runs.uncertain import uncertain_likelihoods, uncertain_part

@@ -11,7 +11,7 @@ from matplotlib.ticker import MaxNLocator
 
 from pyro_dvi.analysis.plots.style import GREY, column
 from pyro_dvi.errors import ArgumentError, DataError
-from pyro_dvi.predictive.metrics.scoring import Estimate
+from pyro_dvi.predictive.metrics import Estimate
 
 ERROR = "_standard_error"
 MOVING = 0.01  # relative change of the mean posterior scale above which it has not settled

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a model is run for prediction: batches of data, one run or one for many draws, what is refused."""
+"""Runs of a model for prediction: batches of data, posterior values, one run for one draw or for many."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches for prediction: which of the model's arguments are inputs and which is the observation."""
+"""Batches for prediction, split into the inputs of the model and its observation."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,8 +26,8 @@ class Batch:
         num_rows: number of examples.
         start: place of the first of them in the whole data.
         complete: positional and named arguments of a call in which the model sees the observations.
-        mask: which observed values the model lets count, of the shape of one draw; None if all.
-        varies: whether the model masks or reshapes the observation, and so may do something else in another batch.
+        mask: True for observed values that the model does not mask, of the shape of one draw; None if all count.
+        varies: True if the model masks or reshapes the observation, which may differ in another batch.
     """
 
     inputs: tuple[Any, ...]
@@ -59,10 +59,10 @@ def batches(
         model: the Pyro model whose signature tells which argument is observed.
         data: a tensor; a tuple or mapping of the model's arguments; or a loader of any of these.
         observed: name of the observed argument, or of several. By default the one whose default is None, as in
-            ``forward(x, y=None)``, those of several that are called like ``sites``, else the last one if the data fill
+            ``forward(x, y=None)``, of several, those named like ``sites``, else the last one if the data fill
             all of them.
         batch_size: examples at a time, for tensors; a loader has its own.
-        device: where to bring the tensors.
+        device: target of the tensors.
         sites: gives the observed sites in question for a batch that takes all such arguments for observations.
 
     Raises:
@@ -85,15 +85,10 @@ def batches(
             called = sites(moved(taken.batch(args, held, start)))
             held = [i for i in held if taken.names[i] in called]
             if not held:
-                raise ArgumentError(
-                    f"arguments {names} of the model default to None or can be given by name only, so that any may be "
-                    f"the observation: name it, {' or '.join(f'observed={name!r}' for name in names)}"
-                )
+                raise ArgumentError(f"any of {names} may be observed: name it, as observed={names[-1]!r}")
         elif 0 < len(held) < len(places):
             missing = [taken.names[i] for i in places if i not in held]
-            raise DataError(
-                f"the data hold some of the observations {names} but not {missing}: give all, or inputs alone"
-            )
+            raise DataError(f"the data hold observations but not {missing}: give all, or inputs alone")
         batch = taken.batch(args, held, start)
         yield moved(batch)
         start += batch.num_rows
@@ -102,7 +97,7 @@ def batches(
 
 
 def keeps_order(data: Any) -> bool:
-    """Whether the examples are known to come in the order of the data: no loader, or one that goes through them."""
+    """Return whether examples are known to come in the order of the data: no loader, or a sequential one."""
     if not isinstance(data, DataLoader):
         return True
     sampler = data.sampler if data.batch_sampler is None else data.batch_sampler
@@ -127,10 +122,7 @@ class _Arguments:
             data = (data,)
         if isinstance(data, (tuple, Mapping)):
             data = self._in_order(data)
-            rows = _rows(
-                data,
-                "the data hold no tensor of examples: pass tensors (torch.as_tensor), x, (x,) or (x, y)",
-            )
+            rows = _rows(data, "the data hold no tensor of examples: pass tensors, x, (x,) or (x, y)")
             for i in range(0, rows, batch_size):
                 yield mapped(partial(_rows_at, slice(i, i + batch_size)), data)
         elif isinstance(data, DataLoader) or _holds_batches(data):
@@ -139,7 +131,7 @@ class _Arguments:
         else:
             raise DataError(
                 f"the data are of type {type(data).__name__}: pass a tensor (torch.as_tensor converts arrays), a tuple "
-                "of the model's arguments, or a DataLoader or list of such tuples"
+                "of the model's arguments, or a loader"
             )
 
     def observations(
@@ -153,9 +145,7 @@ class _Arguments:
                     raise ArgumentError(f"the model has no argument {name!r} to observe; it has {self.names}")
             places = [self.names.index(name) for name in asked]
         else:
-            by_name = (
-                range(self.count, len(self.names)) if len(args) > self.count else ()
-            )  # the data reach that far
+            by_name = range(self.count, len(self.names)) if len(args) > self.count else ()
             last = [len(args) - 1] if len(args) >= max(2, self.count) else []
             places = [*self._optional, *by_name] or last
         return places, [i for i in places if i < len(args) and args[i] is not None]
@@ -165,9 +155,8 @@ class _Arguments:
         inputs = tuple(None if i in held else a for i, a in enumerate(args))
         if by_name := [n for n, v in zip(self.by_name, inputs[self.count :], strict=False) if v is not None]:
             raise DataError(
-                f"the model takes {by_name} by name only, but predictions pass inputs to model and guide by position: "
-                "move the * of the signature behind them, or wrap the model in a function of positional arguments; if "
-                f"one of them is the observation, name it: observed={by_name[0]!r}"
+                f"the model takes {by_name} by name only, but predictions pass inputs by position: move the * of the "
+                f"signature behind them, or name the observation: observed={by_name[0]!r}"
             )
         while inputs and inputs[-1] is None:  # left out where the model has a default; see with_missing
             inputs = inputs[:-1]
@@ -185,20 +174,12 @@ class _Arguments:
     def _in_order(self, batch: Any) -> tuple[Any, ...]:
         if isinstance(batch, (tuple, list)):
             if len(batch) > len(self.names) and not self._any_number:
-                raise DataError(
-                    f"the data have {len(batch)} entries, but the model has the arguments {self.names}: leave out the "
-                    "others, in the collate_fn of a DataLoader, say"
-                )
+                raise DataError(f"the data have {len(batch)} entries, the model the arguments {self.names}")
             return tuple(batch)
         if not isinstance(batch, Mapping):
-            raise DataError(
-                f"the loader gives batches of type {type(batch).__name__}: let it give a tensor, or a tuple or mapping "
-                "of the model's arguments (collate_fn of the DataLoader)"
-            )
+            raise DataError(f"batches of type {type(batch).__name__}, not tensors, tuples or mappings")
         if unknown := [name for name in batch if name not in self.names]:
-            raise DataError(
-                f"a batch has entries {unknown} that are no arguments of the model, which has {self.names}"
-            )
+            raise DataError(f"a batch has entries {unknown} that are no arguments of the model: {self.names}")
         last = max((i for i, name in enumerate(self.names) if name in batch), default=-1)
         return tuple(batch.get(name) for name in self.names[: last + 1])
 
@@ -208,7 +189,7 @@ def _rows_at(place: slice, value: Any) -> Any:
 
 
 def _holds_batches(data: Any) -> bool:
-    """Whether something else than a DataLoader can be read like one; a list of tensors could mean two things."""
+    """Return whether another object can be read like a DataLoader; a list of tensors would be ambiguous."""
     if isinstance(data, list):
         return not any(torch.is_tensor(batch) for batch in data)
     return isinstance(data, Iterable) and not isinstance(data, (str, bytes)) and not hasattr(data, "dtype")
@@ -220,8 +201,7 @@ def _check(what: str, value: Any, *, is_tensor: bool = False) -> None:
     for tensor in tensors_in(value):
         if tensor.is_floating_point() and tensor.isnan().any():
             raise DataError(
-                f"{what} (shape {tuple(tensor.shape)}) holds {int(tensor.isnan().sum())} NaN: drop or fill those rows "
-                "before predicting"
+                f"{what} (shape {tuple(tensor.shape)}) holds {int(tensor.isnan().sum())} NaN: drop or fill those rows"
             )
 
 

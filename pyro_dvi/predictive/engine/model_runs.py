@@ -33,10 +33,10 @@ class Response:
     Attributes:
         site: its name.
         distribution: the predictive distribution given the latent values.
-        value: what the model drew there, or observed.
-        is_observed: which of the two.
+        value: drawn there by the model, or observed.
+        is_observed: True if it was observed.
         axis: the dimension of ``distribution.batch_shape`` that counts examples, from the right (negative).
-        mask: which values count, of the shape of one draw; None if all do.
+        mask: True for values that count, of the shape of one draw; None if all do.
         drawn: further sites that the model drew before it, neither latent nor observed.
     """
 
@@ -143,9 +143,8 @@ def check_observation(model: Callable[..., Any], batch: Batch, latents: Latents,
     if not (node["is_observed"] and same):
         what = "observes other values" if node["is_observed"] else "observes nothing"
         raise DataError(
-            f"site {name!r} {what} when the model is given the observation of the data: choose the argument that it "
-            "observes by observed=..., or the site by site=...; an observation that the model transforms is scored by "
-            "predicting from inputs alone and metrics(transformed)"
+            f"site {name!r} {what} when the model is given the observation of the data: choose observed=... or "
+            "site=...; where the model transforms it, predict from inputs alone and score by metrics(transformed)"
         )
     varies = _has_mask(node) or value.shape != batch.observed.shape
     return replace(batch, observed=batch.observed.reshape(value.shape), mask=counted(node), varies=varies)
@@ -176,8 +175,7 @@ def observed_run(model: Callable[..., Any], batch: Batch, latents: Latents) -> M
         if "Shape mismatch inside plate" not in str(error):
             raise
         raise DataError(
-            f"the model does not take {batch.num_rows} rows ({error}): give the plate of the data "
-            "subsample_size=len(x), so that batches of any size fit"
+            f"the model does not take {batch.num_rows} rows ({error}): give its plate subsample_size=len(x)"
         ) from error
     nodes: Mapping[str, Any] = recorder.trace.nodes
     return nodes

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What predictions ask of a posterior: a guide of this library, of Pyro or of another library, or a function.
+"""Values of a posterior for predictions, from a guide of any library or a function.
 
 A guide may say itself how it is predicted, by any of these: ``prediction_rule``, a rule or the name of one;
 ``predicted_model(model)``, the model with the scales that it was tuned for; ``example_latents()``, values to look at
 the model with; ``linearised(inputs, read)``, the Gaussian of its outputs; ``factorised``, the posterior as a guide of
-independent Gaussians, None where it is none; ``check_model(model)``, which refuses another model than that of the fit;
+independent Gaussians, None where it is none; ``check_model(model)``, which refuses a model other than the fitted one;
 ``members``, of an ensemble: a tuple of ``TrainedPosterior``, each with its model, in equal shares.
 """
 
@@ -52,8 +52,7 @@ def check_posterior(model: Callable[..., Any], guide: Callable[..., Any], inputs
         if bad:
             raise NonFiniteError(
                 f"{', '.join(map(repr, bad[:5]))} of {type(part).__name__} {'is' if len(bad) == 1 else 'are'} not "
-                "finite: training has diverged, or a file is damaged. Go back to an earlier checkpoint, and train with "
-                "a lower learning rate (dvi.fit goes back by itself)."
+                "finite: training has diverged, or a file is damaged. Go back to an earlier checkpoint"
             )
     if hasattr(guide, "check_model"):
         guide.check_model(model)
@@ -83,21 +82,20 @@ def check_is_set_up(guide: Any, inputs: tuple[Any, ...] = ()) -> None:
         ):
             return
         raise GuideError(
-            f"{type(guide).__name__} has not seen its model: train it, or run it once with the training arguments "
-            "as guide(x, y), also after loading its state. Before loading a checkpoint into a fresh guide, call "
-            "guide.initialize(*args) where it has that, or give a batch of the training: load(..., example=batch)."
+            f"{type(guide).__name__} has not seen its model: train it, or run it once as guide(x, y) with the training "
+            "data, also after loading its state; a checkpoint loads with load(..., example=batch)"
         )
 
 
 def predicted_model(guide: Any, model: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the model that a guide is predicted with: what its method of this name makes of ``model``, or that."""
+    """Return ``guide.predicted_model(model)`` where the guide has this method, else ``model``."""
     return guide.predicted_model(model) if hasattr(guide, "predicted_model") else model
 
 
 def example_latents(guide: Callable[..., Any], inputs: tuple[Any, ...]) -> dict[str, Tensor]:
-    """Return values to look at the model with: those of the guide's method of this name, or a draw.
+    """Return values to look at the model with, from the guide's method of this name or from a draw.
 
-    Those of an ensemble are those of its first member.
+    An ensemble gives the values of its first member.
     """
     for member in members_of(guide)[:1]:
         with member.in_store():
@@ -108,7 +106,7 @@ def example_latents(guide: Callable[..., Any], inputs: tuple[Any, ...]) -> dict[
 
 
 def of_member(place: int, latents: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the latent values of a member as those of the ensemble."""
+    """Return the latent values of a member as values of the ensemble."""
     return {MEMBER: torch.tensor(place, device="cpu"), **latents}
 
 
@@ -123,16 +121,12 @@ def posterior_mean(guide: Callable[..., Any], inputs: tuple[Any, ...]) -> dict[s
         try:
             return {name: value.detach() for name, value in guide.median(*_arguments(guide, inputs)).items()}
         except NotImplementedError as error:
-            raise GuideError(
-                f"{type(guide).__name__} has no median to predict at: use predict(..., method=Samples(30))"
-            ) from error
+            raise GuideError(f"{type(guide).__name__} has no median: use method=Samples(30)") from error
     with _AtCentre():
         return one_draw(guide, inputs)
 
 
-def posterior_gaussians(
-    guide: Callable[..., Any], inputs: tuple[Any, ...]
-) -> tuple[dict[str, Tensor], Marginals]:
+def posterior_gaussians(guide: Any, inputs: tuple[Any, ...]) -> tuple[dict[str, Tensor], Marginals]:
     """Return every latent site at its centre, and where the guide has their Gaussians.
 
     Raises:
@@ -142,9 +136,8 @@ def posterior_gaussians(
     factorised = getattr(guide, "factorised", guide)
     if factorised is None:
         raise GuideError(
-            f"the Gaussian of this {type(guide).__name__} is no product of independent ones: predict with "
-            "Linearised(); that of a LaplaceGuide is one after guide.fit(batches, Diagonal()); of an ensemble, take "
-            "one of guide.members within its in_store()"
+            f"the Gaussian of this {type(guide).__name__} has covariances: predict with Linearised(), or fit "
+            "Diagonal(); of an ensemble, take one of guide.members within its in_store()"
         )
     with torch.enable_grad(), AllRows():
         means = Call(factorised, factorised, _arguments(guide, inputs)).run_guide(PosteriorMeans())
@@ -158,14 +151,9 @@ def one_draw(guide: Callable[..., Any], inputs: tuple[Any, ...]) -> dict[str, Te
 
 
 def seeded_draws(guide: Any, inputs: tuple[Any, ...], count: int) -> Iterator[dict[str, Tensor]]:
-    """Give draws, each with a seed of its own: how many random numbers the model itself uses depends on the batch."""
+    """Give draws, each with its own seed, since the model may use random numbers whose count depends on the batch."""
     check_is_set_up(guide)
-    if not draws_by_itself(guide):
-        yield from map(_latents, traced_draws(guide, inputs, count))
-        return
-    posterior = guide.get_posterior()  # the same random numbers: its sites are drawn one after the other
-    for _ in reseeded(count):
-        yield {name: fn().detach() for name, fn in posterior.items()}
+    yield from map(_latents, traced_draws(guide, inputs, count))
 
 
 def traced_draws(guide: Any, inputs: tuple[Any, ...], count: int) -> Iterator[Any]:
@@ -179,17 +167,8 @@ def _traced(guide: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
         return poutine.trace(guide).get_trace(*_arguments(guide, inputs))
 
 
-def draws_by_itself(guide: Any) -> bool:
-    """Whether a guide is known to draw one site after the other from Gaussians of its own, whatever the inputs."""
-    return (
-        isinstance(guide, FactorisedGuide)
-        and type(guide).forward is FactorisedGuide.forward
-        and type(guide)._sample_site is FactorisedGuide._sample_site
-    )
-
-
 def ignores_inputs(guide: Any) -> bool:
-    """Whether a guide is automatic, of Pyro or this library, with no function in it that may look at the inputs."""
+    """Return True for an automatic guide of Pyro or this library without a function that may look at the inputs."""
     if not isinstance(guide, AutoGuide):
         return False
     parts = [part for part in guide.modules() if isinstance(part, AutoGuide)]
@@ -207,7 +186,7 @@ def first_arguments(guide: Any) -> Mapping[int | str, Any]:
 
 
 def _arguments(guide: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments for a guide; an automatic one takes those of its model."""
+    """Return arguments for a guide; an automatic guide takes the arguments of its model."""
     # A copy or a loaded guide does not know its model.
     knows_model = isinstance(guide, AutoGuide) and guide._model is not None
     return with_missing(guide.model if knows_model else guide, inputs)
@@ -229,10 +208,8 @@ class _AtCentre(SetLatents):
         try:
             return _centre(site["fn"])
         except NotImplementedError as error:
-            raise GuideError(
-                f"guide site {site['name']!r} ({type(site['fn']).__name__}) has no mean to predict at: use "
-                "predict(..., method=Samples(30))"
-            ) from error
+            kind = type(site["fn"]).__name__
+            raise GuideError(f"guide site {site['name']!r} ({kind}) has no mean: use Samples(30)") from error
 
 
 def _centre(fn: Any) -> Tensor:

@@ -7,7 +7,7 @@ The first draw has run the model with every check. The others need only the stat
 - one run serves a chunk of draws by ``torch.vmap``, where the model allows it.
 
 Kernels of convolutions are an exception: ``vmap`` makes them one convolution of many groups, which a CPU computes more
-slowly than one kernel after the other. They run one by one, laid out with their channels last.
+slowly than one kernel after the other.
 
 The plain loop, whose errors name the mistake, runs all other models: those that draw random numbers, keep values in
 their modules, branch on values, or give results that are not finite or distributions that are impossible. A probe finds
@@ -17,7 +17,6 @@ the first two in one more run of the first draw, which must give the same number
 import pickle
 import random
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -31,12 +30,14 @@ from torch.distributions import constraints
 from torch.utils._pytree import tree_leaves
 
 from pyro_dvi.core.recording import Watch
-from pyro_dvi.core.undisturbed import state_of
+from pyro_dvi.core.undisturbed import modules_met, state_of
 from pyro_dvi.predictive.engine.model_runs import Latents
+
+_UNCHECKED = (constraints.real, constraints.real_vector, constraints.positive_definite)
 
 
 def possible(fn: Any) -> Tensor:
-    """Whether the parameters of a distribution are in their domains, as one truth value, also inside ``vmap``.
+    """Return whether the parameters of a distribution are in their domains, also inside ``vmap``.
 
     NaN is left to those who look at the numbers, positive definiteness to the Cholesky factorisation.
     """
@@ -44,8 +45,8 @@ def possible(fn: Any) -> Tensor:
     if isinstance(fn, td.Uniform):
         found = (fn.low < fn.high).all()
     for name, constraint in getattr(fn, "arg_constraints", {}).items():
-        value = vars(fn).get(name)
-        if isinstance(value, Tensor) and not _is_left_out(constraint):
+        value, is_dependent = vars(fn).get(name), constraints.is_dependent(constraint)
+        if isinstance(value, Tensor) and not is_dependent and constraint not in _UNCHECKED:
             found = found & constraint.check(value).all()
     for name in ("base_dist", "component_distribution", "mixture_distribution"):
         if (inner := getattr(fn, name, None)) is not None:
@@ -53,41 +54,10 @@ def possible(fn: Any) -> Tensor:
     return found
 
 
-def _is_left_out(constraint: Any) -> bool:
-    while isinstance(constraint, constraints.independent):
-        constraint = constraint.base_constraint
-    return constraints.is_dependent(constraint) or constraint in (
-        constraints.real,
-        constraints.positive_definite,
-        constraints.positive_semidefinite,
-    )
+class _Largest(Watch):
+    """Notes how many elements the largest tensor has that is computed inside ``with``."""
 
-
-LARGE = 1000  # entries of a container of which only the number is compared
-
-
-class Probe(Watch):
-    """Watches a run of a model inside ``with``.
-
-    Attributes:
-        size: elements of the largest tensor that was computed.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self.size = 0
-        self._device = device
-        self._seen: dict[int, tuple[nn.Module, list[Any]]] = {}
-
-    def __enter__(self) -> "Probe":
-        self._before = _generators(self._device)
-        self._handle = nn.modules.module.register_module_forward_pre_hook(self._look)
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._handle.remove()
+    size = 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -97,24 +67,9 @@ class Probe(Watch):
                 self.size = max(self.size, min(held, leaf.numel()))
         return result
 
-    @property
-    def drew(self) -> bool:
-        """Whether the run used random numbers of its own, of torch, NumPy or Python."""
-        return self._before != _generators(self._device)
-
-    @property
-    def kept(self) -> bool:
-        """Whether a module that ran holds another tensor or value than before."""
-        return any(not _same(_state(module), before) for module, before in self._seen.values())
-
-    def _look(self, module: nn.Module, _inputs: object) -> None:
-        for inner in module.modules():
-            if id(inner) not in self._seen:
-                self._seen[id(inner)] = (inner, _state(inner))
-
 
 def agrees(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> bool:
-    """Whether statistics are the same but for rounding."""
+    """Return whether statistics are equal up to rounding."""
     for name, value in expected.items():
         if not value.is_floating_point():
             continue
@@ -126,20 +81,9 @@ def agrees(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> bool:
 
 
 def _state(module: nn.Module) -> list[Any]:
-    """Everything that a module holds itself."""
-    return _leaves(vars(module), depth=3)
-
-
-def _leaves(value: Any, depth: int) -> list[Any]:
-    """Objects in nested containers; tensors with the number of their changes in place."""
-    if isinstance(value, Tensor):
-        return [value, None if value.is_inference() else value._version]
-    if isinstance(value, (dict, list, tuple, set, deque)) and depth > 0:
-        entries = value.values() if isinstance(value, dict) else value
-        if len(value) > LARGE:  # a vocabulary, say
-            return [len(value)]
-        return [len(value)] + [leaf for entry in entries for leaf in _leaves(entry, depth - 1)]
-    return [value]
+    """Return everything that a module holds itself, and how often each tensor was changed in place."""
+    leaves = tree_leaves(vars(module))
+    return leaves + [x._version for x in leaves if isinstance(x, Tensor) and not x.is_inference()]
 
 
 def _same(first: list[Any], second: list[Any]) -> bool:
@@ -161,7 +105,9 @@ MAX_CHUNK = 64  # draws that share one run
 # Numbers in the largest tensor of a vectorised run: 16 MiB of float32, so that caches help.
 CHUNK_OUTPUT = 2**22
 CHUNK_LATENTS = 2**24  # numbers in the draws of a chunk
-POSSIBLE = "possible"  # among what is read: whether the parameters of a distribution are in their domains
+POSSIBLE = (
+    "possible"  # an entry of the statistics: True if the parameters of the distribution are in their domains
+)
 
 
 class ManyDraws:
@@ -175,12 +121,8 @@ class ManyDraws:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is known that only the plain loop can tell what the model gives."""
+        """True once it is known that the model needs the plain loop."""
         return self._chunk > 0 and self._way is None
-
-    def laid_out(self, latents: Latents) -> Latents:
-        """Return latent values in the layout in which the model is run with the others."""
-        return _with_channels_last(latents) if self._way is _channels_last else latents
 
     def chunks(
         self, first: Latents, draws: Iterator[Latents], read: Read
@@ -211,26 +153,29 @@ class ManyDraws:
         """Find out from one more run how this model is run best."""
         self._chunk = 1
         device = next((value.device for value in first.values()), torch.device("cpu"))
-        probe = Probe(device)
+        seen: dict[int, tuple[nn.Module, list[Any]]] = {}
+
+        def look(module: nn.Module) -> None:
+            for inner in module.modules():
+                if id(inner) not in seen:
+                    seen[id(inner)] = (inner, _state(inner))
+
+        generators = _generators(device)
         try:
-            with probe:
+            with modules_met(look), _Largest() as largest:
                 plain = _one_by_one(read, [first])
         except Exception:  # the model's own, whatever it is
             return
-        if probe.drew or probe.kept:
-            return  # numbers of its own, which belong to the draw; values that must not be those of many draws
-        self._chunk = max(
-            1,
-            min(MAX_CHUNK, CHUNK_OUTPUT // max(1, probe.size), CHUNK_LATENTS // max(1, size_of(first))),
-        )
-        if any(value.dim() >= 3 for value in first.values()) and device.type == "cpu":
-            self._way = (
-                _channels_last if _gives(plain, lambda: _channels_last(read, [first])) else _one_by_one
-            )
-        elif self._chunk > 1:
-            self._way, self._untried = _vmapped, (first, plain)
-        else:
+        keeps = any(not _same(_state(module), before) for module, before in seen.values())
+        if keeps or _generators(device) != generators:
+            return  # a plain loop, for values kept in a module and for random numbers
+        fitting = min(CHUNK_OUTPUT // largest.size, CHUNK_LATENTS // max(1, size_of(first)))
+        self._chunk = min(MAX_CHUNK, max(1, fitting))
+        has_kernels = device.type == "cpu" and any(value.dim() >= 3 for value in first.values())
+        if has_kernels or self._chunk == 1:
             self._way = _one_by_one
+        else:
+            self._way, self._untried = _vmapped, (first, plain)
 
     def _found(self, chunk: Sequence[Latents], read: Read) -> dict[str, Tensor] | None:
         """Return what is read of a chunk, or None where only the plain loop can tell."""
@@ -278,25 +223,3 @@ def _one_by_one(read: Read, chunk: Sequence[Latents]) -> dict[str, Tensor]:
     with pyro.validation_enabled(False):
         found = [read(latents) for latents in chunk]
     return {name: torch.stack([one[name] for one in found]) for name in found[0]}
-
-
-def _channels_last(read: Read, chunk: Sequence[Latents]) -> dict[str, Tensor]:
-    """A run for each draw, with images and kernels in the layout that is the faster for poolings on a CPU."""
-    return _one_by_one(read, [_with_channels_last(latents) for latents in chunk])
-
-
-def _with_channels_last(latents: Latents) -> Latents:
-    """Return the same kernels in another layout."""
-
-    def laid_out(value: Tensor) -> Tensor:
-        # A copy: `contiguous` would leave kernels of one channel in a layout that counts as either.
-        return torch.empty_like(value, memory_format=torch.channels_last).copy_(value)
-
-    return {name: laid_out(value) if value.dim() == 4 else value for name, value in latents.items()}
-
-
-def _gives(expected: Mapping[str, Tensor], run: Callable[[], Mapping[str, Tensor]]) -> bool:
-    try:
-        return agrees(run(), expected)
-    except Exception:  # `view` of a tensor whose channels come last, say
-        return False

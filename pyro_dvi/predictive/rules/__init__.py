@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of prediction, a file for each: what stands for the posterior."""
+"""Prediction rules: latent values, or Gaussians of the outputs, in place of the posterior."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Rules of prediction: the latent values that stand for the posterior.
+r"""Prediction rules: the latent values that stand for the posterior.
 
 A rule turns a posterior :math:`q` into an equally weighted mixture of predictive distributions,
 
@@ -37,7 +37,7 @@ from pyro_dvi.runs.sites import AllRows
 
 
 class PredictionRule(ABC):
-    """How a posterior becomes a predictive distribution.
+    """Turns a posterior into a predictive distribution.
 
     ``num_components`` says how many distributions :meth:`components` gives for a batch; ``tells_noise_apart`` whether
     each is the noise around one value of the latents, so that the rest of the uncertainty is the posterior's;
@@ -45,15 +45,13 @@ class PredictionRule(ABC):
     averaged over as well; ``keeps_components`` whether they are few enough to be kept without being asked for.
     """
 
-    num_components: int
+    num_components: int = 1
     tells_noise_apart: bool = True
     averages_draws: bool = False
     keeps_components: bool = False
 
     @abstractmethod
-    def components(
-        self, guide: Callable[..., Any], inputs: tuple[Any, ...], respond: Respond
-    ) -> Iterator[Response]:
+    def components(self, guide: Any, inputs: tuple[Any, ...], respond: Respond) -> Iterator[Response]:
         """Give the components of the mixture for a batch, one after the other.
 
         Random numbers come from torch's global generator, which has the same seed for every batch.
@@ -76,11 +74,7 @@ class AtMean(PredictionRule):
     Status: exact for what it says; it leaves out the posterior's width.
     """
 
-    num_components = 1
-
-    def components(
-        self, guide: Callable[..., Any], inputs: tuple[Any, ...], respond: Respond
-    ) -> Iterator[Response]:
+    def components(self, guide: Any, inputs: tuple[Any, ...], respond: Respond) -> Iterator[Response]:
         """Give the one component."""
         yield respond(posterior_mean(guide, inputs))
 
@@ -97,15 +91,13 @@ class FromDraws(PredictionRule):
         """As many as draws."""
         return self.num_samples
 
-    def components(
-        self, guide: Callable[..., Any], inputs: tuple[Any, ...], respond: Respond
-    ) -> Iterator[Response]:
+    def components(self, guide: Any, inputs: tuple[Any, ...], respond: Respond) -> Iterator[Response]:
         """Give one component for each draw."""
         return map(respond, self.draws(guide, inputs))
 
     def repeats(self, guide: Callable[..., Any]) -> bool:
-        """Whether every batch has the same draws, whatever its inputs."""
-        return False
+        """Return whether every batch has the same draws, whatever its inputs."""
+        return True
 
     @abstractmethod
     def draws(self, guide: Callable[..., Any], inputs: tuple[Any, ...]) -> Iterator[dict[str, Tensor]]:
@@ -136,7 +128,7 @@ class Samples(FromDraws):
         object.__setattr__(self, "num_samples", int(self.num_samples))  # of NumPy, say
 
     def repeats(self, guide: Callable[..., Any]) -> bool:
-        """Whether the guide is automatic and has no function in it that looks at the inputs."""
+        """Return True for an automatic guide without a function that looks at the inputs."""
         return ignores_inputs(guide)
 
     def draws(self, guide: Callable[..., Any], inputs: tuple[Any, ...]) -> Iterator[dict[str, Tensor]]:
@@ -167,8 +159,7 @@ class OfMembers(PredictionRule):
         counts = [rule.num_components for rule in self.rules]
         if len(set(counts)) > 1:
             raise ArgumentError(
-                f"the members of the ensemble would predict by {counts} distributions, which have equal weights in "
-                "its mixture: name one rule for all of them, as method=Samples(30) or method=AtMean()"
+                f"members predict by {counts} distributions: name one rule, method=Samples(30)"
             )
 
     def __repr__(self) -> str:
@@ -182,17 +173,15 @@ class OfMembers(PredictionRule):
 
     @property
     def tells_noise_apart(self) -> bool:  # type: ignore[override]
-        """Whether every member does."""
+        """True if every member does."""
         return all(rule.tells_noise_apart for rule in self.rules)
 
     @property
     def keeps_components(self) -> bool:  # type: ignore[override]
-        """Where there is one of each member."""
+        """True with one component for each member."""
         return self.num_components == len(self.rules)
 
-    def components(
-        self, guide: Callable[..., Any], inputs: tuple[Any, ...], respond: Respond
-    ) -> Iterator[Response]:
+    def components(self, guide: Any, inputs: tuple[Any, ...], respond: Respond) -> Iterator[Response]:
         """Give the components of one member after the other, of runs of the ensemble's model."""
         # As Components does, so that a prepared predictor has its numbers.
         seeds = torch.randint(2**31 - 1, (len(self.rules),)).tolist()
@@ -208,7 +197,7 @@ def _respond(respond: Respond, place: int, latents: Latents) -> Response:
 
 
 def draws_weights(rule: PredictionRule) -> bool:
-    """Whether each component of a rule is of a draw of the weights."""
+    """Return whether each component of a rule comes from a draw of the weights."""
     return all(map(draws_weights, rule.rules)) if isinstance(rule, OfMembers) else isinstance(rule, FromDraws)
 
 
@@ -241,10 +230,6 @@ class PriorSamples(FromDraws):
     inputs: tuple[Any, ...] = field(repr=False)
     sites: Collection[str] = field(repr=False)
 
-    def repeats(self, guide: Callable[..., Any]) -> bool:
-        """Always: the inputs are those of the first batch."""
-        return True
-
     def draws(self, guide: Callable[..., Any], inputs: tuple[Any, ...]) -> Iterator[dict[str, Tensor]]:
         """Give the latent values of one draw after the other, whatever the posterior and the inputs of this batch.
 
@@ -270,9 +255,8 @@ class PriorSamples(FromDraws):
                 for name, prior in _priors(sites).items()
             )
             for k, draw in enumerate(chunk, place):
-                yield (
-                    dict(draw) if are_draws else {n: site["value"] for n, site in self._run(seeds[k]).items()}
-                )
+                again = {} if are_draws else self._run(seeds[k])
+                yield dict(draw) if are_draws else {name: site["value"] for name, site in again.items()}
             place += len(chunk)
 
     def _run(self, seed: int) -> Mapping[str, Any]:
@@ -282,10 +266,7 @@ class PriorSamples(FromDraws):
                 trace = poutine.trace(self.model).get_trace(*with_missing(self.model, self.inputs))
         except NotImplementedError as error:
             reason = str(error).splitlines()[0]  # Pyro adds the shapes of its trace
-            raise UnsupportedError(
-                f"a prior of the model cannot be drawn from ({reason}): improper priors have no prior predictive "
-                "distribution; leave out prior="
-            ) from error
+            raise UnsupportedError(f"a prior cannot be drawn from ({reason}): leave out prior=") from error
         return {name: node for name, node in trace.nodes.items() if name in self.sites}
 
 

@@ -75,7 +75,7 @@ def test_a_prior_without_draws_is_refused():
             pyro.sample("obs", dist.Normal(slope * x, 0.5), obs=y)
 
     assert to_arviz(improper, guide, (X, Y), 3) is not None
-    with pytest.raises(UnsupportedError, match="prior of the model cannot be drawn.*leave out prior="):
+    with pytest.raises(UnsupportedError, match="prior cannot be drawn.*leave out prior="):
         to_arviz(improper, guide, (X, Y), 3, prior=5)
 
 

@@ -9,7 +9,7 @@ from matplotlib import pyplot as plt
 
 from pyro_dvi import plots
 from pyro_dvi.errors import ArgumentError, DataError
-from pyro_dvi.predictive.metrics.scoring import Estimate
+from pyro_dvi.predictive.metrics import Estimate
 
 RESULTS = {
     "MAP": {"nll": 0.5, "nll_standard_error": 0.1, "accuracy": 0.9},
@@ -59,9 +59,9 @@ def test_predictions_are_scored():
     np.testing.assert_allclose(drawn(ax)[0], (1.0, 0.2))
 
 
-def test_low_calibration_errors_are_good():
-    (ax,) = plots.compare({"A": {"adaptive_ece": 0.1}, "B": {"adaptive_ece": 0.2}})
-    assert ax.get_title("left") == "adaptive ece (lower is better)" and best(ax) == [0]
+def test_low_scores_are_good():
+    (ax,) = plots.compare({"A": {"crps": 0.1}, "B": {"crps": 0.2}})
+    assert ax.get_title("left") == "crps (lower is better)" and best(ax) == [0]
 
 
 def test_of_a_metric_of_unknown_direction_none_is_best():

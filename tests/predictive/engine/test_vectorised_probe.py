@@ -110,24 +110,6 @@ def test_every_draw_has_its_own_noise_whoever_makes_it(noise):
     assert 0.5 < float(prediction.epistemic.min()) < 2.0  # 1 but for 50 draws
 
 
-def test_a_layout_that_changes_the_numbers_is_not_used():
-    def net(x, w):  # reads the memory of its kernel, whatever the order of its dimensions
-        return x[:, 0] * w.as_strided((36,), (1,))[:9].sum()
-
-    def model(x, y=None):
-        w = pyro.sample("w", dist.Normal(torch.zeros(2, 2, 3, 3), 1.0).to_event(4))
-        with pyro.plate("data", len(x)):
-            return pyro.sample("obs", dist.Normal(net(x, w), 1.0), obs=y)
-
-    def kernels(x, y=None):
-        pyro.sample("w", dist.Normal(torch.zeros(2, 2, 3, 3), 1.0).to_event(4))
-
-    torch.manual_seed(4)
-    draws = [draw["w"] for draw in Samples(7).draws(kernels, (X,))]
-    expected = torch.stack([net(X, w) for w in draws]).mean(0)
-    torch.testing.assert_close(predict(model, kernels, X, Samples(7), seed=4).mean, expected)
-
-
 IMPOSSIBLE = {
     "Poisson": lambda w: dist.Poisson(w),
     "Normal": lambda w: dist.Normal(0.0, w),

@@ -10,7 +10,7 @@ from sklearn.metrics import roc_auc_score, roc_curve
 
 from pyro_dvi import metrics
 from pyro_dvi.errors import ArgumentError, DataError
-from tests.predictive.metrics.examples import entropy, problem
+from tests.predictive.metric_examples import entropy, problem
 
 
 def loop_rejection(wrong, uncertainty):
@@ -73,9 +73,7 @@ def test_the_area_under_the_risk_coverage_curve_and_its_points_are_those_of_a_lo
     ranked = wrong[np.argsort(uncertainty)]  # no ties
     curve = [np.mean(ranked[: len(y) - k]) for k in range(len(y))] + [0.0]
     assert metrics.aumrc(p, y) == pytest.approx(np.mean(curve[:-1]), abs=1e-12)
-    for rejected in (0.0, 0.1, 0.25, 0.5, 0.99, 1.0):
-        expected = np.interp(rejected, np.arange(len(curve)) / len(y), curve)
-        assert metrics.error_at_rejection(p, y, rejected) == pytest.approx(expected, abs=1e-12)
+    np.testing.assert_allclose(metrics.rejection_curve(p, y).error, curve, atol=1e-12)
 
 
 def test_rejection_takes_probabilities_of_label_one_and_rows_off_by_rounding():

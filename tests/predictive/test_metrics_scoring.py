@@ -11,7 +11,7 @@ from sklearn.metrics import log_loss, root_mean_squared_error
 
 from pyro_dvi import metrics
 from pyro_dvi.errors import DataError
-from tests.predictive.metrics.examples import problem
+from tests.predictive.metric_examples import problem
 
 
 def test_nll_is_scikit_learns_log_loss_and_has_the_textbook_standard_error():
@@ -33,14 +33,13 @@ def test_rmse_is_scikit_learns():
     assert metrics.rmse(m, y) == pytest.approx(root_mean_squared_error(y, m), rel=1e-12)
 
 
-def test_coverage_and_width_are_those_of_a_loop_with_limits_inside():
+def test_coverage_is_that_of_a_loop_with_limits_inside():
     rng = np.random.default_rng(1)
     y = np.round(rng.normal(size=200), 1)
     low = np.round(rng.normal(size=200) - 1, 1)
     high = low + np.round(rng.uniform(0, 2, size=200), 1)
     inside = [a <= v <= b for a, v, b in zip(low, y, high, strict=True)]
     assert metrics.coverage(low, high, y) == pytest.approx(np.mean(inside), abs=1e-12)
-    assert metrics.interval_width(low, high) == pytest.approx(np.mean(high - low), rel=1e-12)
     assert metrics.coverage([1.0], [1.0], [1.0]) == 1
 
 
@@ -65,7 +64,6 @@ MISTAKES = [
     (lambda: metrics.rmse([math.nan], [0.0]), "mean holds 1 NaN"),
     (lambda: metrics.coverage([1.0], [0.0], [0.5]), "1 of 1 lower limits lie above"),
     (lambda: metrics.coverage([0.0], [1.0], [[0.5]]), "must be the same"),
-    (lambda: metrics.interval_width([2.0], [1.0]), "lower limits lie above"),
     (lambda: metrics.crps_gaussian([0.0], [-1.0], [0.0]), "must not be negative; found -1"),
 ]
 

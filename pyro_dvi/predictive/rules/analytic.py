@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prediction by moment propagation: one pass, no draws.
+"""Prediction rules of one run without draws: moment propagation, and linearisation around the mode.
 
-The propagation is a choice of :class:`Moments`: which quantities it takes as independent decides how wide predictions
+The propagation is a choice of :class:`Moments`: the quantities that it takes as independent decide how wide predictions
 are. A new one is a class with one method, :meth:`Propagation.respond`.
 """
 
@@ -13,13 +13,15 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
-from pyro_dvi.core.arguments import check_choice
+from pyro_dvi.core.arguments import check_choice, check_count
+from pyro_dvi.core.distributions import arguments_kept
 from pyro_dvi.curvature.reverse_delta import ReverseDeltaRecorder
-from pyro_dvi.errors import UnsupportedError
+from pyro_dvi.errors import GuideError, UnsupportedError
 from pyro_dvi.expectations.points import event_dim_of
 from pyro_dvi.gaussians.normals import is_joint
-from pyro_dvi.links import MomentMatched, SobolSoftmax
+from pyro_dvi.links import GaussHermite, MomentMatched, Probit, SobolSoftmax
 from pyro_dvi.links.class_links import ClassLink
 from pyro_dvi.links.families import joint_if_dependent, predictive_distribution
 from pyro_dvi.links.noise_links import NoiseLink
@@ -27,11 +29,12 @@ from pyro_dvi.moments import GaussianMoments
 from pyro_dvi.moments.dispatch import observed_by
 from pyro_dvi.moments.weight_uses import warned_of_repeated_uses
 from pyro_dvi.predictive.engine.model_runs import Respond, Response
-from pyro_dvi.predictive.engine.posterior_values import posterior_gaussians
+from pyro_dvi.predictive.engine.posterior_values import posterior_gaussians, posterior_mean
 from pyro_dvi.predictive.rules.rule import PredictionRule
-from pyro_dvi.runs.latents import Marginals
-from pyro_dvi.runs.posterior_run import PosteriorMoments, propagated
-from pyro_dvi.runs.predictive_of_outputs import as_pyro
+from pyro_dvi.runs.log_joint import AtUnconstrained
+from pyro_dvi.runs.outputs import Outputs, observed_outputs
+from pyro_dvi.runs.posterior_run import PosteriorMoments, propagated, twice_differentiable
+from pyro_dvi.runs.predictive_of_outputs import as_pyro, integrated
 from pyro_dvi.runs.uncertain import (
     UncertainDistribution,
     predictive_of,
@@ -42,26 +45,13 @@ from pyro_dvi.runs.uncertain import (
 
 
 class Propagation(ABC):
-    """How the variances of the weights are propagated through a model.
+    """Propagates the variances of the weights through a model.
 
     Attributes:
-        counts_weights_once: whether a weight that is used several times is the same weight each time.
+        counts_weights_once: True if several uses of a weight count as one weight.
     """
 
     counts_weights_once: ClassVar[bool] = False
-
-    def check(self, marginals: Marginals) -> None:
-        """Refuse a posterior with covariances, unless the propagation is one that keeps them.
-
-        Raises:
-            UnsupportedError: names the propagation.
-        """
-        joint = [name for name, gaussian in marginals.gaussians.items() if is_joint(gaussian.base)]
-        if joint:
-            raise UnsupportedError(
-                f"{type(self).__name__} takes weights as independent, and {joint[0]!r} of the guide has covariances: "
-                "predict with Moments(), whose propagation keeps those of a last layer, or with Samples(n)"
-            )
 
     @abstractmethod
     def respond(self, weights: Mapping[str, GaussianMoments], run: Callable[[], Response]) -> Response:
@@ -83,9 +73,6 @@ class Independent(Propagation):
     nearly equal and share their noise. :func:`~pyro_dvi.diagnostics.compare_with_sampling` says how much.
     """
 
-    def check(self, marginals: Marginals) -> None:
-        """Take any."""
-
     def respond(self, weights: Mapping[str, GaussianMoments], run: Callable[[], Response]) -> Response:
         """Run the model."""
         return run()
@@ -100,11 +87,11 @@ class ReverseDelta(Propagation):
     Slopes are averages over the noise (:math:`\Phi(\mu/\sigma)` for a rectifier). Paths that share a weight add up
     before the square, so skip connections, convolutions and tied layers keep their covariances.
 
-    Status: exact for linear models, a first-order approximation with smoothed slopes otherwise. Means are those of
+    Status: exact for linear models, a first-order approximation with smoothed slopes otherwise. Means agree with
     :class:`Independent`. Inputs count as certain: only the noise of weights is pulled back.
 
     Cost: one backward pass for each output of an example besides one run with gradients; a pass for each example where
-    a function of a weight has no rule for gradients of examples, or rows that are not those of single examples. See
+    a function of a weight has no rule for gradients of examples, or rows that do not belong to single examples. See
     :mod:`pyro_dvi.curvature.reverse_delta`.
 
     Raises:
@@ -125,7 +112,7 @@ class ReverseDelta(Propagation):
         axis = response.axis - len(response.distribution.event_shape) + len(part.event_shape)
         num_rows = response.distribution.batch_shape[response.axis]
         parameters = {
-            name: _pulled_back(recorder, part, name, value, axis, num_rows)
+            name: _pulled_back(recorder, part, name, axis, num_rows)
             if isinstance(value, GaussianMoments)
             else value
             for name, value in part.parameters.items()
@@ -135,23 +122,18 @@ class ReverseDelta(Propagation):
 
 
 def _pulled_back(
-    recorder: ReverseDeltaRecorder,
-    part: UncertainDistribution,
-    name: str,
-    value: GaussianMoments,
-    axis: int,
-    num_rows: int,
+    recorder: ReverseDeltaRecorder, part: UncertainDistribution, name: str, axis: int, num_rows: int
 ) -> GaussianMoments:
-    """Moments of a parameter from those of the Gaussian behind it."""
+    """Return the moments of a parameter from the Gaussian behind it."""
+    value = part.parameters[name]
     gaussian = value if value.link is None else value.link.inner
     axis -= event_dim_of(part.family, name) or 0
     if gaussian.dim() < -axis or gaussian.shape[axis] != num_rows:
         if not recorder.reaches(gaussian):  # one number for all examples, as an uncertain noise scale
             return value.detach()
         raise UnsupportedError(
-            f"the reverse delta method: parameter {name!r} of {part.family.__name__} has the shape "
-            f"{tuple(gaussian.shape)}, without a row for each of {num_rows} examples. Predict with "
-            "Moments(propagation=Independent())."
+            f"ReverseDelta(): parameter {name!r} of {part.family.__name__} has the shape {tuple(gaussian.shape)}, "
+            f"without a row for each of {num_rows} examples: predict with Moments(propagation=Independent())"
         )
     inner = GaussianMoments(gaussian.loc.detach(), recorder.variance(gaussian, axis).detach())
     if value.link is None:
@@ -181,7 +163,7 @@ class Moments(PredictionRule):
             :mod:`pyro_dvi.links`.
         noise: from an uncertain noise scale to a predictive: ``MomentMatched()``, a Normal, or ``GaussHermite(n)``, a
             mixture that keeps the heavier tails and is the sharper of the two.
-        propagation: how variances come through the network: ``Independent()``, as in training, or
+        propagation: of the variances through the network: ``Independent()``, as in training, or
             ``ReverseDelta()``, which keeps covariances.
 
     Raises:
@@ -196,7 +178,6 @@ class Moments(PredictionRule):
     noise: NoiseLink = field(default_factory=MomentMatched)
     propagation: Propagation = field(default_factory=Independent)
 
-    num_components = 1
     tells_noise_apart = False
 
     def __post_init__(self) -> None:
@@ -204,12 +185,14 @@ class Moments(PredictionRule):
         check_choice("noise", self.noise, NoiseLink, "MomentMatched() or GaussHermite(n)")
         check_choice("propagation", self.propagation, Propagation, "Independent() or ReverseDelta()")
 
-    def components(
-        self, guide: Callable[..., Any], inputs: tuple[Any, ...], respond: Respond
-    ) -> Iterator[Response]:
+    def components(self, guide: Any, inputs: tuple[Any, ...], respond: Respond) -> Iterator[Response]:
         """Give the one component."""
         centre, marginals = posterior_gaussians(guide, inputs)
-        self.propagation.check(marginals)
+        joint = [name for name, gaussian in marginals.gaussians.items() if is_joint(gaussian.base)]
+        if joint and self.propagation.counts_weights_once:
+            raise UnsupportedError(
+                f"{joint[0]!r} has covariances, which {self.propagation} does not propagate"
+            )
 
         def predictive(family: type, parameters: Mapping[str, Any]) -> Any:
             joint = joint_if_dependent(family, parameters)
@@ -225,3 +208,82 @@ class Moments(PredictionRule):
         with uncertain_likelihoods(), weights, recorder(weights.given):
             response = self.propagation.respond(weights.given, partial(respond, centre))
         yield replace(response, distribution=predictive_of(response.distribution, predictive))
+
+
+@dataclass(frozen=True)
+class Linearised(PredictionRule):
+    r"""Predict from the Gaussian that linearisation gives to the outputs of the model.
+
+    .. math::
+        p(y \mid x) \approx \int p(y \mid f)\, \mathcal N\bigl(f;\, f(x; \hat u),\, J P^{-1} J^\top\bigr)\,\mathrm df,
+        \qquad J = \partial f(x; \hat u)/\partial u
+
+    The rule for a fitted :class:`~pyro_dvi.LaplaceGuide`. Outputs f are the parameters of the observed distribution as
+    real numbers: a mean, logits, the logarithm of a rate or of a noise scale. Draws of the weights would be passed
+    through the network far from where the Gaussian was fitted; linearised predictions stay at the mode.
+
+    Status: exact for models that are linear in their latents. Given the Gaussian of f: exact for Normal, LogNormal and
+    MultivariateNormal with certain noise and for Bernoulli; class probabilities as exact as ``link``; an uncertain
+    noise scale as ``noise`` says, together with its correlation with the mean; any other distribution as a mixture over
+    points.
+
+    Args:
+        link: from Gaussian logits, with their covariance, to class probabilities: ``Probit()`` or
+            ``SobolSoftmax(n)`` of :mod:`pyro_dvi.links`.
+        noise: from an uncertain noise scale to a predictive: ``GaussHermite(n)``, a mixture, or ``MomentMatched()``, a
+            Normal of the same mean and variance.
+        num_points: Sobol points where more than two numbers of one observation are uncertain and there is no closed
+            form.
+
+    Raises:
+        ArgumentError: ``link`` or ``noise`` is no object of its kind, or less than one point.
+        GuideError: the guide is no LaplaceGuide, or not fitted.
+
+    Source: Immer, Korzepa & Bauer (2021), "Improving predictions of Bayesian neural nets via local linearization".
+
+    Example:
+        >>> import torch, pyro_dvi as dvi
+        >>> net = dvi.to_bayesian_(torch.nn.Linear(1, 1, bias=False))
+        >>> guide = dvi.LaplaceGuide(dvi.regressor(net, num_data=3, noise_scale=1.0))
+        >>> batches = [(torch.ones(3, 1), torch.zeros(3, 1))]
+        >>> _ = guide.polish(batches, progress=False)
+        >>> _ = guide.fit(batches)
+        >>> dvi.predict(
+        ...     guide.model, guide, torch.full((1, 1), 2.0)
+        ... ).variance  # of function and noise
+        tensor([2.0000])
+    """
+
+    link: ClassLink = field(default_factory=Probit)
+    noise: NoiseLink = field(default_factory=lambda: GaussHermite(20))
+    num_points: int = 256
+
+    tells_noise_apart = False
+
+    def __post_init__(self) -> None:
+        check_choice("link", self.link, ClassLink, "Probit() or SobolSoftmax(256)")
+        check_choice("noise", self.noise, NoiseLink, "GaussHermite(n) or MomentMatched()")
+        check_count("num_points", self.num_points)
+
+    def components(self, guide: Any, inputs: tuple[Any, ...], respond: Respond) -> Iterator[Response]:
+        """Give the one component."""
+        linearised = getattr(guide, "linearised", None)
+        if linearised is None:
+            raise GuideError(
+                f"Linearised() needs a LaplaceGuide, not a {type(guide).__name__}: use Samples(30)"
+            )
+        # Any value of every latent site: those that are read replace it.
+        centre = posterior_mean(guide, inputs)
+        responses: list[Response] = []
+
+        def read(named: Mapping[str, Tensor], num_rows: int) -> Outputs:
+            with twice_differentiable(), AtUnconstrained(named), arguments_kept() as made:
+                response = respond(centre)
+            responses.append(response)
+            return observed_outputs(response.site, response.distribution, response.axis, num_rows, made)
+
+        gaussian = linearised(inputs, read)
+        outputs, covariance = gaussian.outputs, gaussian.full_covariance
+        distribution = integrated(outputs, covariance, self.link, self.noise, self.num_points)
+        first = responses[0]
+        yield replace(first, distribution=distribution, value=first.value.detach())

@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Accuracy and Brier score against scikit-learn, entropy against SciPy, calibration against loops over bins."""
+"""Accuracy and Brier score against scikit-learn, calibration against loops over bins."""
 
 import math
 
 import numpy as np
 import pytest
-import scipy.stats
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import accuracy_score, brier_score_loss
 
 from pyro_dvi import metrics
-from tests.predictive.metrics.examples import problem
+from tests.predictive.metric_examples import problem
 
 
 def test_accuracy_is_scikit_learns_and_ties_go_to_the_first_class():
@@ -60,11 +59,6 @@ def test_single_precision_inputs_are_averaged_in_double():
     assert metrics.brier(single, y) == pytest.approx(metrics.brier(p, y), abs=1e-6)
 
 
-def test_entropy_is_scipys():
-    p, _ = problem(n=30)
-    np.testing.assert_allclose(metrics.predictive_entropy(p), scipy.stats.entropy(p, axis=-1), atol=1e-12)
-
-
 def loop_reliability(p, labels, num_bins):
     """Return rows (confidence, accuracy, count) by the definition: bin b holds (b/B, (b+1)/B]."""
     rows = []
@@ -97,22 +91,6 @@ def test_confidences_on_an_edge_belong_to_the_bin_below():
     table = metrics.reliability_table(p, [0, 0, 1], num_bins=4)
     assert table.count.tolist() == [0, 1, 1, 1]
     assert table.edges.tolist() == [0, 0.25, 0.5, 0.75, 1]
-
-
-@pytest.mark.parametrize("num_bins", [1, 7, 15, 100])
-def test_adaptive_calibration_is_what_a_loop_over_ranks_gives(num_bins):
-    p, y = problem(n=80)
-    order = np.argsort(p.max(-1))
-    parts = np.array_split(order, num_bins)
-    gaps = [abs(sum(p[i].max() - (p[i].argmax() == y[i]) for i in part)) / len(y) for part in parts]
-    assert metrics.adaptive_calibration_error(p, y, num_bins) == pytest.approx(sum(gaps), abs=1e-12)
-
-
-def test_adaptive_calibration_does_not_depend_on_the_order_of_equal_confidences():
-    p = np.repeat([[0.7, 0.3]], 20, 0)
-    y = np.array([0] * 14 + [1] * 6)
-    assert metrics.adaptive_calibration_error(p, y, 5) == pytest.approx(0, abs=1e-12)
-    assert metrics.adaptive_calibration_error(p, y[::-1].copy(), 5) == pytest.approx(0, abs=1e-12)
 
 
 @settings(max_examples=50, deadline=None)

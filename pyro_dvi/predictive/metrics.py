@@ -1,0 +1,397 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Scores of predictions: likelihood, accuracy, calibration, selective prediction, out-of-distribution detection.
+
+Every function takes parts of a prediction (probabilities, means, log-likelihoods) and the observed values, as
+tensors or anything that ``torch.as_tensor`` accepts, and computes in double precision. Probabilities have their
+classes in the last dimension, ``[..., C]`` with labels ``0..C-1`` of shape ``[...]``; for two classes, the
+probabilities of label 1 alone, of the labels' shape, will do. Invalid values (NaN, rows that do not sum to one, labels
+out of range, unequal shapes) raise a :class:`~pyro_dvi.errors.DataError`.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_dvi.core.arguments import check_count
+from pyro_dvi.errors import ArgumentError, DataError
+
+__all__ = [
+    "Estimate",
+    "accuracy",
+    "aumrc",
+    "auroc",
+    "brier",
+    "coverage",
+    "crps_gaussian",
+    "expected_calibration_error",
+    "fpr_at_tpr",
+    "nll",
+    "rejection_curve",
+    "reliability_table",
+    "rmse",
+]
+
+SUM_TOLERANCE = 1e-3  # of a row of probabilities; a float16 softmax over 1,000 classes stays below
+
+
+def accuracy(probabilities: Any, labels: Any) -> float:
+    r"""Share of examples whose most probable class is the observed one.
+
+    .. math::
+        \frac1n \sum_i 1[\arg\max_c p_{ic} = y_i]
+
+    Example:
+        >>> accuracy([[0.9, 0.1], [0.4, 0.6]], [0, 0])
+        0.5
+    """
+    p, y = _classes_and_labels(probabilities, labels)
+    return float((p.argmax(-1) == y).double().mean())
+
+
+def brier(probabilities: Any, labels: Any) -> float:
+    r"""Brier score, summed over classes: 0 is perfect, 2 is certain and wrong.
+
+    .. math::
+        \frac1n \sum_i \sum_c (p_{ic} - 1[y_i = c])^2
+
+    For two classes this is twice the mean squared error of the probability of label 1, which some libraries report.
+
+    Source: Brier (1950), Eq. 2.
+
+    Example:
+        >>> round(brier([[0.9, 0.1], [0.4, 0.6]], [0, 0]), 6)
+        0.37
+    """
+    p, y = _classes_and_labels(probabilities, labels)
+    observed = torch.nn.functional.one_hot(y, p.shape[-1])
+    return float((p - observed).square().sum(-1).mean())
+
+
+@dataclass(frozen=True)
+class ReliabilityTable:
+    """Confidence against accuracy, by bins of confidence: the numbers of a reliability diagram.
+
+    Attributes:
+        edges: limits of the bins, shape ``[B + 1]``; bin ``b`` holds confidences in ``(edges[b], edges[b + 1]]``.
+        confidence: mean confidence in each bin, shape ``[B]``; NaN where the bin is empty.
+        accuracy: share of right labels in each bin, shape ``[B]``; NaN where the bin is empty.
+        count: examples in each bin, shape ``[B]``.
+    """
+
+    edges: Tensor
+    confidence: Tensor
+    accuracy: Tensor
+    count: Tensor
+
+
+def reliability_table(probabilities: Any, labels: Any, num_bins: int = 15) -> ReliabilityTable:
+    r"""Mean confidence :math:`\max_c p_{ic}` and accuracy in equally wide bins :math:`((b-1)/B,\, b/B]` of confidence.
+
+    Source: DeGroot & Fienberg (1983); bins as in Guo et al. (2017), section 2.
+
+    Example:
+        >>> table = reliability_table([[0.9, 0.1], [0.4, 0.6]], [0, 0], num_bins=2)
+        >>> table.count.tolist(), table.accuracy.tolist()
+        ([0, 2], [nan, 0.5])
+    """
+    check_count("num_bins", num_bins)
+    p, y = _classes_and_labels(probabilities, labels)
+    confidence, predicted = p.max(-1)
+    # Dividing whole numbers gives the same edges everywhere, so that a confidence on an edge has one place.
+    edges = torch.arange(num_bins + 1, dtype=torch.float64) / num_bins
+    place = torch.bucketize(confidence, edges[1:-1])
+
+    def total(values: Tensor) -> Tensor:
+        return torch.zeros(num_bins, dtype=torch.float64).index_add_(0, place, values.double())
+
+    count = total(torch.ones_like(confidence))
+    return ReliabilityTable(edges, total(confidence) / count, total(predicted == y) / count, count.long())
+
+
+def expected_calibration_error(probabilities: Any, labels: Any, num_bins: int = 15) -> float:
+    r"""Expected calibration error: the mean gap between confidence and accuracy.
+
+    .. math::
+        \mathrm{ECE} = \sum_b \frac{n_b}{n} \bigl|\mathrm{accuracy}_b - \mathrm{confidence}_b\bigr|
+
+    over the equally wide, right-closed bins of :func:`reliability_table`. It depends on their number and is biased
+    upwards for few examples: compare only values of the same data and bins.
+
+    Source: Naeini et al. (2015); Guo et al. (2017), Eq. 3.
+
+    Example:
+        >>> round(expected_calibration_error([[0.9, 0.1], [0.4, 0.6]], [0, 0], num_bins=2), 6)
+        0.25
+    """
+    table = reliability_table(probabilities, labels, num_bins)
+    # NaN only where the bin is empty: weight zero.
+    gap = (table.accuracy - table.confidence).abs().nan_to_num()
+    return float((gap * table.count).sum() / table.count.sum())
+
+
+@dataclass(frozen=True)
+class RejectionCurve:
+    """The ``rejected`` share of the examples and the ``error`` of the others, 0 where nothing is left; ``[n + 1]``."""
+
+    rejected: Tensor
+    error: Tensor
+
+
+def rejection_curve(probabilities: Any, labels: Any, uncertainty: Any = None) -> RejectionCurve:
+    r"""Misclassification-rejection curve: the error of the remaining examples when uncertain ones are rejected.
+
+    With the examples in the order of rising uncertainty and :math:`e_i` whether example i is misclassified,
+
+    .. math::
+        \mathrm{error}\Bigl(\frac kn\Bigr) = \frac{1}{n - k} \sum_{i=1}^{n-k} e_i, \quad k = 0, \dots, n - 1, \qquad
+        \mathrm{error}(1) = 0
+
+    Examples of equal uncertainty each count as the mean of their errors, the expectation over their orders.
+
+    Args:
+        probabilities: class probabilities.
+        labels: observed classes.
+        uncertainty: values to rank by, ``[...]``, high ones rejected first; by default the predictive entropy.
+
+    Source: Schmitt & Roth (2021), appendix D; for one measure of uncertainty the risk-coverage curve of El-Yaniv &
+    Wiener (2010), read from the other end.
+
+    Example:
+        >>> rejection_curve([[0.9, 0.1], [0.6, 0.4]], [0, 1]).error.tolist()
+        [0.5, 0.0, 0.0]
+    """
+    p, y = _classes_and_labels(probabilities, labels)
+    if uncertainty is None:
+        ranks = torch.special.entr(p.clamp_min(0)).sum(-1)
+    else:
+        ranks = _numbers(uncertainty, "uncertainty").flatten()
+        if len(ranks) != len(y):
+            raise DataError(f"uncertainty has {len(ranks)} values for {len(y)} examples: one each is needed")
+    _, group, size = ranks.unique(return_inverse=True, return_counts=True)  # groups by rising uncertainty
+    wrong = torch.zeros(len(size), dtype=torch.float64).index_add_(0, group, (p.argmax(-1) != y).double())
+    errors = (wrong / size).repeat_interleave(size).cumsum(0)  # of the 1, 2, ... n most certain
+    kept = torch.arange(1, len(y) + 1, dtype=torch.float64)
+    error = torch.cat([(errors / kept).flip(0), torch.zeros(1, dtype=torch.float64)])
+    return RejectionCurve(torch.arange(len(error), dtype=torch.float64) / len(y), error)
+
+
+def aumrc(probabilities: Any, labels: Any, uncertainty: Any = None) -> float:
+    r"""Area under the misclassification-rejection curve, low if errors are few and uncertain.
+
+    The area of steps, which is the mean error over all numbers of kept examples,
+
+    .. math::
+        \mathrm{AUMRC} = \frac1n \sum_{k=0}^{n-1} \mathrm{error}\Bigl(\frac kn\Bigr)
+            = \frac1n \sum_{k=1}^{n} \frac1k \sum_{i=1}^{k} e_i,
+
+    with the arguments, the curve and the :math:`e_i` of :func:`rejection_curve`. It equals the area under the
+    risk-coverage curve, AURC. Uninformative uncertainties give about the error of all examples; a perfect ranking gives
+    about half the square of that error.
+
+    Source: Nadeem, Zucker & Hanczar (2009) for the curve; Schmitt & Roth (2021), appendix D; as AURC Geifman, Uziel &
+    El-Yaniv (2019), section 2.
+
+    Example:
+        >>> aumrc([[0.9, 0.1], [0.6, 0.4]], [0, 1])
+        0.25
+    """
+    return float(rejection_curve(probabilities, labels, uncertainty).error[:-1].mean())
+
+
+def auroc(inside: Any, outside: Any) -> float:
+    r"""Probability that an out-of-distribution example is more uncertain than a familiar one; 0.5 is chance.
+
+    .. math::
+        \mathrm{AUROC} = \frac1{nm} \sum_{i,j} \Bigl(1[u_i < v_j] + \tfrac12 1[u_i = v_j]\Bigr)
+
+    Args:
+        inside: uncertainty u of n examples from the distribution of the training data, such as the predictive entropy.
+        outside: uncertainty v of m examples from another one.
+
+    Source: Mann & Whitney (1947); Hendrycks & Gimpel (2017) for the use.
+
+    Example:
+        >>> auroc([0.1, 0.2, 0.3], [0.3, 0.9])
+        0.9166666666666666
+    """
+    u, v = _numbers(inside, "inside").flatten(), _numbers(outside, "outside").flatten()
+    ordered = u.sort().values
+    below = torch.searchsorted(ordered, v, right=False).double()
+    not_above = torch.searchsorted(ordered, v, right=True).double()
+    return float((0.5 * (below + not_above)).mean() / len(u))
+
+
+def fpr_at_tpr(inside: Any, outside: Any, tpr: float = 0.95) -> float:
+    r"""Share of out-of-distribution examples below the uncertainty that most familiar examples do not exceed.
+
+    .. math::
+        \frac1m \sum_j 1[v_j \le t], \qquad t = \min\Bigl\{u_i : \frac1n \sum_k 1[u_k \le u_i] \ge
+        \mathrm{TPR}\Bigr\}
+
+    Familiar examples are the positives. Low is good.
+
+    Args:
+        inside: uncertainty u of n familiar examples.
+        outside: uncertainty v of m out-of-distribution examples.
+        tpr: share of familiar examples at or below the threshold, above 0 and at most 1.
+
+    Source: Liang, Li & Srikant (2018), section 4.
+
+    Example:
+        >>> fpr_at_tpr([0.1, 0.2, 0.3], [0.25, 0.9], tpr=0.6)
+        0.0
+    """
+    if not 0 < tpr <= 1:
+        raise ArgumentError(f"tpr is a share above 0 and at most 1, got {tpr!r}")
+    u, v = _numbers(inside, "inside").flatten(), _numbers(outside, "outside").flatten()
+    passing = math.ceil(len(u) * (tpr - 1e-12))  # 0.95 of 20 is 19, whatever the rounding
+    return float((v <= u.kthvalue(max(1, passing)).values).double().mean())
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over examples and its standard error, NaN for one example."""
+
+    value: float
+    standard_error: float
+
+    def __float__(self) -> float:
+        return self.value
+
+    def __str__(self) -> str:
+        return f"{self.value:.4f} ± {self.standard_error:.4f}"
+
+
+def nll(log_likelihood: Any) -> Estimate:
+    r"""Mean negative log-likelihood, in nats for each example.
+
+    .. math::
+        \mathrm{NLL} = -\frac1n \sum_i \log p(y_i \mid x_i), \qquad
+        \mathrm{SE} = \sqrt{\frac{1}{n(n-1)} \sum_i (\log p(y_i \mid x_i) + \mathrm{NLL})^2}
+
+    The standard error describes the choice of test examples, not the training run.
+
+    Source: the logarithmic score of Good (1952); Gneiting & Raftery (2007), section 4.
+
+    Example:
+        >>> print(nll([-1.0, -2.0, -3.0]))
+        2.0000 ± 0.5774
+    """
+    values = _numbers(log_likelihood, "log_likelihood").flatten()
+    if (values == math.inf).any():
+        raise DataError(
+            "log_likelihood is plus infinity for some examples: their density is infinite, as at the edge of a Beta's "
+            "or Gamma's support or for a noise scale of zero"
+        )
+    error = float(values.std() / math.sqrt(len(values))) if len(values) > 1 else math.nan
+    return Estimate(float(-values.mean()), error)
+
+
+def rmse(mean: Any, observed: Any) -> float:
+    """Root of the mean squared error of the predicted mean, in units of the observation.
+
+    Example:
+        >>> round(rmse([1.0, 2.0], [1.0, 4.0]), 6)
+        1.414214
+    """
+    m, y = _alike(mean=mean, observed=observed)
+    return float((m - y).square().mean().sqrt())
+
+
+def coverage(lower: Any, upper: Any, observed: Any) -> float:
+    """Prediction interval coverage probability (PICP): the share of observations inside their closed interval.
+
+    A calibrated 95 % interval covers 95 % of new observations, up to a binomial standard error.
+
+    Source: Khosravi et al. (2011), Eq. 8.
+
+    Example:
+        >>> coverage([0.0, 0.0], [1.0, 1.0], [0.5, 2.0])
+        0.5
+    """
+    low, high, y = _alike(lower=lower, upper=upper, observed=observed)
+    if (low > high).any():
+        raise DataError(f"{int((low > high).sum())} of {low.numel()} lower limits lie above the upper ones")
+    return float(((low <= y) & (y <= high)).double().mean())
+
+
+def crps_gaussian(mean: Any, scale: Any, observed: Any) -> float:
+    r"""Continuous ranked probability score of Gaussian predictions, in units of the observation; 0 is perfect.
+
+    .. math::
+        \mathrm{CRPS} = \frac1n \sum_i \sigma_i \Bigl[z_i (2\Phi(z_i) - 1) + 2\phi(z_i) - \tfrac1{\sqrt\pi}\Bigr],
+        \qquad z_i = \frac{y_i - m_i}{\sigma_i}
+
+    Status: exact. A scale of zero gives the absolute error, as in the limit.
+
+    Source: Gneiting & Raftery (2007), section 4.2, with the sign turned.
+
+    Example:
+        >>> round(crps_gaussian([0.0], [1.0], [0.0]), 6)
+        0.233695
+    """
+    m, s, y = _alike(mean=mean, scale=scale, observed=observed)
+    if s.min() < 0:
+        raise DataError(f"scale is a standard deviation and must not be negative; found {float(s.min()):.6g}")
+    return float((mean_distance(y - m, s) - s / math.sqrt(math.pi)).mean())
+
+
+def mean_distance(distance: Tensor, scale: Tensor) -> Tensor:
+    """Return the mean of abs(x) for Gaussian x with these means and standard deviations."""
+    z = distance / scale.clamp_min(torch.finfo(scale.dtype).tiny)
+    density = math.sqrt(2 / math.pi) * torch.exp(-0.5 * z.square())
+    return scale * density + distance * torch.erf(z / math.sqrt(2))
+
+
+def _numbers(values: Any, name: str) -> Tensor:
+    """Return ``values`` in double precision: at least one, none of them NaN."""
+    tensor = torch.as_tensor(values).detach().cpu().double()  # some accelerators have no double precision
+    if tensor.numel() == 0:
+        raise DataError(f"{name} is empty")
+    if tensor.isnan().any():
+        raise DataError(f"{name} holds {int(tensor.isnan().sum())} NaN of {tensor.numel()} values")
+    return tensor
+
+
+def _classes_and_labels(probabilities: Any, labels: Any) -> tuple[Tensor, Tensor]:
+    """Return probabilities ``[n, C]`` in double precision and labels ``[n]`` of whole numbers."""
+    p, y = _numbers(probabilities, "probabilities"), _numbers(labels, "labels")
+    if p.shape == y.shape:  # probabilities of label 1
+        if p.dim() > 1 and all(float((rows.sum(-1) - 1).abs().max()) <= SUM_TOLERANCE for rows in (p, y)):
+            raise DataError("labels are one-hot: pass the class of each example, labels.argmax(-1)")
+        p = torch.stack([1 - p, p], -1)
+    num_classes = p.shape[-1]
+    if p.shape[:-1] != y.shape:
+        raise DataError(
+            f"probabilities of shape {tuple(p.shape)} need labels of shape {tuple(p.shape[:-1])}, "
+            f"not {tuple(y.shape)}: classes are in the last dimension, labels are not one-hot"
+        )
+    _check_rows(p)
+    whole = y.long()
+    if (whole != y).any() or whole.min() < 0 or whole.max() >= num_classes:
+        raise DataError(
+            f"labels must be whole numbers from 0 to {num_classes - 1}; found values from {float(y.min()):.6g} to "
+            f"{float(y.max()):.6g}"
+        )
+    return p.reshape(-1, num_classes), whole.flatten()
+
+
+def _check_rows(p: Tensor) -> None:
+    low, high = float(p.min()), float(p.max())
+    if low < -SUM_TOLERANCE or high > 1 + SUM_TOLERANCE:
+        raise DataError(f"probabilities lie between {low:.4g} and {high:.4g}: logits need a softmax first")
+    worst = float((p.sum(-1) - 1).abs().max())
+    if worst > SUM_TOLERANCE:
+        raise DataError(f"probabilities must sum to one over the last dimension; a row is off by {worst:.4g}")
+
+
+def _alike(**given: Any) -> tuple[Tensor, ...]:
+    """Return the values in double precision; their shapes must be the same."""
+    values = {name: _numbers(value, name) for name, value in given.items()}
+    if len({value.shape for value in values.values()}) > 1:
+        shapes = " and ".join(f"{name} has shape {tuple(value.shape)}" for name, value in values.items())
+        raise DataError(f"{shapes}: they must be the same")
+    return tuple(values.values())

@@ -1,0 +1,316 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Statistics, densities, quantiles and CRPS of one predictive distribution, and masks of its observations.
+
+Quantiles of single numbers invert the distribution function by bisection over all floating-point numbers; for counts,
+probabilities are added up. Where neither is known, quantiles are taken from draws.
+"""
+
+import math
+from typing import Any
+
+import pyro.distributions as dist
+import torch
+from torch import Tensor
+from torch import distributions as td
+
+from pyro_dvi.core.distributions import tensors_of, untransformed
+from pyro_dvi.core.undisturbed import accelerators, forked, widest
+from pyro_dvi.errors import ArgumentError, DataError, UnsupportedError
+from pyro_dvi.links.noise_links import EqualMixture, PointMixture, ShapedNormal, distribution_function
+from pyro_dvi.predictive.metrics import mean_distance
+
+Statistics = dict[str, Tensor]
+
+
+def statistics(fn: Any, observed: Tensor | None) -> Statistics:
+    """Return the numbers that a mixture averages, in the shapes that the distribution gives them.
+
+    A plain mapping of tensors without any check of values, so that it may be computed for many draws by ``vmap``.
+
+    Args:
+        fn: the predictive distribution of one draw.
+        observed: values to score, of the shape of one draw; None where there are none.
+
+    Returns:
+        ``mean`` and ``variance`` (of the one-hot code for classes), where the distribution has them, and the part of
+        the variance that is the posterior's, where it knows it;
+        ``log_probabilities``, and ``entropy`` of each label, for classes; ``log_likelihood`` of what was observed.
+    """
+    found: Statistics = {}
+    classes = class_log_probabilities(fn)
+    if classes is not None:
+        p = classes.exp()
+        found["log_probabilities"] = classes
+        found["entropy"] = torch.special.entr(p).sum(-1)
+        found["mean"] = p[..., 1] if isinstance(untransformed(fn), td.Bernoulli) else p
+        found["variance"] = found["mean"] * (1 - found["mean"])
+    else:
+        try:
+            found["mean"], found["variance"] = fn.mean, fn.variance
+            if (of_function := getattr(untransformed(fn), "function_variance", None)) is not None:
+                found["function_variance"] = of_function.expand_as(found["variance"])
+        except (NotImplementedError, AttributeError):
+            found.clear()
+    if observed is not None:
+        found["log_likelihood"] = fn.log_prob(as_drawn(fn, observed))
+    return found
+
+
+def class_log_probabilities(fn: Any) -> Tensor | None:
+    """Log-probabilities of the classes in the last dimension, or None if ``fn`` is not over classes."""
+    base = untransformed(fn)
+    if isinstance(base, td.Bernoulli):
+        return torch.nn.functional.logsigmoid(torch.stack([-base.logits, base.logits], -1))
+    if isinstance(base, (td.Categorical, td.OneHotCategorical)):
+        return torch.log_softmax(base.logits, -1)
+    return None
+
+
+def checked_log_prob(fn: Any, values: Tensor, site: str) -> Tensor:
+    """Log density of ``values``, which must have the shape of one draw and lie in the support.
+
+    Raises:
+        DataError: another shape (broadcasting would score every value against every prediction), values that are no
+            numbers, or impossible ones.
+    """
+    expected = tuple(fn.batch_shape) + tuple(fn.event_shape)
+    kind = type(untransformed(fn)).__name__
+    if tuple(values.shape) != expected:
+        raise DataError(
+            f"site {site!r} ({kind}): observed values have shape {tuple(values.shape)}, the predictions {expected}"
+        )
+    values = as_drawn(fn, values)
+    inside = fn.support is None or bool(fn.support.check(values).all())
+    if not inside:
+        raise DataError(
+            f"site {site!r}: observed values from {float(values.min()):.6g} to {float(values.max()):.6g} include "
+            f"some that {kind} cannot give"
+        )
+    log_prob: Tensor = fn.log_prob(values)
+    return log_prob
+
+
+def mixture_log_prob(site: str, fn: Any, values: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Log density of values of the shape of one draw, checked for every component; anything where the mask has none."""
+    each = getattr(fn, "each", [fn])
+    check_events(each[0], mask, site)
+    values = filled(values, mask, each[0])
+    log_probs = torch.stack([checked_log_prob(one, values, site) for one in each])
+    return log_probs.logsumexp(0) - math.log(len(each))
+
+
+def filled(values: Tensor, mask: Tensor | None, fn: Any) -> Tensor:
+    """Return ``values`` with a possible value wherever the mask leaves one out; what stands there need not be one.
+
+    Args:
+        values: of the shape of one draw.
+        mask: True for values that count, of the same shape; None if all do.
+        fn: the distribution that is to score them.
+    """
+    if mask is None or mask.shape != values.shape:  # another shape is reported where they are scored
+        return values
+    with forked(values.device):
+        return torch.where(mask, values, fn.sample().to(values))
+
+
+def with_any(mask: Tensor, event_dim: int) -> Tensor:
+    """Return True for observations with any value that counts."""
+    return mask.flatten(mask.dim() - event_dim).any(-1) if event_dim else mask
+
+
+def _cuts_events(mask: Tensor, event_dim: int) -> bool:
+    return bool((with_any(mask, event_dim) & with_any(~mask, event_dim)).any())
+
+
+def both_masks(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    """Return which values both masks let count; without a mask all do."""
+    if first is None or second is None:
+        return second if first is None else first
+    return first & second
+
+
+def check_events(fn: Any, mask: Tensor | None, site: str) -> None:
+    """Refuse to score a part of an event with a distribution that knows nothing of the mask."""
+    event_dim = len(fn.event_shape)
+    if mask is None or not event_dim or not _cuts_events(mask, event_dim):
+        return
+    while isinstance(fn, (td.Independent, dist.MaskedDistribution, dist.ExpandedDistribution, PointMixture)):
+        if isinstance(fn, dist.MaskedDistribution):
+            return
+        fn = fn.components if isinstance(fn, PointMixture) else fn.base_dist
+    raise UnsupportedError(
+        f"the mask of site {site!r} leaves out parts of single observations: mask the distribution before to_event, "
+        "as dist.Normal(...).mask(mask).to_event(1), also where the model is given no observation"
+    )
+
+
+def as_drawn(fn: Any, values: Tensor) -> Tensor:
+    """Return whole numbers and truth values in the dtype that the distribution draws."""
+    if values.is_floating_point() or isinstance(untransformed(fn), td.Categorical):
+        return values
+    kinds = [tensor.dtype for tensor in tensors_of(fn) if tensor.is_floating_point()]
+    return values.to(kinds[0] if kinds else torch.get_default_dtype())
+
+
+_AT_ONCE = 2**20  # numbers in one tensor
+_COUNTS = 2**16  # whose probabilities are added up
+_DRAWS = 2**12  # from which a quantile is read, at least
+
+
+def marginal(fn: Any) -> Any:
+    """Return the distributions of single numbers: the batch shape holds the events of ``fn``.
+
+    Raises:
+        NotImplementedError: there is no rule for this distribution.
+    """
+    if isinstance(fn, (td.Independent, dist.MaskedDistribution, dist.ExpandedDistribution)):
+        inner = marginal(fn.base_dist)
+        if isinstance(fn, dist.ExpandedDistribution):
+            return inner.expand(fn.batch_shape + fn.event_shape)
+        return inner
+    if isinstance(fn, EqualMixture):
+        return EqualMixture([marginal(each) for each in fn.each])
+    if isinstance(fn, PointMixture):
+        return PointMixture(marginal(fn.components), fn.weights, fn.rank + len(fn.event_shape))
+    if isinstance(fn, td.MixtureSameFamily) and isinstance(
+        normals := marginal(fn.component_distribution), td.Normal
+    ):
+        # The dimension of components goes behind the event dimensions.
+        loc, scale = (v.movedim(-1 - len(fn.event_shape), -1) for v in (normals.loc, normals.scale))
+        logits = fn.mixture_distribution.logits
+        logits = logits.reshape(*fn.batch_shape, *[1] * len(fn.event_shape), -1).expand(loc.shape)
+        return td.MixtureSameFamily(td.Categorical(logits=logits), td.Normal(loc, scale), validate_args=False)
+    if isinstance(fn, (td.MultivariateNormal, td.LowRankMultivariateNormal, ShapedNormal)):
+        return td.Normal(fn.mean, fn.variance.sqrt(), validate_args=False)
+    if fn.event_shape or isinstance(fn, td.MixtureSameFamily):
+        raise NotImplementedError
+    return fn
+
+
+def probabilities(name: str, given: Any) -> Tensor:
+    """Return one probability or several as a tensor ``[]`` or ``[Q]`` of double precision.
+
+    Raises:
+        ArgumentError: something else, or not between 0 and 1.
+    """
+    found = torch.as_tensor(given, dtype=torch.float64)
+    if found.dim() > 1 or not found.numel() or not bool(((found > 0) & (found < 1)).all()):
+        raise ArgumentError(f"{name} must be a number or numbers between 0 and 1, not {given!r}")
+    return found
+
+
+@torch.no_grad()
+def quantile(fn: Any, level: float) -> Tensor:
+    """Return where the distribution function of each number reaches ``level``, of the batch and event shape.
+
+    Status: exact up to rounding where the distribution function or the probabilities of counts are known; else from
+    draws, with the same seed for every level.
+
+    Raises:
+        NotImplementedError: the distribution is over classes.
+    """
+    if isinstance(untransformed(fn), (td.Bernoulli, td.Categorical, td.OneHotCategorical)):
+        raise NotImplementedError
+    try:
+        return _inverse(marginal(fn), level)
+    except NotImplementedError:
+        with forked(*accelerators()):
+            torch.manual_seed(0)
+            count = max(_DRAWS, _AT_ONCE // (fn.batch_shape + fn.event_shape).numel())
+            return fn.sample((count,)).sort(0).values[math.ceil(level * count) - 1]  # type: ignore[no-any-return]
+
+
+def _inverse(single: Any, level: float) -> Tensor:
+    """Invert the distribution function of single numbers."""
+    first = single.each[0] if isinstance(single, EqualMixture) else single
+    mean = first.mean
+    if first.support.is_discrete:
+        points = len(getattr(first, "weights", "1"))
+        return _count(single, level, max(1, min(256, _AT_ONCE // (mean.numel() * points)))).to(mean)
+    if isinstance(single, EqualMixture) and (normals := _normals(single)) is not None:
+        loc, scale, weights = normals
+        single = td.MixtureSameFamily(td.Categorical(weights), td.Normal(loc, scale), validate_args=False)
+    wide = widest(mean.device)
+    as_whole = torch.int64 if wide == torch.float64 else torch.int32
+
+    def number(place: Tensor) -> Tensor:  # the bits of floating-point numbers are in their order
+        return place.abs().view(wide) * place.sign()
+
+    largest = torch.full(single.batch_shape, torch.finfo(wide).max, dtype=wide, device=mean.device)
+    high = largest.view(as_whole)
+    low = -high
+    for _ in range(torch.finfo(wide).bits):
+        middle = (low & high) + ((low ^ high) >> 1)  # their mean, without the overflow of a sum
+        below = distribution_function(single, number(middle)) < level
+        low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+    return number(high).to(mean.dtype)  # whose probability is not zero: it lies in the support
+
+
+def _count(single: Any, level: float, at_once: int) -> Tensor:
+    """Return the smallest count whose cumulative probability is at least ``level``."""
+    total: Any = 0.0
+    found: Any = 0
+    for start in range(0, _COUNTS, at_once):
+        reached = total + _probabilities(single, start, at_once).cumsum(0)
+        found, total = found + (reached < level).sum(0), reached[-1]
+        if bool((total >= level).all()):
+            return found  # type: ignore[no-any-return]
+    raise NotImplementedError
+
+
+def _probabilities(single: Any, start: int, number: int) -> Tensor:
+    """Return the probabilities of so many counts, in double precision."""
+    if isinstance(single, EqualMixture):
+        return torch.stack([_probabilities(fn, start, number) for fn in single.each]).mean(0)
+    mean = single.mean
+    counts = torch.arange(start, start + number, device=mean.device).to(widest(mean.device))
+    counts = counts.reshape(-1, *(1,) * mean.dim()).expand(-1, *mean.shape)
+    possible = single.support.check(counts)
+    log_p: Tensor = single.log_prob(torch.where(possible, counts, 0.0))
+    return torch.where(possible, log_p.exp(), 0.0).to(counts.dtype)
+
+
+def _normals(single: Any) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Return means, deviations and weights of the Normals that a number's distribution mixes, in the last dimension."""
+    if isinstance(single, EqualMixture):
+        each = [found for found in map(_normals, single.each) if found is not None]
+        if len(each) < len(single.each):
+            return None
+        loc, scale, weights = (torch.cat(parts, -1) for parts in zip(*each, strict=True))
+        return loc, scale, weights / len(each)
+    if isinstance(single, td.MixtureSameFamily):
+        normals, weights, dim = single.component_distribution, single.mixture_distribution.probs, -1
+    elif isinstance(single, PointMixture):
+        normals, weights, dim = single.components, single.weights, -1 - single.rank
+    else:
+        normals, weights, dim = single.expand((1, *single.batch_shape)), single.mean.new_ones(1), 0
+    if not isinstance(normals, td.Normal):
+        return None
+    loc, scale = (value.to(widest(value.device)).movedim(dim, -1) for value in (normals.loc, normals.scale))
+    return loc, scale, weights.to(loc).expand(loc.shape)
+
+
+@torch.no_grad()
+def crps(fn: Any, values: Tensor) -> Tensor:
+    r"""Continuous ranked probability score of each number, for a Normal or a mixture of Normals.
+
+    .. math::
+        \mathrm{CRPS} = \sum_i w_i A(y - m_i, s_i^2) - \tfrac12 \sum_{i,j} w_i w_j A(m_i - m_j, s_i^2 + s_j^2),
+        \qquad A(d, v) = 2 \sqrt v\,\phi(d/\sqrt v) + d\,(2\Phi(d/\sqrt v) - 1)
+
+    Status: exact. K components cost K² terms for each number, and the memory of K.
+
+    Raises:
+        NotImplementedError: the distribution is neither.
+
+    Source: Grimit et al. (2006), Eq. 5.
+    """
+    found = _normals(marginal(fn))
+    if found is None:
+        raise NotImplementedError
+    loc, scale, weights = (value.movedim(-1, 0) for value in found)
+    score = (weights * mean_distance(values.to(loc) - loc, scale)).sum(0)
+    for i, weight in enumerate(weights):
+        apart = mean_distance(loc[i] - loc, torch.hypot(scale[i], scale))
+        score = score - 0.5 * weight * (weights * apart).sum(0)
+    return score
