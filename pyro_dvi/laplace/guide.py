@@ -22,7 +22,7 @@ from pyro_dvi.laplace.energy.passes import Passes
 from pyro_dvi.laplace.energy.precision import GGN
 from pyro_dvi.laplace.energy.query import Query, ReadOutputs, Subset
 from pyro_dvi.laplace.evidence.candidates import Candidates, PriorPrecision, Scale
-from pyro_dvi.laplace.evidence.evidence import Determinant, Evidence, log_evidence
+from pyro_dvi.laplace.evidence.evidence import ByLanczos, Evidence, log_evidence
 from pyro_dvi.laplace.evidence.scale_tuning import ByEvidence, Criterion, TuningCurve, tune
 from pyro_dvi.laplace.fitted import Fitted, ModelReference, PointMass, rescaled_model
 from pyro_dvi.laplace.methods.dense_precision import Dense
@@ -273,7 +273,7 @@ class LaplaceGuide(FactorisedGuide):
         self,
         batches: Iterable[Any],
         *,
-        determinant: Determinant | None = None,
+        determinant: ByLanczos | None = None,
         subset: Subset | None = None,
     ) -> Evidence:
         r"""Estimate the log evidence of the model by Laplace's method, with every constant.
@@ -285,8 +285,8 @@ class LaplaceGuide(FactorisedGuide):
 
         Args:
             batches: all the data.
-            determinant: ``Exactly()`` or ``ByLanczos(num_probes, steps)``. None: that of the last :meth:`fit`, if its
-                method knows one and the batches are the same; else exactly up to D = 1,000 and by Lanczos beyond.
+            determinant: ``ByLanczos(num_probes, steps)``. None: the determinant of the last :meth:`fit`, if its method
+                knows one and the batches are the same; else of the matrix up to D = 1,000, and by Lanczos beyond.
             subset: without a fit: uncertain sites. None: that of the fit, or all.
 
         Raises:

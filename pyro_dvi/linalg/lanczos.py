@@ -242,8 +242,8 @@ class SpectralQuadrature:
         lowest = float(self.nodes[self.weights > 0].min()) + shift
         if lowest <= 0:
             raise NotPositiveDefiniteError(
-                f"log det(A + c I) with c = {shift:.6g}: an eigenvalue of A + c I is at most {lowest:.3g}. Use a "
-                "positive definite curvature, or a larger c.",
+                f"log det(A + c I) with c = {shift:.6g}: an eigenvalue of A + c I is at most {lowest:.3g}. Reach a "
+                "minimum first (guide.polish), or use a positive definite curvature such as GGN(), or a larger c.",
                 curvature=lowest,
             )
         return self.trace(lambda nodes: (nodes + shift).log())

@@ -20,7 +20,6 @@ from pyro_dvi.laplace import (
     ConjugateGradient,
     Dense,
     Diagonal,
-    Exactly,
     Functional,
     Hessian,
     KroneckerFactored,
@@ -281,9 +280,10 @@ def test_evidence_and_validation_are_those_of_the_precision_that_predicts(networ
 def test_another_determinant_may_be_asked_for(network):
     guide, batches = network
     scores = []
+    options = {"values": [0.5, 1.0, 2.0], "refinements": 0, **QUIET}
     for method in (Diagonal(), Dense()):
         guide.scale_factors = {}
-        curve = guide.tune(batches, criterion=ByEvidence(Exactly()), method=method, **QUIET)
+        curve = guide.tune(batches, criterion=ByEvidence(ByLanczos(2, 20)), method=method, **options)
         scores.append(curve.scores)
     torch.testing.assert_close(*scores)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from pyro_dvi.errors import ArgumentError, ModelError, NotPositiveDefiniteError, UnsupportedError
 from pyro_dvi.laplace.energy.batch_graph import BatchGraph
 from pyro_dvi.laplace.energy.energy import Energy, LocalEnergy, diagonal_of
+from pyro_dvi.laplace.energy.precision import common_ratio
 from pyro_dvi.laplace.evidence.evidence import free_terms
 from pyro_dvi.laplace.fitted import rescaled_model
 from pyro_dvi.laplace.methods.method import LaplacePosterior, Method
@@ -28,14 +29,12 @@ class Scale(ABC):
     Attributes:
         exponent: of the number, in what multiplies the scale of the sites' distributions.
         of_prior: it changes the prior's part of P, not the likelihood's.
-        decades: above and below 1, in which values are tried where the caller names none.
-        num_values: how many.
+        grid: the values that are tried where the caller names none.
     """
 
     exponent: ClassVar[float]
     of_prior: ClassVar[bool]
-    decades: ClassVar[int]
-    num_values: ClassVar[int]
+    grid: ClassVar[Tensor]
 
     @abstractmethod
     def sites(self, energy: Energy) -> list[str]:
@@ -44,10 +43,6 @@ class Scale(ABC):
     def factor(self, value: float) -> float:
         """Return what multiplies the scale of these sites."""
         return value**self.exponent
-
-    def grid(self) -> Tensor:
-        """Return the values that are tried where the caller names none."""
-        return torch.logspace(-self.decades, self.decades, self.num_values, dtype=torch.float64)
 
     def proportions(self, value: float) -> tuple[float, float]:
         """Return what multiplies the likelihood's part of P and the prior's, if all sites of a kind change."""
@@ -66,7 +61,7 @@ class PriorPrecision(Scale):
 
     names: str | None = None
 
-    exponent, of_prior, decades, num_values = -0.5, True, 3, 25
+    exponent, of_prior, grid = -0.5, True, torch.logspace(-3, 3, 25, dtype=torch.float64)
 
     def sites(self, energy: Energy) -> list[str]:
         """Return the latent sites.
@@ -101,7 +96,7 @@ class NoiseScale(Scale):
 
     site: str | None = None
 
-    exponent, of_prior, decades, num_values = 1.0, False, 1, 17
+    exponent, of_prior, grid = 1.0, False, torch.logspace(-1, 1, 17, dtype=torch.float64)
 
     def sites(self, energy: Energy) -> list[str]:
         """Return the observed site.
@@ -164,10 +159,7 @@ class Candidates:
     def prior_is_proportional(self) -> bool:
         """The whole prior precision is multiplied by one number, as another value shows."""
         before, after = self.prior_diagonal(1.0), self.prior_diagonal(_ANOTHER)
-        if before is None or after is None:
-            return False
-        tolerance = math.sqrt(torch.finfo(before.dtype).eps)
-        return torch.allclose(after, self.scale.proportions(_ANOTHER)[1] * before, rtol=tolerance, atol=0)
+        return before is not None and after is not None and common_ratio(after, before) is not None
 
     def prior_diagonal(self, value: float) -> Tensor | None:
         """Return the prior precision [D]; None unless it is diagonal and positive."""

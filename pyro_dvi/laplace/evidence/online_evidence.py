@@ -108,7 +108,7 @@ class OnlineEvidence:
                     scale,
                     method=self.method,
                     values=near,
-                    refinements=6,
+                    refinements=10,
                     unconverged=Accept(),
                     progress=False,
                 ).best
