@@ -136,7 +136,7 @@ class Energy:
                 log_likelihood += run.log_likelihood()
                 if index == 0:
                     log_prior += run.log_prior
-        rows.check(self.passes.order)
+        rows.check()
         return log_likelihood, log_prior
 
     def first_run(self, point: Tensor) -> tuple[list[Tensor], JointRun]:
@@ -290,7 +290,7 @@ class LocalEnergy:
                         self.energy.count(outputs.shape[1])
                     yield ExampleGradients(recorders[-1], outputs, entries, self.energy.layout.names)
                 recorders.clear()
-            rows.check(self.energy.passes.order)
+            rows.check()
 
     def _sum(self, vectors: Tensor, product: Callable[["BatchGraph", list[Tensor]], list[Tensor]]) -> Tensor:
         split = self.energy.layout.split(vectors)
@@ -325,7 +325,7 @@ class LocalEnergy:
                 if kept is not None:
                     kept = [*kept, graph] if saved <= self.energy.memory else None
                 yield graph
-        rows.check(self.energy.passes.order)
+        rows.check()
         self._kept = kept
 
 
