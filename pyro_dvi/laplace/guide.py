@@ -16,11 +16,10 @@ from pyro_dvi.errors import warn
 from pyro_dvi.guides.base import FactorisedGuide
 from pyro_dvi.guides.factors import Deterministic, Factor
 from pyro_dvi.laplace.approximation import DRAWN_WEIGHTS, WIDE_WEIGHTS, Approximation
-from pyro_dvi.laplace.energy.batch_graph import refuse_torch_modes
 from pyro_dvi.laplace.energy.energy import Energy, LocalEnergy
 from pyro_dvi.laplace.energy.passes import Passes
 from pyro_dvi.laplace.energy.precision import GGN
-from pyro_dvi.laplace.energy.query import Query, ReadOutputs, Subset
+from pyro_dvi.laplace.energy.query import Query, ReadOutputs, Subset, refuse_torch_modes
 from pyro_dvi.laplace.evidence.candidates import Candidates, PriorPrecision, Scale
 from pyro_dvi.laplace.evidence.evidence import ByLanczos, Evidence, log_evidence
 from pyro_dvi.laplace.evidence.scale_tuning import ByEvidence, Criterion, TuningCurve, tune

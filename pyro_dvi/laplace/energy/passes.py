@@ -132,7 +132,7 @@ def _checksums(tensors: Iterable[Tensor]) -> tuple[float, float]:
 
     Tensors of the same length hold parts of the same rows, so that labels of other rows change both sums.
     """
-    angles: dict[Any, Tensor | float] = {}
+    angles: dict[Any, Tensor] = {}
     for k, tensor in enumerate(tensors):
         if tensor.numel() and not tensor.is_complex():
             rows = tensor.detach().reshape(len(tensor) if tensor.dim() else 1, -1)
@@ -140,10 +140,12 @@ def _checksums(tensors: Iterable[Tensor]) -> tuple[float, float]:
             columns = torch.arange(rows.shape[1], device=rows.device, dtype=widest(rows.device))
             angle = rows.to(columns) @ columns.mul_(0.618).add_(k).cos_()
             place = rows.device, len(rows)
-            angles[place] = angles.get(place, 1.0) + angle  # not even: a row and its negative differ
+            angles[place] = (
+                angles.get(place, torch.ones(())) + angle
+            )  # not even: a row and its negative differ
     anyhow = ordered = 0.0
     for angle in angles.values():
-        marks = torch.as_tensor(angle).cos()
+        marks = angle.cos()
         places = torch.arange(len(marks), device=marks.device, dtype=marks.dtype).mul_(0.618).sin_()
         anyhow, ordered = anyhow + float(marks.sum()), ordered + float((marks * (1 + places)).sum())
     return anyhow, ordered

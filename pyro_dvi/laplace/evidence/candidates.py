@@ -163,14 +163,9 @@ class Candidates:
 
     def prior_diagonal(self, value: float) -> Tensor | None:
         """Return the prior precision [D]; None unless it is diagonal and positive."""
-        layout = self.energy.layout
         with torch.enable_grad():
-            graph = BatchGraph(self._first[0], self._prior_run(value))
-
-            def product(vectors: Tensor) -> Tensor:
-                return layout.flatten(graph.prior_hessian(layout.split(vectors)))
-
-            return diagonal_of(product, self.energy.start)
+            graph = BatchGraph(self.energy.layout, self._first[0], self._prior_run(value))
+            return diagonal_of(graph.prior_hessian, self.energy.start)
 
     @cached_property
     def likelihood_is_proportional(self) -> bool:
