@@ -12,27 +12,6 @@ from pyro_dvi.errors import ArgumentError, NonFiniteError, NotPositiveDefiniteEr
 from pyro_dvi.linalg.operator import Operator, apply, dots, gaussian_rows
 
 
-@dataclass(frozen=True)
-class Tridiagonal:
-    r"""The relation :math:`A Q = Q T + \rho\, q e_k^\top` with orthonormal rows Q.
-
-    Attributes:
-        diagonal: of T, ``[k]``; k is smaller than the steps asked for where the Krylov space ended.
-        off_diagonal: of T, ``[k - 1]``.
-        basis: Q, ``[k, D]``; its first row is the normalised start.
-        remainder: rho, zero where the space is invariant.
-    """
-
-    diagonal: Tensor
-    off_diagonal: Tensor
-    basis: Tensor
-    remainder: float
-
-    def dense(self) -> Tensor:
-        """Return T, ``[k, k]``."""
-        return self.diagonal.diag() + self.off_diagonal.diag(1) + self.off_diagonal.diag(-1)
-
-
 class LanczosProcess:
     r"""The Lanczos recursion of several starts at once, one application per :meth:`advance`.
 
@@ -94,15 +73,14 @@ class LanczosProcess:
             kept = remains.to(w.device)
             self.basis[self.active, k + 1] = w[kept] / beta[kept].unsqueeze(-1)
 
-    def tridiagonal(self, row: int = 0) -> Tridiagonal:
-        """Return what row ``row`` has so far."""
+    def tridiagonal(self, row: int = 0) -> Tensor:
+        r"""Return the matrix T of a row, ``[k, k]``, in :math:`A Q = Q T + \rho\, q e_k^\top`.
+
+        k is smaller than the steps asked for where the Krylov space ended; :math:`\rho` is then zero.
+        """
         k = int(self.lengths[row])
-        return Tridiagonal(
-            self.diagonal[row, :k],
-            self.off_diagonal[row, : k - 1],
-            self.basis[row, :k],
-            float(self.off_diagonal[row, k - 1]),
-        )
+        beside = self.off_diagonal[row, : k - 1]
+        return self.diagonal[row, :k].diag() + beside.diag(1) + beside.diag(-1)
 
 
 @dataclass(frozen=True)
@@ -129,12 +107,7 @@ class Eigenpair:
 
 
 def smallest_eigenpair(
-    operator: Operator,
-    dim: int,
-    *,
-    steps: int = 200,
-    tolerance: float = 1e-2,
-    like: Tensor | None = None,
+    operator: Operator, like: Tensor, *, steps: int = 200, tolerance: float = 1e-2
 ) -> Eigenpair:
     r"""Return the algebraically smallest eigenvalue by the Lanczos recursion from a random start.
 
@@ -145,10 +118,9 @@ def smallest_eigenpair(
 
     Args:
         operator: A, symmetric.
-        dim: D.
+        like: vector ``[D]`` with the dtype and device to use.
         steps: applications at most, one vector each; ``steps * D`` numbers are held.
         tolerance: bound on the residual relative to ``|value|``: below one, the sign of that eigenvalue is settled.
-        like: tensor whose dtype and device are used; the default dtype on the CPU otherwise.
 
     Raises:
         ArgumentError: a count is not positive.
@@ -157,26 +129,23 @@ def smallest_eigenpair(
 
     Example:
         >>> saddle = torch.tensor([3.0, 2.0, -0.5])
-        >>> round(smallest_eigenpair(lambda v: v * saddle, 3).value, 4)
+        >>> round(smallest_eigenpair(lambda v: v * saddle, saddle).value, 4)
         -0.5
     """
-    check_count("dim", dim)
     check_count("steps", steps)
-    like = torch.empty(0) if like is None else like
-    process = LanczosProcess(operator, gaussian_rows(1, dim, like), steps)
+    process = LanczosProcess(operator, gaussian_rows(1, len(like), like), steps)
     rounding, next_look = 8 * torch.finfo(like.dtype).eps, 1
     while True:
         process.advance()
         if process.steps < next_look and not process.finished:
             continue
         next_look = process.steps + 1 + process.steps // 10  # the small decomposition should cost little
-        reduced = process.tridiagonal()
-        values, vectors = torch.linalg.eigh(reduced.dense())
+        values, vectors = torch.linalg.eigh(process.tridiagonal())
         value, norm = float(values[0]), float(values.abs().max())
-        residual = reduced.remainder * abs(float(vectors[-1, 0]))
+        residual = float(process.off_diagonal[0, len(values) - 1] * vectors[-1, 0].abs())
         if residual <= max(tolerance * abs(value), rounding * norm) or process.finished:
             break
-    vector = vectors[:, 0].to(like) @ reduced.basis
+    vector = vectors[:, 0].to(like) @ process.basis[0, : len(values)]
     return Eigenpair(value, vector / vector.norm(), residual, norm)
 
 
@@ -235,7 +204,7 @@ class SpectralQuadrature:
 
         Example:
             >>> gram = torch.tensor([1.0, 0.0, 3.0])  # singular: only its shifts have a log determinant
-            >>> quadrature = trace_of_function(lambda v: v * gram, 3, num_probes=2, steps=3)
+            >>> quadrature = trace_of_function(lambda v: v * gram, gram, torch.Generator())
             >>> round(quadrature.log_determinant(1.0).value, 4)  # log(2 * 1 * 4)
             2.0794
         """
@@ -250,13 +219,7 @@ class SpectralQuadrature:
 
 
 def trace_of_function(
-    operator: Operator,
-    dim: int,
-    *,
-    num_probes: int = 8,
-    steps: int = 40,
-    generator: torch.Generator | None = None,
-    like: Tensor | None = None,
+    operator: Operator, like: Tensor, generator: torch.Generator, *, num_probes: int = 8, steps: int = 40
 ) -> SpectralQuadrature:
     r"""Prepare tr f(A) for any f by stochastic Lanczos quadrature.
 
@@ -271,11 +234,10 @@ def trace_of_function(
 
     Args:
         operator: A, symmetric.
-        dim: D.
+        like: vector ``[D]`` with the dtype and device of the probes.
+        generator: of the probes.
         num_probes: P, applied together in each step, as many as fit.
-        steps: Lanczos steps. ``steps * dim`` numbers are held for as many probes together as fit 2 GiB.
-        generator: of the probes; the global one by default.
-        like: tensor whose dtype and device the probes get; the default dtype on the CPU otherwise.
+        steps: Lanczos steps. ``steps * D`` numbers are held for as many probes together as fit 2 GiB.
 
     Returns:
         The nodes and weights; ``.trace(torch.log)`` is the estimate for one function.
@@ -286,27 +248,24 @@ def trace_of_function(
     Source: Ubaru, Chen & Saad (2017), Alg. 1; Hutchinson (1989).
 
     Example:
-        >>> diagonal = torch.tensor([1.0, 2.0, 3.0])
-        >>> trace_of_function(lambda v: v * diagonal, 3, num_probes=2, steps=3).trace(
-        ...     torch.sqrt
-        ... ).value
+        >>> diagonal, generator = torch.tensor([1.0, 2.0, 3.0]), torch.Generator()
+        >>> trace_of_function(lambda v: v * diagonal, diagonal, generator).trace(torch.sqrt).value
         4.146...
     """
-    for name, count in (("dim", dim), ("num_probes", num_probes), ("steps", steps)):
+    for name, count in (("num_probes", num_probes), ("steps", steps)):
         check_count(name, count)
-    like = torch.empty(0) if like is None else like
-    device = like.device if generator is None else generator.device
-    signs = torch.randint(2, (num_probes, dim), generator=generator, device=device, dtype=like.dtype)
+    shape = num_probes, len(like)
+    signs = torch.randint(2, shape, generator=generator, device=generator.device, dtype=like.dtype)
     signs = signs.mul_(2).sub_(1).to(like.device)
     nodes, weights = torch.zeros(2, num_probes, steps, dtype=torch.float64).unbind()
-    together = max(1, _BASIS_BYTES // (steps * dim * like.element_size()))
+    together = max(1, _BASIS_BYTES // (steps * len(like) * like.element_size()))
     for start in range(0, num_probes, together):
         some = signs[start : start + together]
         process = LanczosProcess(operator, some, steps)
         while not process.finished:
             process.advance()
         for p in range(len(some)):
-            values, vectors = torch.linalg.eigh(process.tridiagonal(p).dense())
+            values, vectors = torch.linalg.eigh(process.tridiagonal(p))
             nodes[start + p, : len(values)] = values
             weights[start + p, : len(values)] = vectors[0].square()
-    return SpectralQuadrature(nodes, weights, dim)
+    return SpectralQuadrature(nodes, weights, len(like))

@@ -32,30 +32,21 @@ class Eigenpairs:
     applications: int
 
 
-def top_eigenpairs(
-    operator: Operator,
-    dim: int,
-    k: int,
-    *,
-    tolerance: float = 1e-4,
-    like: Tensor | None = None,
-) -> Eigenpairs:
+def top_eigenpairs(operator: Operator, like: Tensor, k: int, *, tolerance: float = 1e-4) -> Eigenpairs:
     r"""Return the k algebraically largest eigenvalues of a symmetric matrix and their eigenvectors.
 
-    The space V grows by blocks Q, the part of :math:`A Q_-` that is orthogonal to it; the pairs are those of
-    :math:`H = V A V^\top`. With the factor R of the next block, a pair :math:`(\theta, V^\top u)` has the residual
-    :math:`|R\,u_{\mathrm{last}}|`, so that watching convergence costs no application. When V is full, it restarts with
-    its best vectors, which loses nothing of them.
+    The space V grows by blocks Q, the part of :math:`A Q_-` that is orthogonal to it; the pairs are the eigenpairs of
+    :math:`H = V A V^\top`. Both V and :math:`A V` are kept, so that residuals need no further application. When V is
+    full, it restarts with its best vectors, which loses nothing of them.
 
     Status: exact to the tolerance where ``converged``; the error of a separated value is the square of its residual
     over the gap. Of an eigenvalue that occurs more than 16 times, copies can be missed.
 
     Args:
         operator: A, symmetric; positive semi-definite in the usual case of a Gauss-Newton matrix.
-        dim: D.
-        k: pairs wanted, at most ``dim``.
+        like: vector ``[D]`` with the dtype and device to use.
+        k: pairs wanted, at most D.
         tolerance: bound on the residuals relative to the largest ``|value|``; float32 reaches about 1e-6.
-        like: tensor whose dtype and device are used; the default dtype on the CPU otherwise.
 
     Raises:
         ArgumentError: k is out of range.
@@ -64,50 +55,37 @@ def top_eigenpairs(
 
     Example:
         >>> diagonal = torch.arange(1.0, 101.0)
-        >>> top_eigenpairs(lambda v: v * diagonal, 100, 3, like=diagonal).values.round(decimals=2)
+        >>> top_eigenpairs(lambda v: v * diagonal, diagonal, 3).values.round(decimals=2)
         tensor([100.,  99.,  98.])
     """
+    dim = len(like)
     if not 1 <= k <= dim:
         raise ArgumentError(f"k lies between 1 and the dimension {dim}, got {k}")
     block = min(k, _BLOCK)
-    like = torch.empty(0) if like is None else like
     generator = torch.Generator().manual_seed(0)
-    budget = 20 * k + _BUDGET
+    budget, applications = 20 * k + _BUDGET, 0
     keep, capacity = k + block, min(dim, 2 * k + 4 * block)
-
-    basis = like.new_empty(0, dim)
-    projected = torch.zeros(0, 0, dtype=torch.float64)
+    basis = products = like.new_empty(0, dim)
     q = _orthonormal(gaussian_rows(block, dim, like, generator), basis, 0.0)
-    applications = 0
     while True:
-        products = apply(operator, q)
+        product = apply(operator, q)
         applications += len(q)
-        basis = torch.cat([basis, q])
-        projected = _bordered(projected, (basis @ products.T).cpu().double())
-        values, vectors = torch.linalg.eigh(projected)
-        scale = float(values.abs().max())
-        remainder = products - (products @ basis.T) @ basis
-        following = _orthonormal(remainder, basis, scale)
-        coupling = (following @ products.T).cpu().double()  # R: what A Q has outside V
-        residuals = (coupling @ vectors[-len(q) :]).norm(dim=0)
-        converged = len(values) >= k and float(residuals[-k:].max()) <= tolerance * scale
+        basis, products = torch.cat([basis, q]), torch.cat([products, product])
+        projected = (basis @ products.T).cpu().double()
+        values, vectors = torch.linalg.eigh(0.5 * (projected + projected.T))
+        scale, best = float(values.abs().max()), vectors.T.flip(0)[:keep].to(like)
+        top, found, moved = values.flip(0)[:k].to(like), best @ basis, best @ products
+        residuals = (moved[:k] - top.unsqueeze(1) * found[:k]).norm(dim=1)
+        converged = len(values) >= k and float(residuals.max()) <= tolerance * scale
         if converged or len(basis) == dim or applications >= budget:
-            break
+            return Eigenpairs(top, found[:k], residuals, converged or len(basis) == dim, applications)
+        following = _orthonormal(product, basis, scale)
         # An invariant space that is too small or not known to be the top one: look elsewhere.
         if not len(following):
             following = _orthonormal(gaussian_rows(block, dim, like, generator), basis, 0.0)
         if len(basis) + len(following) > capacity and len(basis) > keep:
-            basis = vectors[:, -keep:].T.to(basis) @ basis
-            projected = values[-keep:].diag()
+            basis, products = found, moved
         q = following[: dim - len(basis)]
-    top = slice(-k, None)
-    return Eigenpairs(
-        values[top].flip(0).to(like),
-        (vectors[:, top].T.flip(0).to(basis)) @ basis,
-        residuals[top].flip(0).to(like),
-        bool(converged or len(basis) == dim),
-        applications,
-    )
 
 
 def _orthonormal(rows: Tensor, basis: Tensor, scale: float) -> Tensor:
@@ -118,14 +96,3 @@ def _orthonormal(rows: Tensor, basis: Tensor, scale: float) -> Tensor:
         real = r.diagonal().abs() > 32 * torch.finfo(rows.dtype).eps * scale
         rows, scale = q.T[real], 0.0
     return rows
-
-
-def _bordered(matrix: Tensor, columns: Tensor) -> Tensor:
-    """Return the symmetric matrix with ``columns`` (which end with the new square block) added."""
-    old, new = len(matrix), columns.shape[1]
-    larger = columns.new_zeros(old + new, old + new)
-    larger[:old, :old] = matrix
-    larger[:, old:] = columns
-    larger[old:, :old] = columns[:old].T
-    larger[old:, old:] = (columns[old:] + columns[old:].T) / 2
-    return larger

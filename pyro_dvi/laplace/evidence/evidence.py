@@ -60,11 +60,10 @@ class ByLanczos:
         one = 0.0 if diagonal is None else 1.0
         found = trace_of_function(
             lambda vectors: half * precision.product(local, half * vectors) - one * vectors,
-            len(local.point),
+            local.point,
+            torch.Generator().manual_seed(self.seed),
             num_probes=self.num_probes,
             steps=self.steps,
-            generator=torch.Generator().manual_seed(self.seed),
-            like=local.point,
         )
         rounding = 64 * torch.finfo(local.point.dtype).eps * (1 + found.nodes.abs().max())
         nodes = torch.where((found.nodes < 0) & (found.nodes > -rounding), 0.0, found.nodes)

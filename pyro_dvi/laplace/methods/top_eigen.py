@@ -72,10 +72,9 @@ class TopEigen(Method):
 
         found = top_eigenpairs(
             relative,
-            len(prior),
+            prior,
             min(self.rank, len(prior)),
             tolerance=max(self.tolerance, 100 * torch.finfo(prior.dtype).eps),
-            like=prior,
         )
         if not found.converged:
             raise NotConvergedError(

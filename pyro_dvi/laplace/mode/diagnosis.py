@@ -177,11 +177,7 @@ def smallest_in_prior_units(local: LocalEnergy, steps: int, tolerance: float) ->
     """Return the smallest eigenpair of the Hessian, relative to the prior precision where that is diagonal."""
     scale = local.prior_scale
     return smallest_eigenpair(
-        lambda v: scale * local.hessian(scale * v),
-        len(local.point),
-        steps=steps,
-        tolerance=tolerance,
-        like=local.point,
+        lambda v: scale * local.hessian(scale * v), local.point, steps=steps, tolerance=tolerance
     )
 
 

@@ -4,6 +4,7 @@
 import math
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,6 @@ from torch import Tensor
 from pyro_dvi.core.arguments import check_count, check_positive
 from pyro_dvi.core.progress import progress_bar
 from pyro_dvi.core.table import InNotebook
-from pyro_dvi.core.undisturbed import widest
 from pyro_dvi.errors import (
     DviWarning,
     ModelError,
@@ -26,25 +26,18 @@ from pyro_dvi.errors import (
 )
 from pyro_dvi.laplace.energy.energy import Energy, LocalEnergy
 from pyro_dvi.laplace.energy.precision import GGN, prior_diagonal
-from pyro_dvi.laplace.methods.diagonal import likelihood_diagonal
+from pyro_dvi.laplace.methods.dense_precision import DensePosterior
+from pyro_dvi.laplace.methods.diagonal import DiagonalPosterior, likelihood_diagonal
 from pyro_dvi.laplace.methods.kronecker_factored import KroneckerFactored
+from pyro_dvi.laplace.methods.method import RootPosterior
 from pyro_dvi.laplace.mode.diagnosis import kinks, smallest_in_prior_units, without_kinks
 from pyro_dvi.linalg.conjugate_gradients import conjugate_gradients
-from pyro_dvi.linalg.minimise import (
-    CholeskyMetric,
-    Descent,
-    DiagonalMetric,
-    InMetric,
-    Metric,
-    Minimum,
-    descend,
-    minimise_newton,
-)
+from pyro_dvi.linalg.minimise import Descent, InMetric, Minimum, descend, minimise_newton
 
 _DENSE = 2000  # latents up to which a matrix is factorised again every some thirty gradients
 
 
-def metric_at(local: LocalEnergy) -> Metric:
+def metric_at(local: LocalEnergy) -> RootPosterior:
     """Return the Gauss-Newton matrix of U, or its Kronecker factors: positive definite wherever the point is.
 
     K backward passes for K outputs. The matrix is taken where its size allows and its rows are cheap, the diagonal
@@ -55,25 +48,16 @@ def metric_at(local: LocalEnergy) -> Metric:
     """
     try:
         if len(local.point) <= _DENSE and (matrix := GGN().from_examples(local)) is not None:
-            factor, failed = torch.linalg.cholesky_ex(matrix.to(widest(matrix.device)))
-            if not bool(failed):
-                return CholeskyMetric(factor.to(local.point))
-        if (factors := _by_factors(local)) is not None:
-            return factors
-        diagonal = prior_diagonal(local, "polish") + likelihood_diagonal(local)
-        # One where a prior bends down, or is flat and no data are near.
-        return DiagonalMetric(torch.where(diagonal > 0, diagonal, 1.0))
-    except (ModelError, UnsupportedError):
-        return DiagonalMetric(local.prior_scale.square().reciprocal())
-
-
-def _by_factors(local: LocalEnergy) -> Metric | None:
-    try:
-        with warnings.catch_warnings():
+            with suppress(NotPositiveDefiniteError):
+                return DensePosterior(local.point, matrix)
+        with suppress(NotPositiveDefiniteError, UnsupportedError), warnings.catch_warnings():
             warnings.simplefilter("ignore", DviWarning)  # sites that keep a diagonal are no matter here
             return KroneckerFactored().fit(local)
-    except (NotPositiveDefiniteError, UnsupportedError):
-        return None
+        diagonal = prior_diagonal(local, "polish") + likelihood_diagonal(local)
+        # One where a prior bends down, or is flat and no data are near.
+        return DiagonalPosterior(local.point, torch.where(diagonal > 0, diagonal, 1.0))
+    except (ModelError, UnsupportedError):
+        return DiagonalPosterior(local.point, local.prior_scale.square().reciprocal())
 
 
 GOOD_ENOUGH = 1e-2
