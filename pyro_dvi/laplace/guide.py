@@ -204,6 +204,8 @@ class LaplaceGuide(FactorisedGuide):
 
         Raises:
             DataError: batches that do not hold all data, or change.
+            ModelError: the model draws random numbers of its own, or a latent is NaN.
+            NonFiniteError: U is NaN or infinite.
         """
         energy = self.energy(batches, subset=subset)
         found = diagnose(energy, tolerance=tolerance, steps=steps)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pyro_dvi.core.arguments import check_count
 from pyro_dvi.errors import ArgumentError, NonFiniteError, NotPositiveDefiniteError
-from pyro_dvi.linalg.operator import Operator, apply, dots, gaussian_rows
+from pyro_dvi.linalg.operator import Operator, apply, gaussian_rows
 
 
 class LanczosProcess:
@@ -57,7 +57,7 @@ class LanczosProcess:
         earlier = (self.basis if every else self.basis[rows])[:, : k + 1]
         q = earlier[:, k]
         product = apply(self.operator, q)
-        alpha = dots(q, product)
+        alpha = (q * product).sum(-1)  # summed pairwise, unlike a matmul
         w = product - alpha.unsqueeze(-1) * q
         for _ in range(2):
             w = w - (earlier.transpose(1, 2) @ (earlier @ w.unsqueeze(-1))).squeeze(-1)

@@ -36,11 +36,6 @@ def apply(operator: Operator, vectors: Tensor) -> Tensor:
     return products.to(vectors)
 
 
-def dots(a: Tensor, b: Tensor) -> Tensor:
-    """Return the inner products ``[S]`` of the rows of two ``[S, D]``, summed pairwise rather than by a matmul."""
-    return (a * b).sum(-1)
-
-
 def identity_rows(like: Tensor, at_once: int = 256) -> Iterator[Tensor]:
     """Give the rows of the identity ``[D, D]`` for a vector ``[D]``, at most ``at_once`` together."""
     size = len(like)

@@ -59,7 +59,7 @@ class BatchGraph:
 
     @cached_property
     @torch.enable_grad()
-    def prior_gradients(self) -> list[Tensor]:
+    def _prior_gradients(self) -> list[Tensor]:
         return _gradients(self.run.log_prior, self.values, create_graph=True)
 
     @cached_property
@@ -77,7 +77,7 @@ class BatchGraph:
         return self._products(self._gradients, vectors)
 
     def prior_hessian(self, vectors: Tensor) -> Tensor:
-        return -self._products(self.prior_gradients, vectors)
+        return -self._products(self._prior_gradients, vectors)
 
     def _products(self, gradients: list[Tensor], vectors: Tensor) -> Tensor:
         split = self.layout.split(vectors)

@@ -122,11 +122,6 @@ class Energy:
         if self.work.report is not None:
             self.work.report(work)
 
-    def value(self, point: Tensor) -> Tensor:
-        """Return U, a scalar, without graphs."""
-        log_likelihood, log_prior = self.log_joint(point)
-        return (-log_likelihood / self.kl_weight - log_prior).to(point.dtype)
-
     def log_joint(self, point: Tensor) -> tuple[Tensor, Tensor]:
         """Return the log-likelihood of all data and the log prior, scalars in the widest type, without graphs."""
         log_likelihood = torch.zeros((), dtype=widest(point.device), device=point.device)
@@ -244,12 +239,6 @@ class LocalEnergy:
             ModelError: the model has a ``pyro.factor`` term, which has no output to take the curvature of.
         """
         return self._sum(lambda graph: graph.ggn(vectors), 2 * len(vectors))
-
-    @cached_property
-    def prior_gradient(self) -> Tensor:
-        """Gradient of minus the log prior, [D]."""
-        graph = next(iter(self._graphs()))
-        return -self.energy.layout.flatten([g.detach() for g in graph.prior_gradients])
 
     @cached_property
     def prior_diagonal(self) -> Tensor | None:
