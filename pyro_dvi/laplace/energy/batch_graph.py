@@ -4,20 +4,16 @@
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
-from zlib import crc32
 
 import torch
 from torch import Tensor
 
-from pyro_dvi.curvature.linearisation import ObservedSite, private_random_state
+from pyro_dvi.curvature.linearisation import ObservedSite
 from pyro_dvi.curvature.products import LinearMap, batched_gradients, information_pairs
-from pyro_dvi.errors import DataError, ModelError, warn
-from pyro_dvi.laplace.energy.passes import Passes
+from pyro_dvi.errors import ModelError
 from pyro_dvi.laplace.energy.query import Layout
 from pyro_dvi.linalg.operator import gaussian_rows
 from pyro_dvi.runs.log_joint import JointRun
-
-_LABELS = 8  # for each observation
 
 
 @dataclass(eq=False)
@@ -107,46 +103,6 @@ def sites_only(run: JointRun) -> list[ObservedSite]:
             "defined. Write it as an observed pyro.sample site, or use precision=Hessian()."
         )
     return run.sites
-
-
-class DrawnLabels:
-    """Labels for the Fisher information where it has no closed form, the same in every pass over the data.
-
-    Args:
-        passes: over the data.
-    """
-
-    def __init__(self, passes: Passes) -> None:
-        self.passes = passes
-        self._announced: set[str] = set()
-
-    def __call__(self, site: ObservedSite, batch: int) -> list[Tensor]:
-        """Draw labels of a site from its own distribution, others for each batch.
-
-        Args:
-            site: an observed site without a closed-form Fisher information.
-            batch: the position of the batch in its pass.
-
-        Raises:
-            DataError: the rows come in another order each time, and would have other labels.
-        """
-        kind = type(site.fn).__name__
-        if self.passes.reordered:
-            raise DataError(
-                f"the Gauss-Newton matrix of observed site {site.name!r}, a {kind}, is estimated from labels drawn for "
-                "each row, which shuffled batches would change: give list(loader), or a loader with shuffle=False"
-            )
-        if site.name not in self._announced:
-            self._announced.add(site.name)
-            warn(
-                f"the Fisher information of {kind} at observed site {site.name!r} has no closed form here: the "
-                f"Gauss-Newton matrix is estimated from {_LABELS} drawn labels for each observation. Use "
-                "precision=Hessian(), or register it with pyro_dvi.curvature.information.information_rule"
-            )
-        seed = crc32(f"0/{batch}/{site.name}".encode())
-        generator = torch.Generator(device=site.value.device).manual_seed(seed)
-        with private_random_state(generator, site.value.device):
-            return [site.sample_labels() for _ in range(_LABELS)]
 
 
 def _gradients(scalar: Tensor, values: list[Tensor], create_graph: bool = False) -> list[Tensor]:

@@ -14,22 +14,26 @@ from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, partial, reduce
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
 
 from pyro_dvi.core.undisturbed import constant_parameters, evaluating, widest
 from pyro_dvi.curvature.example_gradients import ExampleGradients, by_examples
+from pyro_dvi.curvature.linearisation import ObservedSite, private_random_state
 from pyro_dvi.curvature.products import SavedBytes, information_pairs, vectors_together
 from pyro_dvi.curvature.squared_gradients import SquaredGradients
-from pyro_dvi.errors import NonFiniteError, UnsupportedError
-from pyro_dvi.laplace.energy.batch_graph import BatchGraph, DrawnLabels, sites_only
+from pyro_dvi.errors import DataError, NonFiniteError, UnsupportedError, warn
+from pyro_dvi.laplace.energy.batch_graph import BatchGraph, sites_only
 from pyro_dvi.laplace.energy.passes import Arguments, Passes, Rows
 from pyro_dvi.laplace.energy.query import Layout
 from pyro_dvi.runs.explained import explained_errors
 from pyro_dvi.runs.log_joint import JointRun, run_joint
 from pyro_dvi.runs.posterior_run import Call
 from pyro_dvi.runs.structure import check_gradients
+
+_LABELS = 8  # for each observation
 
 Recorder = Callable[[list[Tensor]], AbstractContextManager[Any]]
 
@@ -92,7 +96,7 @@ class Energy:
         self.passes = Passes(batches, reference.device)
         self.kl_weight = kl_weight
         self.memory = memory
-        self.labels = DrawnLabels(self.passes)
+        self._announced: set[str] = set()  # sites of which labels are drawn
         self.work = Work()
         self._local: LocalEnergy | None = None
         self._checked = False  # whether gradients of the likelihood reach the latents
@@ -175,6 +179,35 @@ class Energy:
         with torch.no_grad():
             first, second = (self.graph(*self.run(batch, point)).energy for _ in range(2))
         return (first - second).abs().item()
+
+    def labels(self, site: ObservedSite, batch: int) -> list[Tensor]:
+        """Draw labels of a site from its own distribution, the same in every pass over the data.
+
+        Args:
+            site: an observed site without a closed-form Fisher information.
+            batch: the position of the batch in its pass, each of which has labels of its own.
+
+        Raises:
+            DataError: the rows come in another order each time, and would have other labels.
+        """
+        kind = type(site.fn).__name__
+        if self.passes.reordered:
+            raise DataError(
+                f"the Gauss-Newton matrix of observed site {site.name!r}, a {kind}, is estimated from labels drawn for "
+                "each row, which shuffled batches would change: give list(loader), or a loader with shuffle=False"
+            )
+        if site.name not in self._announced:
+            self._announced.add(site.name)
+            warn(
+                f"the Fisher information of {kind} at observed site {site.name!r} has no closed form here: the "
+                f"Gauss-Newton matrix is estimated from {_LABELS} drawn labels for each observation. Use "
+                "precision=Hessian(), or register it with pyro_dvi.curvature.information.information_rule"
+            )
+        generator = torch.Generator(device=site.value.device).manual_seed(
+            crc32(f"0/{batch}/{site.name}".encode())
+        )
+        with private_random_state(generator, site.value.device):
+            return [site.sample_labels() for _ in range(_LABELS)]
 
     def batch_gradient(self, batch: Arguments, point: Tensor) -> Tensor:
         """Gradient [D] of U as a batch estimates it: its likelihood, times the number of batches, is that of all."""

@@ -142,11 +142,9 @@ class Query:
         self._read = read
         self._locs = {name: loc.detach() for name, loc in locs.items()}
         tensors = [v for v in tensors_in(inputs) if v.dim() > 0]
-        if not tensors:
-            raise DataError("a query needs an input tensor with a row for each example")
-        self.num_rows = len(tensors[0])
+        self.num_rows = len(tensors[0]) if tensors else 0
         if self.num_rows == 0:
-            raise DataError("the query has no rows")
+            raise DataError("the query has no rows: it needs an input tensor with a row for each example")
         for tensor in tensors:
             if not bool(torch.isfinite(tensor).all()):
                 raise DataError(f"the query of shape {tuple(tensor.shape)} holds NaN or infinite values")

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 
-from pyro_dvi.errors import ArgumentError, ModelError, NotPositiveDefiniteError, UnsupportedError
+from pyro_dvi.errors import ArgumentError, ModelError, NotPositiveDefiniteError
 from pyro_dvi.laplace.energy.batch_graph import BatchGraph
 from pyro_dvi.laplace.energy.energy import Energy, LocalEnergy, diagonal_of
 from pyro_dvi.laplace.energy.precision import common_ratio
@@ -38,7 +38,7 @@ class Scale(ABC):
 
     @abstractmethod
     def sites(self, energy: Energy) -> list[str]:
-        """Return the sites whose distributions change."""
+        """Return the sites whose distributions change; :func:`~pyro_dvi.runs.log_joint.rescaled` refuses others."""
 
     def factor(self, value: float) -> float:
         """Return what multiplies the scale of these sites."""
@@ -68,20 +68,12 @@ class PriorPrecision(Scale):
 
         Raises:
             ArgumentError: the pattern fits no site that is uncertain.
-            UnsupportedError: the prior of a site has no scale to multiply.
         """
-        nodes, varying = _nodes(energy), energy.layout.names
+        nodes, varying = energy.first_run(energy.start)[1].trace.nodes, energy.layout.names
         scalable = [name for name in varying if scale_name(nodes[name]["fn"]) is not None]
         chosen = scalable if self.names is None else [n for n in varying if fnmatchcase(n, self.names)]
         if not chosen:
-            error = UnsupportedError if self.names is None else ArgumentError
-            raise error(f"{self} fits no uncertain site whose prior has a scale; there are {varying}")
-        for name in chosen:
-            if name not in scalable:
-                kind = type(nodes[name]["fn"]).__name__
-                raise UnsupportedError(
-                    f"the prior of {name!r}, a {kind}, has no scale that can be multiplied"
-                )
+            raise ArgumentError(f"{self} fits no uncertain site whose prior has a scale; there are {varying}")
         return chosen
 
 
@@ -103,21 +95,12 @@ class NoiseScale(Scale):
 
         Raises:
             ModelError: there is no such site, or several to choose from.
-            UnsupportedError: it has no scale.
         """
-        nodes = _nodes(energy)
         found = energy.first_run(energy.start)[1].sites
         observed = [site.name for site in found if self.site in (None, site.name)]
         if len(observed) != 1:
             raise ModelError(f"NoiseScale(site) needs one observed site; {observed or 'none'} would do")
-        fn = nodes[observed[0]]["fn"]
-        if scale_name(fn) is None:
-            raise UnsupportedError(f"site {observed[0]!r}, a {type(fn).__name__}, has no noise scale")
         return observed
-
-
-def _nodes(energy: Energy) -> Any:
-    return energy.first_run(energy.start)[1].trace.nodes
 
 
 _ANOTHER = 4.0  # a value to compare with 1

@@ -193,18 +193,15 @@ class Search:
 
     def minimum(self, tolerance: float) -> Polished:
         """Go to a minimum with a positive definite Hessian, and keep it as the best point."""
-        x, near, spent = self.best[0], _NEAR, ""
+        x, near, wanted, spent = self.best[0], _NEAR, tolerance, ""
         try:
             while True:
-                x, fallen = self._down(x, near)
                 before = self.best[1]
-                x, found = self._newton(x, tolerance, _NEWTON_STEPS)
+                x, found = self._newton(self._down(x, near), wanted, _NEWTON_STEPS)
                 if found.smallest_eigenvalue is not None:
                     break
-                if fallen + before - found.value < _NEGLIGIBLE:
-                    x, found = self._newton(x, GOOD_ENOUGH, 1)
-                    if found.converged:
-                        break
+                if before - found.value < _NEGLIGIBLE:
+                    wanted = max(wanted, GOOD_ENOUGH)
                 near /= 100
         except BudgetSpent:
             self.limit = math.inf
@@ -225,14 +222,12 @@ class Search:
             reason=spent or found.reason,
         )
 
-    def _down(self, x: Tensor, near: float) -> tuple[Tensor, float]:
-        """Follow the valley until the gradient is near zero, or hardly anything is gained; return how far U fell."""
-        total = 0.0
+    def _down(self, x: Tensor, near: float) -> Tensor:
+        """Follow the valley until the gradient is near zero, or hardly anything is gained."""
         while True:
             x, down = self._descent(x, near)
-            total += down.fallen
             if down.stuck or down.steps < _STEPS or down.fallen < _NEGLIGIBLE:
-                return x, total
+                return x
 
     def _descent(self, x: Tensor, target: float) -> tuple[Tensor, Descent]:
         local = InMetric(self, metric_at(self.energy.at(x)), x)
@@ -338,18 +333,12 @@ def polish(
             f"GGN(), which does without a minimum; what avoids kinks is {without_kinks(kinked)}."
         )
     elif not found.converged:
-        raise _unconverged(found, energy.start.dtype)
+        way = "call guide.polish again, which goes on from here, with a larger max_gradients"
+        if "gradients" not in found.reason:
+            way = "use float64 (model.double(), guide.double() and the data), or a prior that holds every direction"
+        error = UnconvergedError(
+            f"polish ended without a minimum; the guide keeps the best point.\n{found}\nTo go on, {way}."
+        )
+        error.report = found
+        raise error
     return found
-
-
-def _unconverged(found: Polished, dtype: torch.dtype) -> UnconvergedError:
-    way = "call guide.polish again, which goes on from here, with a larger max_gradients"
-    if "gradients" not in found.reason:
-        way = "give a prior that holds every direction"
-        if dtype != torch.float64:
-            way = "use float64 (model.double(), guide.double() and the data), or " + way
-    error = UnconvergedError(
-        f"polish ended without a minimum; the guide keeps the best point.\n{found}\nTo go on, {way}."
-    )
-    error.report = found
-    return error
