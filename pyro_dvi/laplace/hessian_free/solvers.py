@@ -22,7 +22,7 @@ from pyro_dvi.laplace.energy.energy import Energy, LocalEnergy
 from pyro_dvi.laplace.energy.passes import Arguments
 from pyro_dvi.laplace.energy.query import Query
 from pyro_dvi.laplace.methods.conjugate_gradient import check_tolerance
-from pyro_dvi.linalg.conjugate_gradients import conjugate_gradients
+from pyro_dvi.linalg.operator import conjugate_gradients
 
 
 class Tilt(ABC):
