@@ -16,13 +16,12 @@ from pyro_dvi.errors import warn
 from pyro_dvi.guides.base import FactorisedGuide
 from pyro_dvi.guides.factors import Deterministic, Factor
 from pyro_dvi.laplace.approximation import DRAWN_WEIGHTS, WIDE_WEIGHTS, Approximation
-from pyro_dvi.laplace.energy.batch_graph import refuse_torch_modes
 from pyro_dvi.laplace.energy.energy import Energy, LocalEnergy
 from pyro_dvi.laplace.energy.passes import Passes
 from pyro_dvi.laplace.energy.precision import GGN
-from pyro_dvi.laplace.energy.query import Query, ReadOutputs, Subset
+from pyro_dvi.laplace.energy.query import Query, ReadOutputs, Subset, refuse_torch_modes
 from pyro_dvi.laplace.evidence.candidates import Candidates, PriorPrecision, Scale
-from pyro_dvi.laplace.evidence.evidence import Determinant, Evidence, log_evidence
+from pyro_dvi.laplace.evidence.evidence import ByLanczos, Evidence, log_evidence
 from pyro_dvi.laplace.evidence.scale_tuning import ByEvidence, Criterion, TuningCurve, tune
 from pyro_dvi.laplace.fitted import Fitted, ModelReference, PointMass, rescaled_model
 from pyro_dvi.laplace.methods.dense_precision import Dense
@@ -205,6 +204,8 @@ class LaplaceGuide(FactorisedGuide):
 
         Raises:
             DataError: batches that do not hold all data, or change.
+            ModelError: the model draws random numbers of its own, or a latent is NaN.
+            NonFiniteError: U is NaN or infinite.
         """
         energy = self.energy(batches, subset=subset)
         found = diagnose(energy, tolerance=tolerance, steps=steps)
@@ -273,7 +274,7 @@ class LaplaceGuide(FactorisedGuide):
         self,
         batches: Iterable[Any],
         *,
-        determinant: Determinant | None = None,
+        determinant: ByLanczos | None = None,
         subset: Subset | None = None,
     ) -> Evidence:
         r"""Estimate the log evidence of the model by Laplace's method, with every constant.
@@ -285,8 +286,8 @@ class LaplaceGuide(FactorisedGuide):
 
         Args:
             batches: all the data.
-            determinant: ``Exactly()`` or ``ByLanczos(num_probes, steps)``. None: that of the last :meth:`fit`, if its
-                method knows one and the batches are the same; else exactly up to D = 1,000 and by Lanczos beyond.
+            determinant: ``ByLanczos(num_probes, steps)``. None: the determinant of the last :meth:`fit`, if its method
+                knows one and the batches are the same; else of the matrix up to D = 1,000, and by Lanczos beyond.
             subset: without a fit: uncertain sites. None: that of the fit, or all.
 
         Raises:

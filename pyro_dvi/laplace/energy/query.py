@@ -14,25 +14,24 @@ from pyro_dvi.core.undisturbed import constant_parameters, evaluating
 from pyro_dvi.curvature.example_gradients import ExampleGradients
 from pyro_dvi.curvature.products import LinearMap, SavedBytes, vectors_together
 from pyro_dvi.curvature.squared_gradients import SquaredGradients
-from pyro_dvi.errors import DataError
-from pyro_dvi.laplace.energy.batch_graph import refuse_torch_modes
+from pyro_dvi.errors import DataError, UnsupportedError
 from pyro_dvi.linalg.operator import identity_rows
 from pyro_dvi.runs.explained import explained_errors
 from pyro_dvi.runs.outputs import Outputs, run_outputs
 
 
 class Layout:
-    """The order of sites, or of the entries of theirs that vary, in a flat vector.
+    """The order of sites, or of their entries that vary, in a flat vector.
 
-    The vector has a piece for each site: the whole site, or a vector of those of its entries that vary.
+    The vector has a piece for each site: the whole site, or a vector of its entries that vary.
 
     Args:
         shapes: shape of each site by name, in order.
-        chosen: where the entries that vary are in a flattened site, ``[n]`` integers; None, as for sites that are left
-            out: all of them vary.
+        chosen: indices ``[n]`` of the entries that vary in the flattened site; where it is None or missing, all entries
+            vary.
 
     Attributes:
-        chosen: of sites of which not all entries vary.
+        chosen: indices for the sites of which only some entries vary.
         size: D, the length of the vector.
 
     Example:
@@ -83,7 +82,7 @@ class Layout:
         return dict(zip(self.shapes, self.split(vector), strict=True))
 
     def pieces(self, sites: Mapping[str, Tensor]) -> list[Tensor]:
-        """Return what varies of whole sites, in order."""
+        """Return the varying parts of whole sites, in order."""
         chosen = {name: sites[name].flatten()[places] for name, places in self.chosen.items()}
         return [chosen[name] if name in chosen else sites[name] for name in self.shapes]
 
@@ -94,7 +93,7 @@ class Layout:
 
         Args:
             pieces: values of the latents that vary, in order.
-            elsewhere: the values ``[*site]`` of entries that do not, by site; None: zero.
+            elsewhere: values ``[*site]`` of the other entries, by site; None: zero.
         """
         sites = dict(zip(self.shapes, pieces, strict=True))
         for name, places in self.chosen.items():
@@ -143,11 +142,9 @@ class Query:
         self._read = read
         self._locs = {name: loc.detach() for name, loc in locs.items()}
         tensors = [v for v in tensors_in(inputs) if v.dim() > 0]
-        if not tensors:
-            raise DataError("a query needs an input tensor with a row for each example")
-        self.num_rows = len(tensors[0])
+        self.num_rows = len(tensors[0]) if tensors else 0
         if self.num_rows == 0:
-            raise DataError("the query has no rows")
+            raise DataError("the query has no rows: it needs an input tensor with a row for each example")
         for tensor in tensors:
             if not bool(torch.isfinite(tensor).all()):
                 raise DataError(f"the query of shape {tuple(tensor.shape)} holds NaN or infinite values")
@@ -179,7 +176,7 @@ class Query:
 
     def at(self, point: Tensor) -> Tensor:
         """Return the outputs [B, K] at another flat vector [D], as a node of its graph if it has one."""
-        with torch.enable_grad():  # which parameters are outputs shows in their graph
+        with torch.enable_grad():  # the graph shows which parameters are outputs
             start = point if point.requires_grad else point.detach().requires_grad_()
             found = self._run(self.layout.place(self.layout.split(start), self._locs)).values
         return found if point.requires_grad else found.detach()
@@ -205,7 +202,7 @@ class Query:
 
     @cached_property
     def examples(self) -> ExampleGradients:
-        """The rows of J, and what they are made of."""
+        """The rows of J, with the factors that they are made of."""
         outputs = self.outputs.values
         return ExampleGradients(self._recorder, outputs, self.layout.entries, self.layout.names)
 
@@ -218,10 +215,24 @@ class Query:
     def _run(self, sites: Mapping[str, Tensor]) -> Outputs:
         args = with_missing(self.model, self.inputs)
         with torch.enable_grad(), explained_errors(self.model, sites.values(), args, {}):
-            return (self._read or self._run_model)({**self._locs, **sites}, self.num_rows)
+            if self._read is not None:
+                return self._read({**self._locs, **sites}, self.num_rows)
+            with evaluating(self.model), constant_parameters(self.model):
+                return run_outputs(self.model, args, {**self._locs, **sites}, self.num_rows, self.site)
 
-    def _run_model(self, named: Mapping[str, Tensor], num_rows: int) -> Outputs:
-        """Run the model at unconstrained values and read its outputs."""
-        args = with_missing(self.model, self.inputs)
-        with evaluating(self.model), constant_parameters(self.model):
-            return run_outputs(self.model, args, named, num_rows, self.site)
+
+def refuse_torch_modes(device: torch.device | None) -> None:
+    """Refuse to differentiate in inference mode, and to solve equations in half precision.
+
+    Args:
+        device: of the model; None means the CPU.
+
+    Raises:
+        UnsupportedError: ``torch.inference_mode()`` or ``torch.autocast`` is on.
+    """
+    if torch.is_inference_mode_enabled() or torch.is_autocast_enabled(device.type if device else "cpu"):
+        raise UnsupportedError(
+            "a Laplace approximation differentiates the model and solves equations, in predictions too: use "
+            "torch.no_grad() in place of torch.inference_mode(), with inputs made outside of it, and torch.autocast in "
+            "training only"
+        )

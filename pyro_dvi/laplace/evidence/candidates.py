@@ -7,15 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 
-from pyro_dvi.errors import ArgumentError, ModelError, NotPositiveDefiniteError, UnsupportedError
+from pyro_dvi.errors import ArgumentError, ModelError, NotPositiveDefiniteError
 from pyro_dvi.laplace.energy.batch_graph import BatchGraph
 from pyro_dvi.laplace.energy.energy import Energy, LocalEnergy, diagonal_of
+from pyro_dvi.laplace.energy.precision import common_ratio
 from pyro_dvi.laplace.evidence.evidence import free_terms
 from pyro_dvi.laplace.fitted import rescaled_model
 from pyro_dvi.laplace.methods.method import LaplacePosterior, Method
@@ -26,31 +27,25 @@ class Scale(ABC):
     """A positive number that multiplies something in the model, to be tuned.
 
     Attributes:
-        exponent: of the number, in what multiplies the scale of the sites' distributions.
-        of_prior: it changes the prior's part of P, not the likelihood's.
-        decades: above and below 1, in which values are tried where the caller names none.
-        num_values: how many.
+        exponent: power of the number that multiplies the scale of the sites' distributions.
+        of_prior: the number changes the prior's part of P, not the likelihood's.
+        grid: the values to try by default.
     """
 
     exponent: ClassVar[float]
     of_prior: ClassVar[bool]
-    decades: ClassVar[int]
-    num_values: ClassVar[int]
+    grid: ClassVar[Tensor]
 
     @abstractmethod
     def sites(self, energy: Energy) -> list[str]:
-        """Return the sites whose distributions change."""
+        """Return the sites whose distributions change; :func:`~pyro_dvi.runs.log_joint.rescaled` refuses others."""
 
     def factor(self, value: float) -> float:
-        """Return what multiplies the scale of these sites."""
+        """Return the factor of the scale of these sites."""
         return value**self.exponent
 
-    def grid(self) -> Tensor:
-        """Return the values that are tried where the caller names none."""
-        return torch.logspace(-self.decades, self.decades, self.num_values, dtype=torch.float64)
-
     def proportions(self, value: float) -> tuple[float, float]:
-        """Return what multiplies the likelihood's part of P and the prior's, if all sites of a kind change."""
+        """Return the factors of the likelihood's and the prior's part of P, if all sites of a kind change."""
         precision = value ** (-2 * self.exponent)
         return (1.0, precision) if self.of_prior else (precision, 1.0)
 
@@ -60,33 +55,25 @@ class PriorPrecision(Scale):
     """The precision of the prior, times one number for several sites.
 
     Args:
-        names: the sites, by name or pattern (``"net.0.*"``); None: all that are uncertain and whose prior is Normal,
+        names: the sites, by name or pattern (``"net.0.*"``); None: all uncertain sites whose prior is Normal,
             MultivariateNormal, StudentT, Laplace or Cauchy.
     """
 
     names: str | None = None
 
-    exponent, of_prior, decades, num_values = -0.5, True, 3, 25
+    exponent, of_prior, grid = -0.5, True, torch.logspace(-3, 3, 25, dtype=torch.float64)
 
     def sites(self, energy: Energy) -> list[str]:
         """Return the latent sites.
 
         Raises:
             ArgumentError: the pattern fits no site that is uncertain.
-            UnsupportedError: the prior of a site has no scale to multiply.
         """
-        nodes, varying = _nodes(energy), energy.layout.names
+        nodes, varying = energy.first_run(energy.start)[1].trace.nodes, energy.layout.names
         scalable = [name for name in varying if scale_name(nodes[name]["fn"]) is not None]
         chosen = scalable if self.names is None else [n for n in varying if fnmatchcase(n, self.names)]
         if not chosen:
-            error = UnsupportedError if self.names is None else ArgumentError
-            raise error(f"{self} fits no uncertain site whose prior has a scale; there are {varying}")
-        for name in chosen:
-            if name not in scalable:
-                kind = type(nodes[name]["fn"]).__name__
-                raise UnsupportedError(
-                    f"the prior of {name!r}, a {kind}, has no scale that can be multiplied"
-                )
+            raise ArgumentError(f"{self} fits no uncertain site whose prior has a scale; there are {varying}")
         return chosen
 
 
@@ -95,34 +82,25 @@ class NoiseScale(Scale):
     """The scale of the observation noise, times a number.
 
     Args:
-        site: the observed site, a Normal, MultivariateNormal, StudentT, Laplace or Cauchy; None for the one that the
-            model has.
+        site: the observed site, a Normal, MultivariateNormal, StudentT, Laplace or Cauchy; None for the only
+            observed site.
     """
 
     site: str | None = None
 
-    exponent, of_prior, decades, num_values = 1.0, False, 1, 17
+    exponent, of_prior, grid = 1.0, False, torch.logspace(-1, 1, 17, dtype=torch.float64)
 
     def sites(self, energy: Energy) -> list[str]:
         """Return the observed site.
 
         Raises:
             ModelError: there is no such site, or several to choose from.
-            UnsupportedError: it has no scale.
         """
-        nodes = _nodes(energy)
         found = energy.first_run(energy.start)[1].sites
         observed = [site.name for site in found if self.site in (None, site.name)]
         if len(observed) != 1:
             raise ModelError(f"NoiseScale(site) needs one observed site; {observed or 'none'} would do")
-        fn = nodes[observed[0]]["fn"]
-        if scale_name(fn) is None:
-            raise UnsupportedError(f"site {observed[0]!r}, a {type(fn).__name__}, has no noise scale")
         return observed
-
-
-def _nodes(energy: Energy) -> Any:
-    return energy.first_run(energy.start)[1].trace.nodes
 
 
 _ANOTHER = 4.0  # a value to compare with 1
@@ -132,8 +110,8 @@ _ANOTHER = 4.0  # a value to compare with 1
 class Candidates:
     r"""Quantities that depend on the tuned value, around a fixed mode; criteria compare values by these.
 
-    The model runs once for the priors of all values. The method fits once where its Gaussian, of precision
-    :math:`G + \Pi`, can be made that of :math:`a G + \Pi_c`, and again for each value elsewhere.
+    The model runs once for the priors of all values. The method fits once where its Gaussian of precision
+    :math:`G + \Pi` can be turned into the Gaussian of :math:`a G + \Pi_c`, and for each value otherwise.
 
     Attributes:
         energy: U with value 1.
@@ -150,7 +128,7 @@ class Candidates:
     seed: int
 
     def local(self, value: float) -> LocalEnergy:
-        """Return U with another value around the mode, which stays where it is."""
+        """Return U with another value of the scale around the same mode."""
         factors = dict.fromkeys(self.sites, self.scale.factor(value))
         energy = self.energy.with_model(rescaled_model(self.energy.model, factors))
         return energy.at(energy.start)
@@ -162,30 +140,22 @@ class Candidates:
 
     @property
     def prior_is_proportional(self) -> bool:
-        """The whole prior precision is multiplied by one number, as another value shows."""
+        """Another value multiplies the whole prior precision by one number."""
         before, after = self.prior_diagonal(1.0), self.prior_diagonal(_ANOTHER)
-        if before is None or after is None:
-            return False
-        tolerance = math.sqrt(torch.finfo(before.dtype).eps)
-        return torch.allclose(after, self.scale.proportions(_ANOTHER)[1] * before, rtol=tolerance, atol=0)
+        return before is not None and after is not None and common_ratio(after, before) is not None
 
     def prior_diagonal(self, value: float) -> Tensor | None:
         """Return the prior precision [D]; None unless it is diagonal and positive."""
-        layout = self.energy.layout
         with torch.enable_grad():
-            graph = BatchGraph(self._first[0], self._prior_run(value))
-
-            def product(vectors: Tensor) -> Tensor:
-                return layout.flatten(graph.prior_hessian(layout.split(vectors)))
-
-            return diagonal_of(product, self.energy.start)
+            graph = BatchGraph(self.energy.layout, self._first[0], self._prior_run(value))
+            return diagonal_of(graph.prior_hessian, self.energy.start)
 
     @cached_property
     def likelihood_is_proportional(self) -> bool:
-        """The likelihood's part of P is multiplied by one number, as one product shows."""
+        """Another value multiplies the likelihood's part of P by one number, as one product shows."""
+        if self.scale.of_prior:
+            return True
         factor = self.scale.proportions(_ANOTHER)[0]
-        if factor == 1:
-            return True  # the scale of a prior, which is no part of the likelihood
         found, expected = self._likelihood_product(_ANOTHER), factor * self._likelihood_product(1.0)
         return bool((found - expected).norm() <= math.sqrt(torch.finfo(found.dtype).eps) * expected.norm())
 
@@ -198,7 +168,7 @@ class Candidates:
         return self.reweighted(value) or self.method.fit(self.local(value), seed=self.seed)
 
     def reweighted(self, value: float) -> LaplacePosterior | None:
-        """Return the Gaussian made of that of value 1; None where it takes a fit.
+        """Return the Gaussian, made from the fit at value 1; None where it needs a fit of its own.
 
         Raises:
             NotPositiveDefiniteError: there is none.
@@ -215,7 +185,7 @@ class Candidates:
 
     @cached_property
     def fitted(self) -> LaplacePosterior | None:
-        """The Gaussian of value 1, if it exists and can become that of another."""
+        """The Gaussian of value 1, if it exists and can be reweighted for other values."""
         if not self.method.reweights:
             return None
         try:
@@ -224,7 +194,7 @@ class Candidates:
             return None
 
     def _prior_run(self, value: float) -> JointRun:
-        """The run with other scales: values of sites are given, so that only their own densities change."""
+        """Return the run with other scales; the values of sites are given, so that only their own densities change."""
         _, run = self._first
         terms, trace = dict(run.log_priors), run.trace.copy()
         factor = self.scale.factor(value)
@@ -233,7 +203,7 @@ class Candidates:
                 node = run.trace.nodes[name]
                 trace.nodes[name] = {**node, "fn": rescaled(name, node["fn"], factor)}
                 log_prob = trace.nodes[name]["fn"].log_prob(node["value"])
-                # Of real numbers, which need no transform.
+                # Sites with a scale are real and need no transform.
                 terms[name] = scale_and_mask(log_prob, node["scale"], node["mask"]).sum()
         return replace(run, log_priors=terms, trace=trace)
 

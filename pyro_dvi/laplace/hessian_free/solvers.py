@@ -22,7 +22,7 @@ from pyro_dvi.laplace.energy.energy import Energy, LocalEnergy
 from pyro_dvi.laplace.energy.passes import Arguments
 from pyro_dvi.laplace.energy.query import Query
 from pyro_dvi.laplace.methods.conjugate_gradient import check_tolerance
-from pyro_dvi.linalg.conjugate_gradients import conjugate_gradients
+from pyro_dvi.linalg.operator import conjugate_gradients
 
 
 class Tilt(ABC):
@@ -157,7 +157,7 @@ class FineTuning(Solver):
     def ends(self, local: LocalEnergy, problems: list[tuple[Tilt, float]]) -> Tensor:
         """Return where training of U less each tilt times its strength ends: ``[S, D]``."""
         energy = local.energy
-        energy.value(local.point)  # whether the batches are all the data
+        energy.log_joint(local.point)  # whether the batches are all the data
         points = [local.point.clone().requires_grad_() for _ in problems]
         optimizer = self.optimizer(points)
         for _ in range(self.epochs):

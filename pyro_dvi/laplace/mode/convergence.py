@@ -26,7 +26,7 @@ class Certificate:
 
     Attributes:
         point: the mode, and the U that it belongs to, with its data and its model.
-        sites: those all of whose entries varied.
+        sites: the sites of which all entries varied.
         curvature: ``"Hessian"`` for a minimum with a positive definite Hessian; ``"GGN"`` where there is only no slope.
         decrement: :math:`g^\top P^{-1} g` with that matrix, from above.
     """
@@ -38,17 +38,17 @@ class Certificate:
 
     @classmethod
     def of(cls, point: PointMass, energy: Energy, shown: Polished | Diagnosis) -> "Certificate":
-        """Return what a search or a diagnosis has shown of U on all the data."""
+        """Return the record of a search or a diagnosis on all the data."""
         assert shown.newton_decrement is not None
         whole = tuple(name for name in energy.layout.names if name not in energy.layout.chosen)
         return cls(point, whole, shown.curvature, shown.newton_decrement)
 
     def is_of(self, point: PointMass) -> bool:
-        """Tell if it is about this mode of this U."""
+        """Return True if the record is about this mode of this U."""
         return point.change_since(self.point) is None
 
     def covers(self, energy: Energy, model: Callable[..., Any], latents: dict[str, Tensor]) -> bool:
-        """Tell if it holds for these data and the present model; a minimum over more sites is one over fewer.
+        """Return True if the record holds for these data and this model; a minimum over more sites is one over fewer.
 
         Args:
             energy: U.
@@ -67,14 +67,14 @@ class Certificate:
 
     @staticmethod
     def from_state(state: Mapping[str, Any] | None) -> "Certificate | None":
-        """Make what :meth:`state` describes."""
+        """Return the object that :meth:`state` describes."""
         if state is None:
             return None
         return Certificate(**{**state, "point": PointMass.from_state(state["point"])})
 
 
 Decision = tuple[Method, Diagnosis | None]
-"""The method to fit with, and the findings about the mode; None: nobody looked."""
+"""The method to fit with, and the findings about the mode; None if it was not examined."""
 
 
 class Unconverged(ABC):
@@ -82,25 +82,25 @@ class Unconverged(ABC):
 
     @abstractmethod
     def look(self, wanted: Method, energy: Energy, known: Certificate | None) -> Decision:
-        """Return the method to fit with, and what was seen of the mode; None: nobody looked.
+        """Return the method to fit with, and the findings about the mode; None if it was not examined.
 
         Args:
-            wanted: the method that was asked for.
-            energy: the U that the mode should be a minimum of.
-            known: an earlier record about it.
+            wanted: the requested method.
+            energy: U, of which the mode should be a minimum.
+            known: an earlier record about the mode.
         """
 
 
 @dataclass(frozen=True)
 class Accept(Unconverged):
-    """Fit without looking whether the mode is a minimum.
+    """Fit without a check that the mode is a minimum.
 
-    A random model, or a U that is NaN or infinite, is refused nevertheless. Methods with the Hessian also refuse one
-    that is not positive definite, if they come across it.
+    A random model, or a U that is NaN or infinite, is refused nevertheless. Methods with the Hessian also refuse a
+    matrix that they find not to be positive definite.
     """
 
     def look(self, wanted: Method, energy: Energy, known: Certificate | None) -> Decision:
-        """Return the method that was asked for."""
+        """Return the requested method."""
         if not known:
             sound(energy)
         return wanted, None
@@ -115,11 +115,11 @@ class Refuse(Unconverged):
     standard deviation away (:math:`g^\top P^{-1} g > 1`).
 
     A mode that ``polish``, ``diagnose`` or an earlier fit has found to be a minimum of the same U on the same data is
-    not looked at again. Where U has kinks, as that of ReLU networks, no Hessian is taken for a precision.
+    not examined again. Where U has kinks, as for ReLU networks, the Hessian is refused as a precision.
     """
 
     def look(self, wanted: Method, energy: Energy, known: Certificate | None) -> Decision:
-        """Return the method that was asked for, and the diagnosis.
+        """Return the requested method, and the diagnosis.
 
         Raises:
             UnconvergedError: the precision is the Hessian, and the mode no minimum, or U has kinks.
@@ -166,10 +166,10 @@ class UseGGN(Refuse):
 
 
 def chosen_policy(given: Unconverged | None) -> Unconverged:
-    """Return what was given, ``Refuse()`` by default.
+    """Return the given policy, ``Refuse()`` by default.
 
     Raises:
-        ArgumentError: something else than an object was given.
+        ArgumentError: it is not a policy object.
     """
     if given is not None:
         check_choice("unconverged", given, Unconverged, "Refuse(), UseGGN() or Accept()")
