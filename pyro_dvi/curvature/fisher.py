@@ -19,17 +19,15 @@ from pyro_dvi.curvature.linearisation import (
     Curvature,
     Linearisation,
     ObservedSite,
-    SliceArguments,
     half_sum,
     half_weighted_squares,
-    private_random_state,
     sum_of,
 )
 from pyro_dvi.curvature.per_example.proof import Finding, Proofs, examined, layout_of
 from pyro_dvi.curvature.per_example.uses import Use, WeightUses
 from pyro_dvi.curvature.second_derivatives import FastSecondDerivatives
 from pyro_dvi.curvature.squared_gradients import pass_per_example
-from pyro_dvi.errors import ArgumentError, UnsupportedError
+from pyro_dvi.errors import ArgumentError
 
 
 class Fisher(Curvature):
@@ -47,12 +45,9 @@ class Fisher(Curvature):
     Args:
         num_label_samples: label draws per step; each costs one more double backward.
         every: compute the penalty in every k-th training step only and multiply it by k: unbiased over steps.
-        fraction: part of the minibatch, in (0, 1], on which the penalty is computed, drawn at random in every
-            step; the plate's scale makes up for it. Unbiased, except that batch normalisation then sees
-            statistics of the part.
-        generator: random generator of the label draws (and of the drawn part); the global one by default.
-        slice_args: ``(args, kwargs, rows) -> (args, kwargs)`` for ``fraction``; by default every tensor argument as
-            long as the first one is indexed along its first dimension.
+        fraction: part of the rows of the model's arguments, in (0, 1], on which the penalty is computed, drawn at
+            random in every step; the plate's scale makes up for it. Unbiased, except that batch normalisation then
+            sees statistics of the part.
 
     Source: Unlu & Aitchison (2021), Eqs. 25-30; :math:`\tilde g` there is ``g`` with sampled labels.
 
@@ -61,23 +56,12 @@ class Fisher(Curvature):
         Fisher(num_label_samples=2, every=4)
     """
 
-    def __init__(
-        self,
-        num_label_samples: int = 1,
-        every: int = 1,
-        fraction: float = 1.0,
-        generator: torch.Generator | None = None,
-        slice_args: SliceArguments | None = None,
-    ) -> None:
+    def __init__(self, num_label_samples: int = 1, every: int = 1, fraction: float = 1.0) -> None:
         check_count("num_label_samples", num_label_samples)
         check_count("every", every)
         if not 0 < fraction <= 1:
             raise ArgumentError(f"fraction must lie in (0, 1], got {fraction}")
-        self.num_label_samples = num_label_samples
-        self.every = every
-        self.fraction = fraction
-        self.generator = generator
-        self.slice_args = slice_args
+        self.num_label_samples, self.every, self.fraction = num_label_samples, every, fraction
 
     def weight(self, step: int) -> float:
         return float(self.every) if step % self.every == 0 else 0.0
@@ -87,22 +71,14 @@ class Fisher(Curvature):
 
     def penalty(self, likelihood: Linearisation) -> Tensor:
         likelihood.require_labels("Fisher")
-        with private_random_state(self.generator, likelihood.device):
-            if self.fraction < 1:
-                if likelihood.subset is None:
-                    raise UnsupportedError(
-                        "Fisher(fraction) needs a model that can be run on part of a minibatch"
-                    )
-                likelihood = likelihood.subset(self.fraction, self.slice_args)
-            draws = [
-                [site.sample_labels() for site in likelihood.sites] for _ in range(self.num_label_samples)
-            ]
+        if self.fraction < 1:
+            likelihood = likelihood.subset(self.fraction)
+        draws = [[site.sample_labels() for site in likelihood.sites] for _ in range(self.num_label_samples)]
         penalties = [_squared_gradient(likelihood, likelihood.sites, labels) for labels in draws]
         return sum_of(penalties) / self.num_label_samples
 
     def __repr__(self) -> str:
-        defaults = {"num_label_samples": 1, "every": 1, "fraction": 1.0}
-        changed = [f"{k}={getattr(self, k)}" for k, v in defaults.items() if getattr(self, k) != v]
+        changed = [f"{name}={value}" for name, value in vars(self).items() if value != 1]
         return f"Fisher({', '.join(changed)})"
 
 

@@ -72,33 +72,6 @@ def kept_apart(plain: Tensor, weighted: Tensor, weights: Tensor) -> Tensor:
     return ~(error > rounding**0.5 * size + rounding**2 * plain.abs().max()).any()  # NaN shows nothing
 
 
-def mixed_rows(places: Sequence[Any], outputs: Tensor, seed: int = 0) -> set[int]:
-    r"""Return which of ``places`` have rows that other examples than their own depend on.
-
-    Costs two backward passes. An example that alone reads a single other one is overlooked with probability 1/32 among
-    more than 32 examples, n such pairs with probability :math:`32^{-n}`.
-    Batch normalisation in training mode mixes all rows: ask under
-    :func:`~pyro_dvi.curvature.per_example.uses.constant_statistics`.
-
-    Args:
-        places: tensors or edges of the graph with examples in their first dimension.
-        outputs: f, one entry for each of B examples.
-        seed: of the order of the weights, so that another look sees what the first has overlooked.
-    """
-    if not places or not outputs.requires_grad or len(outputs) < 2:
-        return set()
-    weights = row_weights(len(outputs), outputs, seed)
-    plain, weighted = (
-        torch.autograd.grad(outputs, places, seeds, retain_graph=True, allow_unused=True)
-        for seeds in (torch.ones_like(outputs), weights)
-    )
-    reached = [n for n, d in enumerate(plain) if d is not None]
-    if not reached:
-        return set()
-    apart = torch.stack([kept_apart(plain[n], weighted[n], weights) for n in reached]).tolist()
-    return {n for n, alone in zip(reached, apart, strict=True) if not alone}
-
-
 # Gradients of examples -------------------------------------------------------------------------------------------
 
 

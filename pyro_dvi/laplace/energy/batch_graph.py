@@ -9,7 +9,8 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from pyro_dvi.curvature.linearisation import ObservedSite, private_random_state
+from pyro_dvi.core.undisturbed import forked, seeder
+from pyro_dvi.curvature.linearisation import ObservedSite
 from pyro_dvi.curvature.products import LinearMap, batched_gradients, information_pairs
 from pyro_dvi.errors import DataError, ModelError, UnsupportedError, warn
 from pyro_dvi.laplace.energy.passes import Passes
@@ -159,9 +160,8 @@ class DrawnLabels:
                 f"Gauss-Newton matrix is estimated from {_LABELS} drawn labels for each observation. Use "
                 "precision=Hessian(), or register it with pyro_dvi.curvature.information.information_rule"
             )
-        seed = crc32(f"0/{batch}/{site.name}".encode())
-        generator = torch.Generator(device=site.value.device).manual_seed(seed)
-        with private_random_state(generator, site.value.device):
+        with forked(site.value.device):
+            seeder()(crc32(f"0/{batch}/{site.name}".encode()))
             return [site.sample_labels() for _ in range(_LABELS)]
 
 
