@@ -12,9 +12,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from pyro_dvi.curvature.per_example.example_rules import Contribution, Rows
-from pyro_dvi.curvature.per_example.proof import warn_of_disproved, with_rows
-from pyro_dvi.curvature.per_example.uses import Use, at_least_single
+from pyro_dvi.curvature.per_example.example_rules import Contribution, Rows, Use, at_least_single
+from pyro_dvi.curvature.per_example.proof import warn_of_disproved
 from pyro_dvi.curvature.products import LinearMap, gradients_at, vectors_together
 from pyro_dvi.curvature.squared_gradients import SquaredGradients, squares_of, squares_without_rules
 
@@ -137,10 +136,8 @@ class ExampleGradients:
         self.recorder, self.values, self.outputs = recorder, list(recorder.values.values()), outputs
         self._entries = {} if entries is None else entries
         served = recorder.served(len(outputs))
-        # All outputs at once, with weights under which they do not cancel (log-probabilities would, with equal ones).
-        weights = torch.arange(1, outputs.shape[1] + 1, device=outputs.device).to(outputs).sqrt().sin()
-        found = recorder.examined(served, outputs @ weights)
-        self._uses = with_rows({k: uses for k, uses in served.items() if k not in found.wrong}, found.rows)
+        found = recorder.examined(served, outputs)
+        self._uses = found.kept(served)
         warn_of_disproved(served, found.wrong, names)
 
     @property
@@ -317,7 +314,7 @@ def _squares(uses: Sequence[Use], deltas: Sequence[Tensor | None]) -> Iterator[T
         yield together
         return
     for single in zip(*(delta for _, delta in reached), strict=True):
-        yield squares_of([use.contribution for use, _ in reached], single)
+        yield squares_of([(use.contribution, delta) for (use, _), delta in zip(reached, single, strict=True)])
 
 
 def by_examples(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:

@@ -9,6 +9,7 @@ Curvatures that sum squared gradients of single examples, :math:`\sum_i (\partia
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,10 +24,9 @@ from pyro_dvi.curvature.linearisation import (
     half_weighted_squares,
     sum_of,
 )
-from pyro_dvi.curvature.per_example.proof import Finding, Proofs, examined, layout_of
-from pyro_dvi.curvature.per_example.uses import Use, WeightUses
+from pyro_dvi.curvature.per_example.proof import Proofs, Served
 from pyro_dvi.curvature.second_derivatives import FastSecondDerivatives
-from pyro_dvi.curvature.squared_gradients import pass_per_example
+from pyro_dvi.curvature.squared_gradients import SquaredGradients, pass_per_example
 from pyro_dvi.errors import ArgumentError
 
 
@@ -123,49 +123,38 @@ def _squared_gradient(
     return half_weighted_squares(likelihood.scales, likelihood.gradients(sum_of(terms)))
 
 
-Served = dict[int, list[Use]]
-
-
 class _ExampleSquares(Curvature):
     """Sums over terms of the likelihood of squared gradients of single examples."""
 
     def __init__(self) -> None:
         self._proofs = Proofs()
 
-    def recorder(self, used_values: Sequence[Tensor | None]) -> WeightUses:
-        return WeightUses(used_values)
+    def recorder(self, used_values: Sequence[Tensor | None]) -> SquaredGradients:
+        return SquaredGradients(used_values, differentiable=True)
 
     def penalty(self, likelihood: Linearisation) -> Tensor:
         terms, total = list(self._terms(likelihood)), None
+        recorder = likelihood.recorder
+        if not isinstance(recorder, SquaredGradients):
+            recorder = SquaredGradients([])
         served = {
-            count: self._served(likelihood, terms, count)
+            count: self._served(likelihood, recorder, [f for f, _ in terms if f.shape == (count,)])
             for count in {len(f) for f, _ in terms if f.dim() == 1}
         }
         for outputs, cotangent in terms:
             uses = served[len(outputs)] if outputs.dim() == 1 else {}
-            squares = summed_squared_gradients(likelihood.values, outputs, cotangent, uses)
+            squares = summed_squared_gradients(likelihood.values, outputs, cotangent, recorder, uses)
             total = squares if total is None else [a + b for a, b in zip(total, squares, strict=True)]
         return half_sum(likelihood.scales, total or [torch.zeros_like(u) for u in likelihood.values])
 
-    def _served(
-        self, likelihood: Linearisation, terms: Sequence[tuple[Tensor, Tensor]], count: int
-    ) -> Served:
-        """Uses of the latents whose gradients for each of so many examples the rules give."""
-        recorder = likelihood.recorder
-        if not isinstance(recorder, WeightUses):
-            return {}
-        served = recorder.served(count)
-
-        def look(seed: int) -> Finding:
-            outputs = [f for f, _ in terms if f.shape == (count,)]
-            # Unequal weights, under which log-probabilities do not cancel.
-            weights = torch.arange(1, len(outputs) + 1).sqrt().sin().tolist()
-            total = sum((w * f for w, f in zip(weights, outputs, strict=True)), outputs[0].new_zeros(count))
-            with recorder.constant_statistics():
-                return examined(served, likelihood.values, total, seed)
-
+    def _served(self, likelihood: Linearisation, recorder: SquaredGradients, outputs: list[Tensor]) -> Served:
+        """Uses of the latents whose gradients of each example the rules give."""
+        served = recorder.served(len(outputs[0]))
+        if not served:
+            return served
         model = self if likelihood.model is None else likelihood.model
-        (site, *_), key = likelihood.sites or likelihood.factors, (count, len(terms), layout_of(served))
+        (site, *_), key = likelihood.sites or likelihood.factors, (len(outputs[0]), len(outputs))
+        look = partial(recorder.examined, served, torch.stack(outputs, 1))
         return self._proofs.proved(model, key, served, look, site.name, likelihood.names)
 
     @abstractmethod
@@ -225,7 +214,7 @@ class EmpiricalFisher(_ExampleSquares):
 
 
 def summed_squared_gradients(
-    values: Sequence[Tensor], outputs: Tensor, cotangent: Tensor, served: Served
+    values: Sequence[Tensor], outputs: Tensor, cotangent: Tensor, recorder: SquaredGradients, served: Served
 ) -> list[Tensor]:
     r"""Return :math:`\sum_i (w_i\,\partial_u f_i)^2` for every latent, differentiable again in the means.
 
@@ -236,29 +225,13 @@ def summed_squared_gradients(
         values: the latents' means u.
         outputs: f, one entry per example; gradients flow to the latent means.
         cotangent: w of the same shape; may depend on the means as well.
-        served: the uses of the latents that have rules.
+        recorder: the uses of the latents.
+        served: those that have rules.
     """
     if not outputs.requires_grad:  # everything is masked, or no latent reaches the observed site
         return [torch.zeros_like(u) for u in values]
-    found = _by_layer(served, outputs, cotangent)
-    rest = [k for k in range(len(values)) if k not in found]
-    if rest:
+    found = recorder.measured(served, outputs, cotangent)
+    if rest := [k for k in range(len(values)) if k not in found]:
         slow = pass_per_example(outputs, cotangent, [values[k] for k in rest], create_graph=True)
         found.update(zip(rest, slow, strict=True))
     return [found[k].reshape(u.shape) for k, u in enumerate(values)]
-
-
-def _by_layer(served: Served, outputs: Tensor, cotangent: Tensor) -> dict[int, Tensor]:
-    edges = [use.output for uses in served.values() for use in uses]
-    if not edges:
-        return {}
-    deltas = iter(torch.autograd.grad(outputs, edges, cotangent, create_graph=True, allow_unused=True))
-    found = {}
-    for k, uses in served.items():
-        per_use = [(use, next(deltas)) for use in uses]
-        gradients = [
-            use.contribution.gradients(use.arranged(delta)) for use, delta in per_use if delta is not None
-        ]
-        if gradients:
-            found[k] = sum(gradients[1:], gradients[0]).square().sum(0)
-    return found

@@ -31,9 +31,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from pyro_dvi.curvature.per_example.example_rules import Contribution
-from pyro_dvi.curvature.per_example.proof import examined, with_rows
-from pyro_dvi.curvature.per_example.uses import Use, with_rows_of_examples
+from pyro_dvi.curvature.per_example.example_rules import Contribution, Use, with_rows_of_examples
+from pyro_dvi.curvature.per_example.proof import examined
 from pyro_dvi.curvature.products import LinearMap
 from pyro_dvi.curvature.weight_calls import Call, Slot, hold_variances
 from pyro_dvi.errors import UnsupportedError
@@ -81,8 +80,7 @@ def calls_behind(outputs: Tensor, calls: Sequence[Call], weights: dict[int, Tens
         for key, use in call.uses().items():
             by_weight[key].append((call, use))
     served = with_rows_of_examples({k: [u for _, u in pairs] for k, pairs in by_weight.items()}, len(outputs))
-    found = examined(served, weights, sums)
-    served = with_rows({k: uses for k, uses in served.items() if k not in found.wrong}, found.rows)
+    served = examined(served, weights, sums).kept(served)
     uses = {(id(use.output), k): use for k, several in served.items() for use in several}
     traced = []
     for call in reached:

@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -16,14 +17,13 @@ from torch import Tensor
 
 from pyro_dvi.core.autograd_graph import graph_of
 from pyro_dvi.curvature.linearisation import ObservedSite
-from pyro_dvi.curvature.per_example.proof import Finding, Proofs, layout_of
-from pyro_dvi.curvature.per_example.uses import Use, with_rows_of_examples
+from pyro_dvi.curvature.per_example.example_rules import with_rows_of_examples
+from pyro_dvi.curvature.per_example.proof import Proofs, Served
 from pyro_dvi.curvature.squared_gradients import passes_of, squares_without_rules
 from pyro_dvi.errors import UnsupportedError, warn
 from pyro_dvi.natural_gradients.drawn_run import DrawnRun, Measurement
 
 _MANY_PASSES = 32
-Served = dict[int, list[Use]]
 
 
 class Estimate:
@@ -199,15 +199,10 @@ class SquareMeasurement:
 
     def _served(self, term: _Term, uses: Served, axis: int, outputs: Tensor) -> Served:
         """Keep the latents whose rules give the gradients of single examples, the entries of ``outputs``."""
-        served, recorder = with_rows_of_examples(uses, len(outputs)), term.run.recorder
-
-        def look(seed: int) -> Finding:
-            with recorder.constant_statistics():
-                return recorder.examined(served, outputs, seed)
-
+        served = with_rows_of_examples(uses, len(outputs))
         if not served:
             return served
-        key = term.place, axis, len(outputs), layout_of(served)
+        key, look = (term.place, axis, len(outputs)), partial(term.run.recorder.examined, served, outputs)
         return self._proofs.proved(term.run.call.model, key, served, look, term.site.name)
 
     def _without_rules(self, term: _Term, rest: set[int]) -> None:

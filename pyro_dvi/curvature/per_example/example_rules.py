@@ -4,6 +4,7 @@
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -240,3 +241,68 @@ def _parameters(rule: Callable) -> tuple[str, ...]:
             names = (*names[:-1], *(f"{names[-1]}{k}" for k in range(16)))
         _PARAMETERS[rule] = names
     return names
+
+
+# Uses of weights ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Use:
+    """One use of a weight by a function that has a rule.
+
+    Attributes:
+        function: the torch function.
+        place: position or name of the weight among its arguments.
+        arguments: all arguments, as rules shall see them.
+        part: the elements of the weight that were used.
+        shape: shape of the output.
+        output: the place in the graph: an edge, since a later in-place function would move the tensor on; or means.
+        rows: where examples are in the output; None: not decided.
+    """
+
+    function: Callable
+    place: int | str
+    arguments: Arguments
+    part: Part
+    shape: torch.Size
+    output: Any
+    rows: Rows | None = None
+
+    def at(self, rows: Rows) -> "Use":
+        """Return the use with another place of the examples."""
+        return self if rows == self.rows else replace(self, rows=rows)
+
+    def candidates(self, examples: int) -> "Iterator[Use]":
+        """Give the use with each place of the examples for which it has a rule."""
+        for rows in possible_rows(self.shape, examples):
+            use = self.at(rows)
+            if use._contribution is not None:
+                yield use
+
+    @property
+    def contribution(self) -> Contribution:
+        """What each example adds to the weight's gradient, from ``arranged`` gradients of the output."""
+        assert self._contribution is not None
+        return self._contribution
+
+    @cached_property
+    def _contribution(self) -> Contribution | None:
+        assert self.rows is not None
+        found = contribution(self.function, self.place, self.arguments, self.rows, self.shape)
+        return None if found is None else to_whole_weight(found, self.part)
+
+    def arranged(self, delta: Tensor) -> Tensor:
+        """Return the gradient of the output with examples in its first dimension, in single precision at least."""
+        assert self.rows is not None
+        return self.rows.first(at_least_single(delta))
+
+
+def with_rows_of_examples(uses: dict[int, list[Use]], num_examples: int) -> dict[int, list[Use]]:
+    """Keep the tensors whose every use has so many examples in a dimension, the likeliest; a proof decides."""
+    found = {k: [next(use.candidates(num_examples), None) for use in calls] for k, calls in uses.items()}
+    return {k: [use for use in calls if use is not None] for k, calls in found.items() if all(calls)}
+
+
+def at_least_single(x: Tensor) -> Tensor:
+    """Half-precision numbers, as under autocast, in single precision: squares would overflow or vanish."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x

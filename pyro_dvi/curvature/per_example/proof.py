@@ -12,14 +12,13 @@ model that mixes examples, repeats a table for each, or takes gradients inside o
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from pyro_dvi.curvature.per_example.example_rules import Rows
-from pyro_dvi.curvature.per_example.uses import Use, at_least_single
+from pyro_dvi.curvature.per_example.example_rules import Rows, Use, at_least_single
 from pyro_dvi.errors import ModelError, warn
 
 _BUDGET = 1 << 22  # entries of gradients of examples at a time
@@ -88,23 +87,29 @@ class Finding(NamedTuple):
     unproven: set[int]
     rows: Mapping[int, tuple[Rows, ...]] = {}
 
+    def kept(self, uses: Served) -> Served:
+        """Return the uses of the weights that are not wrong, with the rows that were found."""
+        found = {k: calls for k, calls in uses.items() if k not in self.wrong}
+        for k in self.rows.keys() & found.keys():
+            found[k] = [use.at(rows) for use, rows in zip(found[k], self.rows[k], strict=True)]
+        return found
 
-def examined(
-    uses: Served, values: Sequence[Tensor] | dict[int, Tensor], outputs: Tensor, seed: int = 0
-) -> Finding:
+
+def examined(uses: Served, values: Mapping[int, Tensor], outputs: Tensor, seed: int = 0) -> Finding:
     """Compare the gradients of examples with those of plain autograd, by two backward passes.
-
-    Batch normalisation in training mode mixes examples: ask under
-    :func:`~pyro_dvi.curvature.per_example.uses.constant_statistics`.
 
     Args:
         uses: of the weights to be proved, by their numbers.
         values: the weights by their numbers.
-        outputs: f, one entry for each example.
+        outputs: f, one entry or row for each example.
         seed: of the weights c.
     """
     if not uses or not outputs.requires_grad:
         return Finding(set(), set(uses))
+    if outputs.dim() > 1:  # unequal weights, under which log-probabilities do not cancel
+        outputs = (
+            outputs @ torch.arange(1, outputs.shape[1] + 1, device=outputs.device).to(outputs).sqrt().sin()
+        )
     edges = list(dict.fromkeys(use.output for calls in uses.values() for use in calls))
     c = row_weights(len(outputs), outputs, seed)
     places: list[Any] = [*edges, *(values[k] for k in uses)]
@@ -209,7 +214,7 @@ class Proofs:
         model: Any,
         key: Any,
         uses: Served,
-        look: Callable[[int], Finding],
+        look: Callable[..., Finding],
         site: str,
         names: Sequence[str] = (),
     ) -> Served:
@@ -217,7 +222,7 @@ class Proofs:
 
         Args:
             model: the model, remembered as long as it lives.
-            key: the layout of the minibatch.
+            key: the layout of the minibatch, beside the functions and shapes of the uses.
             uses: the uses of the weights, by their numbers.
             look: examines them, given a seed.
             site: the observed site, for messages.
@@ -226,13 +231,14 @@ class Proofs:
         Raises:
             ModelError: a layout that was proved before is no longer right.
         """
-        verdict = self._verdicts_on(model).setdefault(key, _Verdict())
+        # Minibatches with the same graph have these in common.
+        layout = tuple((k, use.function, use.shape) for k, calls in uses.items() for use in calls)
+        verdict = self._verdicts_on(model).setdefault((key, layout), _Verdict())
         if verdict.is_due():
-            before = verdict.wrong
+            before = verdict.known.wrong
             verdict.renew(look(verdict.looks), site)
-            warn_of_disproved(uses, verdict.wrong - before, names)
-        kept = {k: calls for k, calls in uses.items() if k not in verdict.wrong}
-        return with_rows(kept, verdict.rows)
+            warn_of_disproved(uses, verdict.known.wrong - before, names)
+        return verdict.known.kept(uses)
 
     def _verdicts_on(self, model: Any) -> "dict[Any, _Verdict]":
         owner = getattr(model, "__self__", model)  # a bound method is a new object at every access
@@ -246,34 +252,30 @@ class Proofs:
 
 @dataclass
 class _Verdict:
-    """What is known of the weights of a layout.
+    """Everything known of the weights of a layout.
 
     Attributes:
-        wrong: weights whose gradients of examples are not those of the model.
-        unproven: weights of which nothing is known yet.
-        rows: where the examples were found.
+        known: all findings together.
         calls: how often the question was asked.
         looks: how often it was examined.
     """
 
-    wrong: set[int] = field(default_factory=set)
-    unproven: set[int] = field(default_factory=set)
-    rows: dict[int, tuple[Rows, ...]] = field(default_factory=dict)
+    known: Finding = Finding(set(), set())  # noqa: RUF009 (never written to)
     calls: int = 0
     looks: int = 0
 
     def is_due(self) -> bool:
         """Count a call, and say whether to examine it."""
         self.calls += 1
-        waiting = bool(self.unproven) and self.calls <= _AT_ONCE
+        waiting = bool(self.known.unproven) and self.calls <= _AT_ONCE
         return waiting or self.calls & (self.calls - 1) == 0 or self.calls % _INTERVAL == 0
 
     def renew(self, found: Finding, site: str) -> None:
         """Compare with what was found before."""
-        news = found.wrong - self.wrong - self.unproven
+        news = found.wrong - self.known.wrong - self.known.unproven
         first, self.looks = self.looks == 0, self.looks + 1
-        self.wrong, self.unproven = self.wrong | found.wrong, found.unproven - self.wrong
-        self.rows.update(found.rows)
+        wrong = self.known.wrong | found.wrong
+        self.known = Finding(wrong, found.unproven - wrong, {**self.known.rows, **found.rows})
         if news and not first:
             raise ModelError(
                 f"examples of observed site {site!r} depend on rows of other examples, which they did not in an "
@@ -281,19 +283,6 @@ class _Verdict:
                 "not of the examples. Train a model that mixes examples at times with IVON, which needs no gradients "
                 "of examples; if the model was changed on purpose, go on with a new objective."
             )
-
-
-def with_rows(uses: Served, rows: Mapping[int, tuple[Rows, ...]]) -> Served:
-    """Return uses with the rows that a proof has found."""
-    return {
-        k: [use.at(found) for use, found in zip(calls, rows[k], strict=True)] if k in rows else calls
-        for k, calls in uses.items()
-    }
-
-
-def layout_of(uses: Served) -> tuple:
-    """Return what minibatches with the same graph have in common."""
-    return tuple((k, use.function, use.shape) for k, calls in uses.items() for use in calls)
 
 
 def warn_of_disproved(uses: Served, wrong: set[int], names: Sequence[str]) -> None:
