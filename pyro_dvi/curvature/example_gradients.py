@@ -8,8 +8,10 @@ One backward pass per output k reaches every layer with the gradients of all exa
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_dvi.curvature.per_example.example_rules import Contribution, Rows, Use, at_least_single
@@ -100,18 +102,6 @@ class OuterGradients:
         pairs = zip(left.split(count, -3), right.split(count, -3), strict=True)
         return torch.cat([(x[..., i] * y[..., j]).sum(-2) for x, y in pairs], -2).transpose(0, 1)
 
-    def squares(self) -> Tensor | None:
-        """Return the sum of the squares of all gradients; None where those of an example do not fit a cache."""
-        a, delta = self.parts(slice(0, 1))
-        if self.is_single:
-            a, delta = self.parts(slice(None))
-            found = delta.square().sum(0)[:, 0].mT @ a[:, 0].square()
-            return found.mT if self.inputs_first else found
-        size = len(delta) * delta.shape[-1] * a.shape[-1]
-        if size > self._together:
-            return None
-        return sum((self.rows(part).square_().sum((0, 1)) for part in self.chunks(size)), a.new_zeros(()))
-
 
 class ExampleGradients:
     r"""The Jacobian of outputs f with respect to several tensors, example by example.
@@ -185,8 +175,9 @@ class ExampleGradients:
         for units in self._units.split(at_once) if uses else ():
             deltas = self._deltas if len(units) == len(self._units) else self._deltas_of(units)
             for k, calls in uses.items():
-                for found in _squares(calls, [_arranged(use, deltas[use.output]) for use in calls]):
-                    add(k, found)
+                reached = _arranged(calls, deltas)
+                for n in range(len(units)) if reached else ():
+                    add(k, squares_of([(use.contribution, delta[n]) for use, delta in reached]))
         rest = [k for k in wanted if k not in uses]
         for output in self.outputs.unbind(1) if rest else ():
             others = squares_without_rules(output, torch.ones_like(output), [self.values[k] for k in rest])
@@ -197,8 +188,10 @@ class ExampleGradients:
     def outer(self, k: int) -> OuterGradients | None:
         """Return what the gradients of tensor ``k`` are made of; None without such a rule, or with several uses."""
         uses = self._uses.get(k, [])
-        deltas = _arranged(uses[0], self._deltas[uses[0].output]) if _is_outer(uses) else None
-        return None if deltas is None else OuterGradients(uses[0].contribution, deltas, self._entries.get(k))
+        if len(uses) > 1 or any(use.contribution.outer is None for use in uses):
+            return None
+        reached = _arranged(uses, self._deltas)
+        return OuterGradients(uses[0].contribution, reached[0][1], self._entries.get(k)) if reached else None
 
     @cached_property
     def single(self) -> dict[int, OuterGradients]:
@@ -220,16 +213,14 @@ class ExampleGradients:
     def rows(self, part: slice, tensors: Sequence[int] | None = None) -> Tensor:
         """Return J of some examples, ``[m, K, size]``, with columns in the order of the tensors (None: all)."""
         wanted = range(len(self.values)) if tensors is None else tensors
-        missing = [k for k in wanted if self.outer(k) is None and k not in self._whole]
-        found = dict(zip(missing, self._by_products(part, missing), strict=True))
-        columns = []
-        for k in wanted:
-            outer = self.outer(k)
-            if outer is not None:
-                columns.append(outer.rows(part))
-            else:
-                whole = found[k] if k in found else self._whole[k][part]
-                columns.append(whole[..., self._entries.get(k, slice(None))])
+        outer = {k: self.outer(k) for k in wanted}
+        whole = {k: self._whole[k][part] for k in wanted if k in self._whole}
+        missing = [k for k in wanted if outer[k] is None and k not in whole]
+        whole.update(zip(missing, self._by_products(part, missing), strict=True))
+        columns = [
+            whole[k][..., self._entries.get(k, slice(None))] if found is None else found.rows(part)
+            for k, found in outer.items()
+        ]
         return torch.cat(columns, -1)
 
     @cached_property
@@ -268,53 +259,31 @@ class ExampleGradients:
 
     def _by_rules(self, uses: list[Use], value: Tensor) -> Tensor:
         total = self.outputs.new_zeros(*self.outputs.shape, value.numel())
-        for use in uses:
-            deltas = _arranged(use, self._deltas[use.output])
-            if deltas is not None:
-                total += torch.stack(
-                    [use.contribution.gradients(d).reshape(len(d), -1) for d in deltas], 1
-                ).to(total)
+        for use, deltas in _arranged(uses, self._deltas):
+            rows = [use.contribution.gradients(delta).reshape(len(delta), -1) for delta in deltas]
+            total += torch.stack(rows, 1).to(total)
         return total
 
     def _by_products(self, part: slice, tensors: list[int]) -> list[Tensor]:
         if not tensors:
             return []
         rows, outputs = self.outputs.shape
-        places = torch.arange(rows * outputs).reshape(rows, outputs)[part].reshape(-1)
-        seeds = self.outputs.new_zeros(len(places), rows * outputs)
-        seeds[torch.arange(len(places)), places] = 1
-        found = LinearMap(self.outputs, [self.values[k] for k in tensors]).transposed(
-            seeds.reshape(-1, rows, outputs)
-        )
+        places = torch.arange(rows * outputs).reshape(rows, outputs)[part].flatten()
+        seeds = F.one_hot(places, rows * outputs).to(self.outputs).reshape(-1, rows, outputs)
+        found = LinearMap(self.outputs, [self.values[k] for k in tensors]).transposed(seeds)
         return [g.reshape(-1, outputs, g[0].numel()) for g in found]
 
 
-def _arranged(use: Use, deltas: Tensor | None) -> Tensor | None:
-    """Gradients of the output of a use with examples in the dimension after the first."""
-    if deltas is None:
-        return None
-    return (
-        at_least_single(deltas)
-        if use.rows == Rows(0, deltas.shape[1])
-        else torch.stack([use.arranged(d) for d in deltas])
-    )
-
-
-def _is_outer(uses: Sequence[Use]) -> bool:
-    return len(uses) == 1 and uses[0].contribution.outer is not None
-
-
-def _squares(uses: Sequence[Use], deltas: Sequence[Tensor | None]) -> Iterator[Tensor]:
-    """Give sums of squares of a weight from gradients ``[S, B, ...]`` at each use: of all outputs, or one by one."""
-    reached = [(use, delta) for use, delta in zip(uses, deltas, strict=True) if delta is not None]
-    together = None
-    if _is_outer(uses) and reached:
-        together = OuterGradients(uses[0].contribution, reached[0][1]).squares()
-    if together is not None:
-        yield together
-        return
-    for single in zip(*(delta for _, delta in reached), strict=True):
-        yield squares_of([(use.contribution, delta) for (use, _), delta in zip(reached, single, strict=True)])
+def _arranged(uses: Sequence[Use], deltas: Mapping[Any, Tensor | None]) -> list[tuple[Use, Tensor]]:
+    """The uses that gradients arrive at, with these ``[K, B, ...]``, examples in the second dimension."""
+    found = []
+    for use in uses:
+        delta = deltas[use.output]
+        if delta is not None and use.rows == Rows(0, delta.shape[1]):
+            found.append((use, at_least_single(delta)))
+        elif delta is not None:
+            found.append((use, torch.stack([use.arranged(one) for one in delta])))
+    return found
 
 
 def by_examples(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
