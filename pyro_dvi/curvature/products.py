@@ -114,17 +114,14 @@ def batched_gradients(
     values: Sequence[Tensor],
     cotangents: Any,
     vectors_at_once: int,
-    *,
-    create_graph: bool = False,
-    allow_unused: bool = True,
+    **options: bool,
 ) -> list[Tensor]:
     """Vector-Jacobian products for cotangents with a first dimension S more than the outputs, some at a time.
 
-    Products of gradients that have a graph are those of the Hessian, :math:`H v`.
+    Products of gradients that have a graph are products with the Hessian, :math:`H v`. For options, which are
+    ``create_graph`` and ``allow_unused``, see :func:`gradients_at`.
     """
-    found = gradients_at(
-        outputs, values, cotangents, vectors_at_once, create_graph=create_graph, allow_unused=allow_unused
-    )
+    found = gradients_at(outputs, values, cotangents, vectors_at_once, **options)
     lead = len(cotangents if isinstance(cotangents, Tensor) else cotangents[0])
     return [v.new_zeros((lead, *v.shape)) if g is None else g for v, g in zip(values, found, strict=True)]
 

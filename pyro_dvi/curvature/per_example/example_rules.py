@@ -13,6 +13,7 @@ from torch import Tensor
 from pyro_dvi.core.registry import registering
 from pyro_dvi.core.weight_parts import Part
 
+_BUDGET = 1 << 19  # entries of gradients at a time
 _RULES: dict[Callable, Callable] = {}
 _PARAMETERS: dict[Callable, tuple[str, ...]] = {}
 
@@ -88,6 +89,29 @@ class Contribution:
         """Return a of some examples, ``[m, T, q]``."""
         assert self.outer is not None
         return self.outer.inputs(*self.part(part).operands)
+
+
+def summed_squares(
+    gradients: Callable[[Tensor, Tensor], Tensor], x: Tensor, delta: Tensor, shape: torch.Size, count: int = 0
+) -> Tensor:
+    """Return the sum of squares of gradients, formed for a few examples at a time.
+
+    Args:
+        gradients: ``[m, *shape]`` from x and delta of m examples.
+        x: examples first.
+        delta: likewise.
+        shape: of a gradient.
+        count: examples at a time; 0: as many as about fill a processor's cache.
+    """
+    count = count or max(1, (_BUDGET if x.device.type == "cpu" else 128 * _BUDGET) // shape.numel())
+    total = delta.new_zeros(shape)
+    for part, delta_of_part in zip(x.split(count), delta.split(count), strict=True):
+        found = gradients(part, delta_of_part)
+        if len(found) == 1:
+            total.addcmul_(found[0], found[0])
+        else:
+            total += found.square_().sum(0)
+    return total
 
 
 @dataclass(frozen=True)
