@@ -110,11 +110,7 @@ def information_pairs(
 
 
 def batched_gradients(
-    outputs: Any,
-    values: Sequence[Tensor],
-    cotangents: Any,
-    vectors_at_once: int,
-    **options: bool,
+    outputs: Any, values: Sequence[Tensor], cotangents: Any, vectors_at_once: int, **options: bool
 ) -> list[Tensor]:
     """Vector-Jacobian products for cotangents with a first dimension S more than the outputs, some at a time.
 
