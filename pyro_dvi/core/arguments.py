@@ -45,13 +45,18 @@ def check_count(name: str, value: Any, least: int = 1) -> None:
         raise ArgumentError(f"{name} must be {what}, not {reprlib.repr(value)}")
 
 
+def is_number(value: Any, end: float = math.inf) -> bool:
+    """Return whether a value is a number of at least zero and below ``end``."""
+    return isinstance(value, Real) and not isinstance(value, bool) and 0 <= float(value) < end
+
+
 def check_positive(name: str, value: Any) -> None:
     """Refuse what is no finite number above zero.
 
     Raises:
         ArgumentError: it is something else.
     """
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 < float(value) < math.inf:
+    if not is_number(value) or value == 0:
         raise ArgumentError(f"{name} must be a positive number, not {reprlib.repr(value)}")
 
 
@@ -61,10 +66,10 @@ def check_kl_weight(name: str, value: Any) -> None:
     Raises:
         ArgumentError: it is something else.
     """
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) < math.inf:
+    if not is_number(value):
         raise ArgumentError(
-            f"{name} must be a finite number >= 0, not {reprlib.repr(value)}: as a weight of the KL divergence, 1 is "
-            "the Bayesian posterior, smaller values temper it, 0 switches the prior off"
+            f"{name} must be a finite number >= 0, not {reprlib.repr(value)}: with 1 as a weight of the KL divergence "
+            "the posterior is Bayesian"
         )
 
 
@@ -121,8 +126,7 @@ def by_position(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[s
     bound = inspect.Signature(_signature(fn)).bind(*args, **kwargs) if kwargs else None
     if bound is not None and bound.kwargs:
         raise UnsupportedError(
-            f"predictions pass inputs to the model by position, but it takes {sorted(bound.kwargs)} by name only: wrap "
-            "it in a function that takes them by position"
+            f"predictions pass inputs by position: wrap the model, which takes {sorted(bound.kwargs)} by name only"
         )
     return args if bound is None else bound.args
 

@@ -97,9 +97,8 @@ class Linearisation:
         """Refuse terms of the likelihood from which no labels can be drawn."""
         if self.factors:
             raise ModelError(
-                f"pyro.factor site {self.factors[0].name!r} has no distribution to draw labels from, so {curvature} "
-                "would silently leave out its curvature. Write it as an observed pyro.sample site, or use "
-                "TaylorELBO(curvature=MinibatchGradient())."
+                f"pyro.factor site {self.factors[0].name!r} has no distribution to draw labels from, as {curvature} "
+                "must: write it as an observed pyro.sample site, or use TaylorELBO(curvature=MinibatchGradient())"
             )
 
     def gradients(self, scalar: Tensor) -> list[Tensor]:
@@ -121,10 +120,9 @@ def twice_differentiated() -> Iterator[None]:
         if not any(word in str(error) for word in ("derivative", "differentiat", "output_padding")):
             raise
         raise UnsupportedError(
-            f"{str(error).rstrip('.')}. Variational Laplace and products with curvatures differentiate the model more "
-            "than once. Write the model without this function (pyro_dvi.bayesian.smooth_activations_ replaces "
-            "nn.Hardsigmoid and nn.Hardswish; nn.Embedding with a sum or mean stands for nn.EmbeddingBag), take "
-            "another curvature than HessianDiagonal, or train with MomentPropagationELBO or NaturalGradientELBO."
+            f"{str(error).rstrip('.')}. Variational Laplace and curvatures differentiate the model more than once: "
+            "write it without this function (pyro_dvi.bayesian.smooth_activations_ replaces nn.Hardsigmoid and "
+            "nn.Hardswish, nn.Embedding with a sum nn.EmbeddingBag), or take another curvature than HessianDiagonal"
         ) from error
 
 

@@ -212,12 +212,6 @@ def _divided(x: Tensor, inputs: tuple[Tensor | None, ...], outputs: tuple[Tensor
 # Without rules ---------------------------------------------------------------------------------------------------
 
 
-def passes_of(outputs: Tensor, values: Sequence[Tensor]) -> int:
-    """Backward passes that :func:`squares_without_rules` takes."""
-    few, many = _split(outputs.numel(), values)
-    return sum(values[k].numel() + 1 for k in few) + (outputs.numel() if many else 0)
-
-
 def squares_without_rules(outputs: Tensor, cotangent: Tensor, values: Sequence[Tensor]) -> list[Tensor]:
     r"""Return :math:`\sum_i (w_i\,\partial_u f_i)^2` for every value, whatever the model.
 
@@ -230,7 +224,8 @@ def squares_without_rules(outputs: Tensor, cotangent: Tensor, values: Sequence[T
     """
     totals = [torch.zeros_like(v) for v in values]
     outputs, cotangent = outputs.reshape(-1), cotangent.reshape(-1)
-    few, many = _split(len(outputs), values)
+    few = [k for k, value in enumerate(values) if 8 * value.numel() <= len(outputs)]
+    many = [k for k in range(len(values)) if k not in few]
     for k in few:
         try:
             basis = torch.eye(values[k].numel()).to(values[k]).reshape(-1, *values[k].shape)
@@ -243,11 +238,6 @@ def squares_without_rules(outputs: Tensor, cotangent: Tensor, values: Sequence[T
         for k, squares in zip(many, found, strict=True):
             totals[k] = squares
     return totals
-
-
-def _split(num_examples: int, values: Sequence[Tensor]) -> tuple[list[int], list[int]]:
-    few = [k for k, value in enumerate(values) if 8 * value.numel() <= num_examples]
-    return few, [k for k in range(len(values)) if k not in few]
 
 
 def pass_per_example(

@@ -4,7 +4,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from pyro_dvi.core.distributions import unexpanded
 from pyro_dvi.curvature.linearisation import ObservedSite, sum_of
 from pyro_dvi.curvature.per_example.example_rules import with_rows_of_examples
 from pyro_dvi.curvature.per_example.proof import Proofs, Served
-from pyro_dvi.curvature.squared_gradients import SquaredGradients, passes_of, squares_without_rules
+from pyro_dvi.curvature.squared_gradients import SquaredGradients, squares_without_rules
 from pyro_dvi.errors import GuideError, ModelError, UnsupportedError, warn
 from pyro_dvi.natural_gradients.estimates import Estimate, NaturalSite
 from pyro_dvi.runs.divergences import normal_prior, refuse_not_normal
@@ -138,10 +138,14 @@ class DrawnRun(PosteriorRun):
         idle = [one.value.sum() * 0 for one in self.drawn if one.value.grad_fn not in graph]
         return log_likelihood + sum_of(idle) if idle else log_likelihood
 
+    @cached_property
+    def priors(self) -> list[td.Normal | None]:
+        """The priors of the latents; None where one is not Normal."""
+        return [normal_prior(latent) for latent in self.latents]
+
     def has_learned_priors(self) -> bool:
         """Whether the divergence from the priors has gradients of its own."""
-        priors = [normal_prior(latent) for latent in self.latents]
-        return any(p is None or p.loc.requires_grad or p.scale.requires_grad for p in priors)
+        return any(p is None or p.loc.requires_grad or p.scale.requires_grad for p in self.priors)
 
     def sites(self) -> list[NaturalSite]:
         """Return the guide's sites with their priors.
@@ -149,26 +153,27 @@ class DrawnRun(PosteriorRun):
         Raises:
             ModelError: a prior is not Normal, another latent sets it, or it is scaled or masked.
         """
-        found: list[Any] = [latent for latent in self.latents if latent.source is not None]
-        priors = [self._prior_of(latent) for latent in found]
+        pairs = zip(self.latents, self.priors, strict=True)
+        found: list[Any] = [(one.source, self._checked(one, p)) for one, p in pairs if one.source is not None]
+        priors = [prior for _, prior in found]
         with torch.no_grad():
             precisions = torch._foreach_pow([unexpanded(prior.scale) for prior in priors], -2)
             locs = [unexpanded(prior.loc) for prior in priors]
         return [
-            NaturalSite(latent.source.leaf, latent.source.precision, loc, precision)
-            for latent, loc, precision in zip(found, locs, precisions, strict=True)
+            NaturalSite(one.leaf, one.precision, loc, precision)
+            for (one, _), loc, precision in zip(found, locs, precisions, strict=True)
         ]
 
-    def _prior_of(self, latent: Latent) -> td.Normal:
-        prior = normal_prior(latent)
+    def _checked(self, latent: Latent, prior: td.Normal | None) -> td.Normal:
         if prior is None:
             refuse_not_normal(latent.name, latent.prior)
-        parents = enters([one.value for one in self.drawn], [prior.loc, prior.scale])
-        if any(parents):
-            raise ModelError(
-                f"the prior of site {latent.name!r} depends on site {self.drawn[parents.index(True)].name!r}: learn "
-                "the scale instead (bayesian.LearnedScale), or use TaylorELBO"
-            )
+        if prior.loc.requires_grad or prior.scale.requires_grad:
+            parents = enters([one.value for one in self.drawn], [prior.loc, prior.scale])
+            if any(parents):
+                raise ModelError(
+                    f"the prior of site {latent.name!r} depends on site {self.drawn[parents.index(True)].name!r}: "
+                    "learn the scale instead (bayesian.LearnedScale), or use TaylorELBO"
+                )
         whole = latent.mask is None or latent.mask is True
         if torch.is_tensor(latent.plate_scale) or latent.plate_scale != 1 or not whole:
             raise ModelError(
@@ -308,7 +313,8 @@ class SquareMeasurement:
         for k in ordered if term.log_prob.requires_grad else ():
             one = term.run.drawn[k]
             name = one.name.removesuffix("_unconstrained")
-            if name not in self._warned and passes_of(term.log_prob, [one.value]) > _MANY_PASSES:
+            size, passes = one.value.numel(), term.log_prob.numel()
+            if name not in self._warned and (size + 1 if 8 * size <= passes else passes) > _MANY_PASSES:
                 self._warned.add(name)
                 alike = repr(re.sub(r"\.\d+(?=\.)", ".*", name))  # layers of one stack
                 slow.setdefault(term.run.recorder.obstacle(k), {})[alike] = None

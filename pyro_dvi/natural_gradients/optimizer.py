@@ -14,14 +14,13 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from pyro_dvi.core.arguments import check_count, check_positive
+from pyro_dvi.core.arguments import check_count, check_positive, is_number
 from pyro_dvi.errors import ArgumentError, GuideError
 from pyro_dvi.natural_gradients.estimates import Estimate, NaturalSite, NaturalStep, steps_of
 
@@ -269,20 +268,18 @@ def _check_options(optimizer: str, options: Mapping[str, Any]) -> None:
                 "and estimate except for IVON; the Normal prior of the model plays the role of weight decay"
             )
         if name == "betas":
-            if not (isinstance(value, tuple | list) and len(value) == 2 and all(_is_in(b, 1) for b in value)):
+            if not (
+                isinstance(value, tuple | list) and len(value) == 2 and all(is_number(b, 1) for b in value)
+            ):
                 raise ArgumentError(f"betas must be two numbers in [0, 1), as (0.9, 0.999), got {value!r}")
         elif name == "damping":
-            if not _is_in(value, math.inf):
+            if not is_number(value):
                 raise ArgumentError(f"damping must be a finite number of at least 0, got {value!r}")
         elif value is not None or name not in ("max_step", "initial_curvature", "total_steps"):
             if name in ("warmup_steps", "total_steps"):
                 check_count(name, value, int(name == "total_steps"))
             else:
                 check_positive(name, value)
-
-
-def _is_in(value: Any, end: float) -> bool:
-    return isinstance(value, Real) and 0 <= float(value) < end
 
 
 def wanted_by(optimizer: Any) -> Estimate:

@@ -15,7 +15,6 @@ from pyro_dvi.curvature.per_example.proof import examined
 from pyro_dvi.curvature.products import LinearMap
 from pyro_dvi.curvature.squared_gradients import (
     SquaredGradients,
-    passes_of,
     squares_without_rules,
 )
 from pyro_dvi.errors import UnsupportedError
@@ -101,7 +100,7 @@ def test_sums_of_outer_products(rows, size):
     torch.testing.assert_close(summed_outer_squares(left, right), expected, **TOLERANCE)
 
 
-def test_a_few_elements_cost_passes_for_elements_and_many_for_examples():
+def test_few_elements_and_many():
     x = torch.randn(150, 40, dtype=torch.float64)
     w = torch.randn(40, dtype=torch.float64, requires_grad=True)
     s = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
@@ -110,8 +109,6 @@ def test_a_few_elements_cost_passes_for_elements_and_many_for_examples():
         return torch.tanh(torch.einsum("bi,i->b", x, w) / s.exp()) - s
 
     outputs, cotangent = call(x, w, s), torch.rand(150, dtype=torch.float64)
-    assert passes_of(outputs, [s]) == 2
-    assert passes_of(outputs, [w]) == 150
     exact = loop(call, x, [w, s], cotangent)
     squares = squares_without_rules(outputs, cotangent, [w, s])
     torch.testing.assert_close(squares, [e.detach() for e in exact], **TOLERANCE)
