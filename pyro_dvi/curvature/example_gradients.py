@@ -7,7 +7,7 @@ One backward pass per output k reaches every layer with the gradients of all exa
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, combinations_with_replacement
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from pyro_dvi.curvature.squared_gradients import SquaredGradients, squares_of, s
 _KEPT = 1 << 26  # entries of gradients at layers that may be held
 _CHUNK = 1 << 23  # entries of rows of J that are formed at a time
 _CACHE = 1 << 19  # entries that a processor's cache holds
+_PRODUCTS = 1 << 24  # entries of products of factors that are formed at a time
 
 
 class OuterGradients:
@@ -293,3 +294,60 @@ def by_examples(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
         rows = len(f) if f.dim() > 1 else 1
         groups.setdefault(rows, []).append((f * w).reshape(rows, -1))
     return [torch.cat(group, 1) for group in groups.values()]
+
+
+# The Gauss-Newton matrix ----------------------------------------------------------------------------------------
+
+
+def add_gauss_newton_matrix(examples: ExampleGradients, total: Tensor) -> None:
+    r"""Add :math:`G = \sum_{ik} J_{ik}^\top J_{ik}` to ``total`` [D, D] in place.
+
+    With gradients that are outer products, :math:`J_{ik} = \delta_{ik} a_i^\top`, the block of two layers is
+
+    .. math::
+        G_{(p,q),(p',q')} = \sum_i \Bigl(\sum_k \delta_{ikp}\,\delta'_{ikp'}\Bigr)\,a_{iq}\,a'_{iq'},
+
+    one product over examples where rows of J would need one over examples and outputs.
+
+    Args:
+        examples: J of B examples with K outputs.
+        total: laid out like the examples' tensors, one after the other.
+    """
+    spans, layers = examples.spans, examples.single
+    _add_strip(examples, total, [spans[k] for k in range(len(spans)) if k not in layers])
+    for (k, one), (other, two) in combinations_with_replacement(layers.items(), 2):
+        block = _block(one, two)
+        total[spans[k], spans[other]] += block
+        if k != other:
+            total[spans[other], spans[k]] += block.mT
+
+
+def _add_strip(examples: ExampleGradients, total: Tensor, spans: list[slice]) -> None:
+    """Add the rows and columns of tensors whose gradients are no single outer products, from rows of J."""
+    if not spans:
+        return
+    columns = torch.cat([torch.arange(span.start, span.stop) for span in spans]).to(total.device)
+    strip = total.new_zeros(len(columns), total.shape[1])
+    for part in examples.chunks():
+        rows = examples.rows(part).flatten(0, 1)
+        strip.addmm_(rows[:, columns].mT, rows)
+    total[columns] += strip
+    others = torch.ones(total.shape[1], dtype=torch.bool, device=total.device)
+    others[columns] = False
+    total[others.nonzero(), columns] += strip[:, others].mT
+
+
+def _block(one: OuterGradients, two: OuterGradients) -> Tensor:
+    """The block of two layers, in the order of their weights."""
+    (a, delta), (b, gamma) = one.factors(slice(0, 1)), two.factors(slice(0, 1))
+    p, r, q, s = (x.shape[-1] for x in (delta, gamma, a, b))
+    total = a.new_zeros(p * r, q * s)
+    count = max(1, _PRODUCTS // (p * r + q * s))
+    for start in range(0, one.num_examples, count):
+        part = slice(start, start + count)
+        (a, delta), (b, gamma) = one.factors(part), two.factors(part)
+        left = torch.einsum("mki,mkj->mij", delta, gamma).flatten(1)
+        total.addmm_(left.mT, torch.einsum("mi,mj->mij", a, b).flatten(1))
+    rows = (2, 0) if one.inputs_first else (0, 2)
+    columns = (3, 1) if two.inputs_first else (1, 3)
+    return total.reshape(p, r, q, s).permute(*rows, *columns).reshape(p * q, r * s)

@@ -72,20 +72,13 @@ class SquaredGradients(WeightRecorder):
             return
         if func in self.others and (args[5] if len(args) > 5 else kwargs.get("training", False)):
             self._normalised.append((output.grad_fn, args[0] if args else kwargs["input"]))
-        prepared = {name: self._prepared(a) for name, a in kwargs.items()}
-        arguments = Arguments(tuple(map(self._prepared, args)), prepared, tuple(p for p, _ in found))
+        arguments = Arguments(args, kwargs, tuple(p for p, _ in found)).prepared(not self._differentiable)
         for place, part in found:
             if place is not None and isinstance(output, Tensor) and has_rule(func):
                 edge = get_gradient_edge(output)
                 self._uses[part.key].append(Use(func, place, arguments, part, output.shape, edge))
             else:
                 self._without_rule.setdefault(part.key, name_of(func))
-
-    def _prepared(self, argument: Any) -> Any:
-        """Return an argument as rules shall see it."""
-        if not isinstance(argument, Tensor):
-            return argument
-        return at_least_single(argument if self._differentiable else argument.detach())
 
     def uses(self) -> Served:
         """Return the uses of the tensors that are used by functions with a rule only."""

@@ -171,6 +171,17 @@ class Arguments:
     kwargs: dict[str, Any]
     weights: tuple[int | str | None, ...] = ()
 
+    def prepared(self, detached: bool) -> "Arguments":
+        """Return the arguments as rules shall see them: in single precision at least, and maybe detached."""
+
+        def of(argument: Any) -> Any:
+            if not isinstance(argument, Tensor):
+                return argument
+            return at_least_single(argument.detach() if detached else argument)
+
+        kwargs = {name: of(argument) for name, argument in self.kwargs.items()}
+        return Arguments(tuple(map(of, self.args)), kwargs, self.weights)
+
     @property
     def named(self) -> list[tuple[int | str, Any]]:
         """All of them with their position or name."""
