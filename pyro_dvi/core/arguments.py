@@ -14,7 +14,7 @@ from pyro_dvi.errors import ArgumentError, UnsupportedError
 
 
 def check_choice(name: str, value: object, kind: type | tuple[type, ...], examples: str) -> None:
-    """Refuse what is no object of a kind.
+    """Refuse a value that is not an object of a kind.
 
     Args:
         name: of the option.
@@ -35,7 +35,7 @@ def check_choice(name: str, value: object, kind: type | tuple[type, ...], exampl
 
 
 def check_count(name: str, value: Any, least: int = 1) -> None:
-    """Refuse what is no whole number of things, or too few of them.
+    """Refuse a value that is not a whole number, or too small.
 
     Raises:
         ArgumentError: it is something else.
@@ -51,7 +51,7 @@ def is_number(value: Any, end: float = math.inf) -> bool:
 
 
 def check_positive(name: str, value: Any) -> None:
-    """Refuse what is no finite number above zero.
+    """Refuse a value that is not a finite number above zero.
 
     Raises:
         ArgumentError: it is something else.
@@ -61,7 +61,7 @@ def check_positive(name: str, value: Any) -> None:
 
 
 def check_kl_weight(name: str, value: Any) -> None:
-    """Refuse what is no finite number of zero or more.
+    """Refuse a value that is not a finite number of zero or more.
 
     Raises:
         ArgumentError: it is something else.

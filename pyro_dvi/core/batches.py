@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From what a loader yields to the arguments of model and guide."""
+"""Arguments of model and guide from the batches of a loader."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
@@ -112,7 +112,7 @@ def non_finite_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str
 
 
 def is_strided(value: Any) -> bool:
-    """Whether it is a tensor with rows to cut and elements to read, neither sparse nor nested."""
+    """Return whether a value is a tensor with rows to cut and elements to read, neither sparse nor nested."""
     return isinstance(value, Tensor) and value.layout == torch.strided and not value.is_nested
 
 
@@ -145,7 +145,7 @@ def mapped(function: Callable[[Any], Any], value: Any) -> Any:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors in what :func:`mapped` goes through, in order."""
+    """Return the tensors in nested arguments, in the order of :func:`mapped`."""
     found: list[Tensor] = []
 
     def note(item: Any) -> Any:

@@ -30,7 +30,7 @@ def device_of(*functions: Any) -> torch.device | None:
 
 
 def state_of(device: torch.device) -> tuple[Callable[[], Tensor], Callable[[Tensor], Any]]:
-    """Return what reads and what sets the state of the device's global generator."""
+    """Return two functions, which read and set the state of the device's global generator."""
     if device.type == "cpu":
         return torch.get_rng_state, torch.set_rng_state
     module = torch.get_device_module(device)
@@ -60,7 +60,7 @@ def forked(*devices: torch.device | None) -> Iterator[None]:
 
 
 def seeder() -> Callable[[int], Any]:
-    """Return what seeds all global generators.
+    """Return a function that seeds all global generators.
 
     Where there is no accelerator this is not ``torch.manual_seed``, which notes down the seed for one, with a stack
     trace; that takes longer than a small model.

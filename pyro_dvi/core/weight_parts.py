@@ -44,7 +44,7 @@ class Part:
         return torch.arange(self.shape.numel()).reshape(self.shape) if self.places is None else self.places
 
     def overlaps(self, other: "Part") -> bool:
-        """Whether two parts of one weight have an element in common."""
+        """Return whether two parts of one weight have an element in common."""
         if self.places is None or other.places is None:
             return True
         return bool(torch.isin(self.places, other.places).any())

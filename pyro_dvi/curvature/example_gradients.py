@@ -29,7 +29,7 @@ class OuterGradients:
     r"""A weight with one use, whose gradients are :math:`\sum_t \delta_{ikt} a_{it}^\top`.
 
     Args:
-        contribution: says what they are made of.
+        contribution: of an example to the gradient.
         deltas: gradients of the layer's output, ``[K, B, ...]``.
         entries: the entries of the flat weight that rows are to have; None: all.
     """
@@ -42,12 +42,12 @@ class OuterGradients:
 
     @property
     def is_whole(self) -> bool:
-        """Whether rows have all entries."""
+        """Rows have all entries of the weight."""
         return self._entries is None
 
     @property
     def is_single(self) -> bool:
-        """Whether each is one outer product, all of it."""
+        """Each gradient is one outer product, with all its entries."""
         return self.is_whole and self._inputs(slice(0, 1)).shape[1] == 1
 
     @property
@@ -82,7 +82,7 @@ class OuterGradients:
         return a.squeeze(1).to(dtype), delta.squeeze(2).transpose(0, 1).to(dtype)
 
     def by_unit(self, entries: Tensor) -> Tensor:
-        """Return what belongs to entries of the weight, those of some units, ``[size, ...]``, as ``[p, q, ...]``."""
+        """Arrange numbers for the entries of some units, ``[size, ...]``, as ``[p, q, ...]``."""
         if self.inputs_first:
             return entries.unflatten(0, (self._num_inputs, -1)).transpose(0, 1)
         return entries.unflatten(0, (-1, self._num_inputs))
@@ -107,11 +107,11 @@ class OuterGradients:
 class ExampleGradients:
     r"""The Jacobian of outputs f with respect to several tensors, example by example.
 
-    Status: exact. That layers give the gradients of single examples is proved, not believed, by two backward passes.
+    Status: exact. Two backward passes prove that layers give the gradients of single examples.
 
     Args:
         recorder: the context in which the model ran, with the tensors u.
-        outputs: f, ``[B, K]``, a node of the graph of these; what is to be weighted comes with its weight.
+        outputs: f, ``[B, K]``, a node of the graph of these tensors, multiplied with its weights already.
         entries: the entries of flat tensors that rows are to have, by the number of the tensor; None, as for tensors
             that are left out: all.
         names: of the tensors, for a warning.
@@ -143,7 +143,7 @@ class ExampleGradients:
 
     @property
     def spans(self) -> list[slice]:
-        """Where each tensor lies in a row."""
+        """The place of each tensor in a row."""
         return [slice(end - size, end) for end, size in zip(accumulate(self.sizes), self.sizes, strict=True)]
 
     @property
@@ -154,7 +154,7 @@ class ExampleGradients:
 
     @property
     def cheap(self) -> bool:
-        """Whether most of a row comes from rules, and what they need is small enough to be held."""
+        """Most of a row comes from rules, and the gradients that they need fit into memory."""
         covered = sum(self.sizes[k] for k in self._uses)
         return 2 * covered > self.size and self.held <= _KEPT
 
@@ -187,7 +187,7 @@ class ExampleGradients:
         return total
 
     def outer(self, k: int) -> OuterGradients | None:
-        """Return what the gradients of tensor ``k`` are made of; None without such a rule, or with several uses."""
+        """Return the outer products of tensor ``k``; None without such a rule, or with several uses."""
         uses = self._uses.get(k, [])
         if len(uses) > 1 or any(use.contribution.outer is None for use in uses):
             return None
@@ -201,7 +201,7 @@ class ExampleGradients:
         return {k: outer for k, outer in found.items() if outer is not None and outer.is_single}
 
     def same_call(self, k: int, other: int) -> bool:
-        """Whether two tensors are used once each, and by the same call: weight and bias of a layer."""
+        """Return whether two tensors are used once each, and by the same call: weight and bias of a layer."""
         one, two = self._uses.get(k, []), self._uses.get(other, [])
         return len(one) == len(two) == 1 and one[0].output == two[0].output
 
@@ -323,7 +323,7 @@ def add_gauss_newton_matrix(examples: ExampleGradients, total: Tensor) -> None:
 
 
 def _add_strip(examples: ExampleGradients, total: Tensor, spans: list[slice]) -> None:
-    """Add the rows and columns of tensors whose gradients are no single outer products, from rows of J."""
+    """Add the rows and columns of tensors whose gradients are not single outer products, from rows of J."""
     if not spans:
         return
     columns = torch.cat([torch.arange(span.start, span.stop) for span in spans]).to(total.device)

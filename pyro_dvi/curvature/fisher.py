@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Curvatures that square the gradient of a sum over examples.
+r"""Curvatures from squared gradients, of a sum over examples or of single examples.
 
-That of labels drawn from the model is the sampled Fisher information, the default of Variational Laplace; that of the
-observed labels is what stochastic gradient descent implicitly penalises.
-
-Curvatures that sum squared gradients of single examples, :math:`\sum_i (\partial_u \ell_i)^2`.
+The squared gradient of a sum is the sampled Fisher information, the default of Variational Laplace, if labels are drawn
+from the model. With the observed labels stochastic gradient descent penalises it implicitly. The other curvatures sum
+squared gradients of single examples, :math:`\sum_i (\partial_u \ell_i)^2`.
 """
 
 from abc import abstractmethod
@@ -148,7 +147,7 @@ class _ExampleSquares(Curvature):
         return half_sum(likelihood.scales, total or [torch.zeros_like(u) for u in likelihood.values])
 
     def _served(self, likelihood: Linearisation, recorder: SquaredGradients, outputs: list[Tensor]) -> Served:
-        """Uses of the latents whose gradients of each example the rules give."""
+        """Return the uses of the latents for which rules give the gradients of single examples."""
         served = recorder.served(len(outputs[0]))
         if not served:
             return served

@@ -180,7 +180,7 @@ def _joined(parts: list[list[Tensor | None]], join: Callable[[Any], Tensor]) -> 
 
 
 def vectors_together(saved: int, device: torch.device) -> int:
-    """How many vectors to push through a graph together that saved so many bytes.
+    """Return the number of vectors to push together through a graph that saved so many bytes.
 
     On a processor more than a cache holds only costs time, and convolutions gain nothing from company.
     """
@@ -205,7 +205,7 @@ class SavedBytes(saved_tensors_hooks):
         if storage.data_ptr() not in self._seen:
             self._seen.add(storage.data_ptr())
             self.total += storage.nbytes()
-        # Not the tensor itself: a node that saves its own output, as that of tanh, would keep itself alive.
+        # Not the tensor itself: a node that saves its own output, as tanh does, would keep itself alive.
         return tensor.detach(), tensor._version
 
 

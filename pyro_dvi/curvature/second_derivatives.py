@@ -3,7 +3,7 @@ r"""Convolution and batch normalisation with a fast second derivative.
 
 A squared-gradient penalty is differentiated twice: once for the gradient :math:`\tilde g` itself and once through
 it. PyTorch composes the second derivative of a convolution from further convolutions with unusual strides and
-swapped axes, and that of a batch normalisation from some twenty passes over the activations. The formulas below
+swapped axes, and takes some twenty passes over the activations for a batch normalisation. The formulas below
 use only the kernels of an ordinary forward and backward pass. Inside :class:`FastSecondDerivatives` every
 ``conv1d/2d/3d`` and training-mode ``batch_norm`` of unmodified user code runs through them; values and derivatives are
 the same up to rounding.
@@ -124,7 +124,7 @@ def _convolution(
 #   ∂g = γ r (a − ā − x̂ p)                     the first backward again, applied to a
 #   ∂γ = n r (c − p q)
 #   ∂x = γ r² [(3 p q − c) x̂ − q (a − ā) − p (g − ḡ)].
-# Where γ and β are latent weights as well, cotangents a_γ and a_β of sum(g x̂) and sum(g) add
+# If γ and β are latent weights as well, cotangents a_γ and a_β of sum(g x̂) and sum(g) add
 #   ∂g += a_γ x̂ + a_β,   ∂x += a_γ r (g − ḡ − x̂ q).
 # Sums of g and g x̂ (and of a, a x̂) are by-products of the fused first backward. The rest are combinations of
 # x, a and g with coefficients per channel.
@@ -181,7 +181,7 @@ class _BatchNormBackward(Function):
         a_beta = torch.zeros_like(m) if a_beta is None else a_beta
         dg, *sums_of_a = _fused_backward(a, x, gamma, m, r, ctx.eps)
         q, g_bar, p, a_bar = (torch.stack([*sums, *sums_of_a]) / n).unbind()
-        # What the same kernel sums for the weight is n r c if g stands for the input: one pass over a and g.
+        # The same kernel sums n r c for the weight if g stands for the input: one pass over a and g.
         rc = _fused_backward(a, g, None, g_bar, r, ctx.eps, input_too=False)[1] / n
         d_gamma = torch.addcmul(rc, r * p, q, value=-1).mul_(n)
         # ∂x = constant − on_x x − on_a a + on_g g,   ∂g += t x + shift
@@ -203,7 +203,7 @@ class _BatchNormBackward(Function):
 def _fused_backward(
     g: Tensor, x: Tensor, gamma: Tensor | None, m: Tensor, r: Tensor, eps: float, *, input_too: bool = True
 ) -> Any:
-    """gx, the sum of g x̂ and that of g, for each channel."""
+    """Return gx, and the sums of g x̂ and of g for each channel."""
     return torch.ops.aten.native_batch_norm_backward(
         g, x, gamma, None, None, m, r, True, eps, [input_too, True, True]
     )

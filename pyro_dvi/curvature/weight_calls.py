@@ -107,7 +107,7 @@ class Call:
 
     @torch.no_grad()
     def interaction(self) -> Tensor | None:
-        """Return what noise of weights times that of other arguments adds to the variance; None if these are certain.
+        """Return the variance from products of the noises of weights and other arguments; None if these are certain.
 
         It is the variance less the variances that each argument brings by itself.
         """

@@ -144,7 +144,7 @@ class DrawnRun(PosteriorRun):
         return [normal_prior(latent) for latent in self.latents]
 
     def has_learned_priors(self) -> bool:
-        """Whether the divergence from the priors has gradients of its own."""
+        """Return whether the divergence from the priors has gradients of its own."""
         return any(p is None or p.loc.requires_grad or p.scale.requires_grad for p in self.priors)
 
     def sites(self) -> list[NaturalSite]:

@@ -75,7 +75,7 @@ class Update:
         self.inverse_temperature: float = self.group["data_augmentation"] / self.temperature
         self.priors = torch._foreach_mul(self.prior_precisions, 1 / self.inverse_temperature)
         self.has_start = self.group["initial_curvature"] is not None
-        # Where the curvature starts with what this minibatch has measured, that does not count again.
+        # A curvature that starts with the measurement of this minibatch does not count it again.
         self.is_start = self.count == 1 and not self.has_start
         start = (self.group["initial_curvature"] or 0.0) * self.step.num_data
         for memory, measured in zip(self.memories, self.measured, strict=True):

@@ -91,7 +91,7 @@ class Objective(ELBO):
     def returned(self, loss: Tensor, guide: Any) -> None:
         """Look at the loss on which the caller, who may have multiplied it, will start the backward pass."""
 
-    # What hooks may use ------------------------------------------------------------------------------------------
+    # For hooks -----------------------------------------------------------------------------------------------------
 
     def structure(self, call: Call, training: bool, gradients: bool = True) -> tuple[Structure, bool]:
         """Return the structure of model and guide, and whether this is its first run; break a start at zero."""

@@ -53,13 +53,13 @@ class _Layer:
         return function(x, self.shape, delta, *options).unsqueeze(0)
 
     def patches_of(self, x: Tensor) -> Tensor:
-        """What each position of the output sees, ``[M, channels * kernel, positions]``."""
+        """Return the input of each position of the output, ``[M, channels * kernel, positions]``."""
         sizes = zip(x.shape[2:], self.padding, self.dilation, self.shape[2:], self.stride, strict=True)
         positions = torch.Size((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, p, d, k, s in sizes)
         return self._patches(x, positions)
 
     def _patches(self, x: Tensor, positions: torch.Size) -> Tensor:
-        """What each position sees, ``[M, channels * kernel, positions]``."""
+        """Return the input of each of these positions, ``[M, channels * kernel, positions]``."""
         if x.requires_grad and len(positions) == 2:  # slower, but its derivative is faster
             return F.unfold(x, tuple(self.shape[2:]), self.dilation, self.padding, self.stride)
         if any(self.padding):
@@ -135,7 +135,7 @@ def _transposed(
         return None
     if wanted == "bias":
         return Contribution(over_positions)
-    # Padding of a transposed convolution takes away from its output, what is put back here.
+    # Padding of a transposed convolution cuts its output; put the edges back.
     ends = zip(per_dimension(padding, n), per_dimension(output_padding, n), strict=True)
     sides = [side for size, extra in reversed(list(ends)) for side in (size, size - extra)]
     layer = _Layer(weight.shape, per_dimension(stride, n), (0,) * n, per_dimension(dilation, n), groups)

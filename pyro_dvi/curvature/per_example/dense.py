@@ -46,7 +46,7 @@ def summed_outer_squares(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _products(x: Tensor, inputs_first: bool = False) -> Contribution:
-    """A matrix that is multiplied with x, laid out as ``[out, in]`` or with the inputs first."""
+    """Return the contribution to a matrix that multiplies x, laid out as ``[out, in]`` or with the inputs first."""
 
     def gradients(delta: Tensor, x: Tensor) -> Tensor:
         return _rows(x).mT @ _rows(delta) if inputs_first else _rows(delta).mT @ _rows(x)
@@ -60,7 +60,7 @@ def _products(x: Tensor, inputs_first: bool = False) -> Contribution:
 
 @per_example_rule(F.linear)
 def _linear(wanted: str, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Contribution | None:
-    if input.dim() < 2:  # a single row: the output's first dimension is that of the layer
+    if input.dim() < 2:  # a single row: the output's first dimension counts features
         return None
     if wanted == "bias":
         assert bias is not None

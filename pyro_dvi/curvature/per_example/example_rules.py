@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of rules that say what an example contributes to the gradient of a weight."""
+"""The rules for the contribution of an example to the gradient of a weight, by function, and uses of weights."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -51,18 +51,18 @@ class Outer:
 
 @dataclass(frozen=True)
 class Contribution:
-    r"""What each example adds to the gradient of a weight, :math:`g_i = f(\delta_i, x_i)`.
+    r"""The contribution of each example to the gradient of a weight, :math:`g_i = f(\delta_i, x_i)`.
 
     Attributes:
         function: f, from the gradient :math:`\delta` of the output and the operands to ``[M, *weight.shape]``. Some
             curvatures differentiate what it returns, so it consists of differentiable functions.
-        operands: what :math:`\delta` is multiplied with, with examples in the first dimension as there.
+        operands: the tensors that :math:`\delta` is multiplied with, examples first.
         sum_of_squares: :math:`\sum_i g_i^2` from the same arguments, where that is cheaper than squares of the
             gradients. It need not be differentiable.
-        outer: what gradients are made of where they are sums of outer products. It spares others the gradients
-            themselves: Kronecker factors, products between layers, the rows of some examples only.
+        outer: the factors of gradients that are sums of outer products, for Kronecker factors, products between
+            layers and rows of some examples.
         bilinear: whether the output is linear in the operands and linear in the weight, so that both may stand for
-            means. That of an activation function with a learned slope is not.
+            means. An activation function with a learned slope is not.
     """
 
     function: Callable[..., Tensor]
@@ -72,7 +72,7 @@ class Contribution:
     bilinear: bool = True
 
     def part(self, rows: slice) -> "Contribution":
-        """Return what some examples add."""
+        """Return the contribution of some examples."""
         return replace(self, operands=tuple(operand[rows] for operand in self.operands))
 
     def gradients(self, delta: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ def possible_rows(shape: torch.Size, examples: int) -> Iterator[Rows]:
 
 
 def has_rule(function: Callable) -> bool:
-    """Whether a function has a rule, which may still refuse its arguments."""
+    """Return whether a function has a rule, which may still refuse its arguments."""
     return function in _RULES
 
 
@@ -197,10 +197,10 @@ class Arguments:
 def contribution(
     function: Callable, place: int | str, arguments: Arguments, rows: Rows, shape: torch.Size
 ) -> Contribution | None:
-    """Return what examples add to the gradient of one argument of a call; None if no rule says so.
+    """Return the contribution of examples to the gradient of one argument of a call; None without a rule.
 
     Args:
-        function: what was called.
+        function: the called function.
         place: position or name of the argument that is the weight.
         arguments: of the call.
         rows: where examples are in the output; gradients of it are to come as ``rows.first(delta)``.
@@ -227,7 +227,7 @@ def contribution(
 
 
 def _of_several_rows(of_row: Contribution, each: int) -> Contribution:
-    """Add up what the rows of an example contribute."""
+    """Add up the contributions of the rows of an example."""
 
     def gradients(delta: Tensor, *operands: Tensor) -> Tensor:
         flat = (x.flatten(0, 1) for x in (delta, *operands))
@@ -316,7 +316,7 @@ class Use:
 
     @property
     def contribution(self) -> Contribution:
-        """What each example adds to the weight's gradient, from ``arranged`` gradients of the output."""
+        """The contribution of each example to the weight's gradient, from ``arranged`` gradients of the output."""
         assert self._contribution is not None
         return self._contribution
 

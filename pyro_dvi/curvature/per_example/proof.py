@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Proofs that the gradients of single examples, as layers give them, are those of the model.
+r"""Proofs that layers give the gradients of single examples as the model has them.
 
 The table of rules believes what it recognises: that a dimension of a layer's output counts examples, and that the uses
 of a weight which were seen are all of them. With a weight :math:`c_i` for each output,
@@ -75,10 +75,10 @@ def kept_apart(plain: Tensor, weighted: Tensor, weights: Tensor) -> Tensor:
 
 
 class Finding(NamedTuple):
-    """What a proof found.
+    """The result of a proof.
 
     Attributes:
-        wrong: numbers of the weights whose gradients of examples are not those of the model.
+        wrong: numbers of the weights for which rules and model disagree.
         unproven: those that gradients, all zero or rounding errors, do not tell anything about.
         rows: where the examples are in the outputs of each use of a weight, if not in the likeliest dimension.
     """
@@ -96,7 +96,7 @@ class Finding(NamedTuple):
 
 
 def examined(uses: Served, values: Mapping[int, Tensor], outputs: Tensor, seed: int = 0) -> Finding:
-    """Compare the gradients of examples with those of plain autograd, by two backward passes.
+    """Compare the gradients of examples with plain autograd, by two backward passes.
 
     Args:
         uses: of the weights to be proved, by their numbers.
@@ -179,8 +179,8 @@ def _comparison(
             apart = torch.zeros_like(apart)
         largest = [x.abs().max() for x in use.contribution.operands if x.is_floating_point() and x.numel()]
         terms = terms + delta.norm() * (torch.stack(largest).max() if largest else 1.0)
-    # Where terms cancel, a sum is a few roundings of their size, and normalisation makes these larger. Below this bound
-    # a gradient tells nothing; above it, wrong ones are off by far more than the cube root of the rounding.
+    # A sum of terms that cancel is a few roundings of their size, more after normalisation. Below this bound
+    # a gradient tells nothing; above it, wrong gradients are off by far more than the cube root of the rounding.
     rounding = 1000 * coarsest * terms
     size, error = torch.maximum(total.norm(), whole.norm()), (total - whole).norm()
     wrong = ~apart | (error > coarsest ** (1 / 3) * size + rounding)
@@ -278,10 +278,9 @@ class _Verdict:
         self.known = Finding(wrong, found.unproven - wrong, {**self.known.rows, **found.rows})
         if news and not first:
             raise ModelError(
-                f"examples of observed site {site!r} depend on rows of other examples, which they did not in an "
-                "earlier step with a minibatch of the same shape. Squared gradients since then were those of the rows, "
-                "not of the examples. Train a model that mixes examples at times with IVON, which needs no gradients "
-                "of examples; if the model was changed on purpose, go on with a new objective."
+                f"examples of observed site {site!r} depend on rows of other examples, unlike in an earlier step, and "
+                "squared gradients since then are wrong: train a model that mixes examples at times with IVON; if the "
+                "model was changed on purpose, use a new objective"
             )
 
 
