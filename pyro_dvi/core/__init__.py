@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every folder uses: checks of arguments, signatures, batches, devices, distributions, tables, progress bars."""
+"""Tools of every folder: checks of arguments, signatures, batches, devices, distributions, tables, progress bars."""

@@ -14,7 +14,7 @@ from pyro_dvi.errors import ArgumentError, UnsupportedError
 
 
 def check_choice(name: str, value: object, kind: type | tuple[type, ...], examples: str) -> None:
-    """Refuse what is no object of a kind.
+    """Refuse a value that is not an object of a kind.
 
     Args:
         name: of the option.
@@ -35,7 +35,7 @@ def check_choice(name: str, value: object, kind: type | tuple[type, ...], exampl
 
 
 def check_count(name: str, value: Any, least: int = 1) -> None:
-    """Refuse what is no whole number of things, or too few of them.
+    """Refuse a value that is not a whole number, or too small.
 
     Raises:
         ArgumentError: it is something else.
@@ -45,26 +45,31 @@ def check_count(name: str, value: Any, least: int = 1) -> None:
         raise ArgumentError(f"{name} must be {what}, not {reprlib.repr(value)}")
 
 
+def is_number(value: Any, end: float = math.inf) -> bool:
+    """Return whether a value is a number of at least zero and below ``end``."""
+    return isinstance(value, Real) and not isinstance(value, bool) and 0 <= float(value) < end
+
+
 def check_positive(name: str, value: Any) -> None:
-    """Refuse what is no finite number above zero.
+    """Refuse a value that is not a finite number above zero.
 
     Raises:
         ArgumentError: it is something else.
     """
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 < float(value) < math.inf:
+    if not is_number(value) or value == 0:
         raise ArgumentError(f"{name} must be a positive number, not {reprlib.repr(value)}")
 
 
 def check_kl_weight(name: str, value: Any) -> None:
-    """Refuse what is no finite number of zero or more.
+    """Refuse a value that is not a finite number of zero or more.
 
     Raises:
         ArgumentError: it is something else.
     """
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) < math.inf:
+    if not is_number(value):
         raise ArgumentError(
-            f"{name} must be a finite number >= 0, not {reprlib.repr(value)}: as a weight of the KL divergence, 1 is "
-            "the Bayesian posterior, smaller values temper it, 0 switches the prior off"
+            f"{name} must be a finite number >= 0, not {reprlib.repr(value)}: with 1 as a weight of the KL divergence "
+            "the posterior is Bayesian"
         )
 
 
@@ -121,8 +126,7 @@ def by_position(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[s
     bound = inspect.Signature(_signature(fn)).bind(*args, **kwargs) if kwargs else None
     if bound is not None and bound.kwargs:
         raise UnsupportedError(
-            f"predictions pass inputs to the model by position, but it takes {sorted(bound.kwargs)} by name only: wrap "
-            "it in a function that takes them by position"
+            f"predictions pass inputs by position: wrap the model, which takes {sorted(bound.kwargs)} by name only"
         )
     return args if bound is None else bound.args
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tensors were computed from, as their autograd graph knows."""
+"""The origin of tensors, by their autograd graph."""
 
 import re
 from collections.abc import Container, Iterable, Sequence

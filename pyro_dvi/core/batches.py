@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From what a loader yields to the arguments of model and guide."""
+"""Arguments of model and guide from the batches of a loader."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
@@ -19,9 +19,6 @@ def arguments(batch: Any, device: torch.device | None) -> tuple[tuple[Any, ...],
     A tuple or list becomes positional arguments, a mapping keyword arguments, anything else the only
     argument.
 
-    Raises:
-        DataError: if the keys of a mapping are not strings.
-
     Example:
         >>> arguments([torch.zeros(2), torch.ones(2)], None)
         ((tensor([0., 0.]), tensor([1., 1.])), {})
@@ -29,11 +26,6 @@ def arguments(batch: Any, device: torch.device | None) -> tuple[tuple[Any, ...],
         ((), {'x': tensor([0.])})
     """
     if isinstance(batch, Mapping):
-        if not all(isinstance(key, str) for key in batch):
-            raise DataError(
-                "A batch that is a mapping becomes keyword arguments of the model, so its keys must be "
-                f"strings; got {list(batch)[:5]}."
-            )
         return (), {key: _moved(value, device) for key, value in batch.items()}
     if isinstance(batch, (tuple, list)):
         return tuple(_moved(value, device) for value in batch), {}
@@ -57,8 +49,7 @@ def check_loader(loader: Any, passes: int, role: str = "loader") -> None:
     """
     if isinstance(loader, Tensor):
         raise ArgumentError(
-            f"{role} is a tensor, whose rows would be taken for batches. Pass batches: "
-            "DataLoader(TensorDataset(x, y), batch_size=128), or [(x, y)] for one batch of everything."
+            f"{role} is a tensor, whose rows would be taken for batches: pass a DataLoader, or [(x, y)] for one batch"
         )
     if isinstance(loader, (tuple, list)) and loader and all(isinstance(part, Tensor) for part in loader):
         # Tensors of one kind in a list may be batches of a model with one argument.
@@ -72,14 +63,11 @@ def check_loader(loader: Any, passes: int, role: str = "loader") -> None:
         )
     if isinstance(loader, Iterator) and passes > 1:
         raise DataError(
-            f"{role} is an iterator ({type(loader).__name__}) and ends after one pass, but {passes} passes "
-            "are needed. Pass a DataLoader, or list(...) of the batches."
+            f"{role} is an iterator ({type(loader).__name__}) and ends after one pass, not after {passes}: pass a "
+            "DataLoader, or list(...) of the batches"
         )
     if number_of_batches(loader) == 0:
-        raise DataError(
-            f"{role} is empty: it has no batches. A data set smaller than batch_size with drop_last=True "
-            "has none."
-        )
+        raise DataError(f"{role} is empty, as of a data set smaller than batch_size with drop_last=True")
 
 
 def number_of_batches(loader: Any) -> int | None:
@@ -124,7 +112,7 @@ def non_finite_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str
 
 
 def is_strided(value: Any) -> bool:
-    """Whether it is a tensor with rows to cut and elements to read, neither sparse nor nested."""
+    """Return whether a value is a tensor with rows to cut and elements to read, neither sparse nor nested."""
     return isinstance(value, Tensor) and value.layout == torch.strided and not value.is_nested
 
 
@@ -157,7 +145,7 @@ def mapped(function: Callable[[Any], Any], value: Any) -> Any:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors in what :func:`mapped` goes through, in order."""
+    """Return the tensors in nested arguments, in the order of :func:`mapped`."""
     found: list[Tensor] = []
 
     def note(item: Any) -> Any:

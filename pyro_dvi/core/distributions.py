@@ -130,7 +130,7 @@ def placed_like(distribution: D, reference: Tensor) -> D:
 
 
 def broadcasts_to(shape: Sequence[int], target: Sequence[int]) -> bool:
-    """Whether a tensor of one shape expands to another."""
+    """Return whether a tensor of one shape expands to another."""
     ends = zip(reversed(shape), reversed(target), strict=False)
     return len(shape) <= len(target) and all(size in (1, wanted) for size, wanted in ends)
 
@@ -236,7 +236,7 @@ def given_to(site: str, base: Any, made: list[Built]) -> dict[str, Any]:
 
 
 def _memory(fn: Any) -> dict[str, int]:
-    """Where the parameters of a distribution are stored; those it computes when asked are left out."""
+    """Return the addresses of the parameters of a distribution, without parameters that it computes when asked."""
     found = {}
     for name in fn.arg_constraints:
         lazy = isinstance(

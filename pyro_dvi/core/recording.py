@@ -3,7 +3,7 @@
 
 The function runs with three numbers of rows. What comes out equal each time, and is computed from none of the inputs,
 is a constant of the graph: whatever only the weights decide is so computed once. An integer that differs is a linear
-function of the number of rows. Python itself leaves no trace, neither that of the function nor Pyro's.
+function of the number of rows. No Python code is recorded, neither from the function nor from Pyro.
 """
 
 import operator
@@ -24,7 +24,7 @@ _RECORDING = ContextVar("recording", default=False)
 
 
 def is_recording() -> bool:
-    """Whether a function is being recorded, which must not look at values."""
+    """Return whether a function is being recorded, which must not look at values."""
     return _RECORDING.get()
 
 
@@ -164,7 +164,7 @@ class _Graph:
                     self._nodes[id(part)] = self._graph.call_function(operator.getitem, (node, i))
 
     def _shared(self, *values: Any) -> Any:
-        """Return an argument of an operator as the graph has it, from those of all runs."""
+        """Return an argument of an operator as the graph has it, from the arguments of all runs."""
         first = values[0]
         if isinstance(first, Tensor):
             return self._nodes[id(first)] if id(first) in self._nodes else self._constant(*values)

@@ -2,7 +2,7 @@
 """Random generators and modules of a run: looking at a model without updating statistics or using random numbers."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -30,7 +30,7 @@ def device_of(*functions: Any) -> torch.device | None:
 
 
 def state_of(device: torch.device) -> tuple[Callable[[], Tensor], Callable[[Tensor], Any]]:
-    """Return what reads and what sets the state of the device's global generator."""
+    """Return two functions, which read and set the state of the device's global generator."""
     if device.type == "cpu":
         return torch.get_rng_state, torch.set_rng_state
     module = torch.get_device_module(device)
@@ -60,7 +60,7 @@ def forked(*devices: torch.device | None) -> Iterator[None]:
 
 
 def seeder() -> Callable[[int], Any]:
-    """Return what seeds all global generators.
+    """Return a function that seeds all global generators.
 
     Where there is no accelerator this is not ``torch.manual_seed``, which notes down the seed for one, with a stack
     trace; that takes longer than a small model.
@@ -114,6 +114,13 @@ def modules_met(meet: Callable[[nn.Module], None], *functions: Any) -> Iterator[
 
 
 @contextmanager
+def _changed(change: Callable[[nn.Module, ExitStack], None], *functions: Any) -> Iterator[None]:
+    """Change every module that is met, and undo the changes when the block ends."""
+    with ExitStack() as undo, modules_met(lambda module: change(module, undo), *functions):
+        yield
+
+
+@contextmanager
 def undisturbed() -> Iterator[None]:
     """Restore buffers and the random state when the block ends.
 
@@ -127,8 +134,7 @@ def undisturbed() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def evaluating(*functions: Any) -> Iterator[None]:
+def evaluating(*functions: Any) -> AbstractContextManager[None]:
     """Run modules as in evaluation; put every one back as it was.
 
     Modules are found inside ``functions`` and, by a forward hook, wherever a plain function calls them, so batch
@@ -142,19 +148,16 @@ def evaluating(*functions: Any) -> Iterator[None]:
         >>> net.training
         True
     """
-    with ExitStack() as undo:
 
-        def switch(module: nn.Module) -> None:
-            if module.training:
-                undo.callback(setattr, module, "training", True)
-                module.training = False
+    def switch(module: nn.Module, undo: ExitStack) -> None:
+        if module.training:
+            undo.callback(setattr, module, "training", True)
+            module.training = False
 
-        with modules_met(switch, *functions):
-            yield
+    return _changed(switch, *functions)
 
 
-@contextmanager
-def constant_parameters(*functions: Any) -> Iterator[None]:
+def constant_parameters(*functions: Any) -> AbstractContextManager[None]:
     """Run modules with their own parameters as constants: no graph is kept for what only these reach.
 
     Modules are found as by :func:`evaluating`.
@@ -167,21 +170,18 @@ def constant_parameters(*functions: Any) -> Iterator[None]:
         >>> net.weight.requires_grad
         True
     """
-    with ExitStack() as undo:
 
-        def switch(module: nn.Module) -> None:
-            for parameter in module.parameters(recurse=False):
-                # torch.func.functional_call puts other tensors there, as latents
-                if parameter.requires_grad and isinstance(parameter, nn.Parameter):
-                    undo.callback(parameter.requires_grad_)
-                    parameter.requires_grad_(False)
+    def switch(module: nn.Module, undo: ExitStack) -> None:
+        for parameter in module.parameters(recurse=False):
+            # torch.func.functional_call puts other tensors there, as latents
+            if parameter.requires_grad and isinstance(parameter, nn.Parameter):
+                undo.callback(parameter.requires_grad_)
+                parameter.requires_grad_(False)
 
-        with modules_met(switch, *functions):
-            yield
+    return _changed(switch, *functions)
 
 
-@contextmanager
-def preserve_buffers() -> Iterator[None]:
+def preserve_buffers() -> AbstractContextManager[None]:
     """Give every module that runs inside the block copies of its buffers, and the originals back afterwards.
 
     A guide that inspects its model, or ``Predictive`` in training mode, runs the network and so advances the
@@ -196,14 +196,12 @@ def preserve_buffers() -> Iterator[None]:
         tensor([0., 0.])
     """
     lent: dict[int, nn.Module] = {}
-    with ExitStack() as undo:
 
-        def lend_copies(module: nn.Module) -> None:
-            if module._buffers and id(module) not in lent:
-                lent[id(module)] = module
-                kept = {name: b for name, b in module._buffers.items() if b is not None}
-                undo.callback(module._buffers.update, kept)
-                module._buffers.update({name: b.clone() for name, b in kept.items()})
+    def lend_copies(module: nn.Module, undo: ExitStack) -> None:
+        if module._buffers and id(module) not in lent:
+            lent[id(module)] = module
+            kept = {name: b for name, b in module._buffers.items() if b is not None}
+            undo.callback(module._buffers.update, kept)
+            module._buffers.update({name: b.clone() for name, b in kept.items()})
 
-        with modules_met(lend_copies):
-            yield
+    return _changed(lend_copies)

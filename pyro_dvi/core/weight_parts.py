@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recognise weights among the arguments of functions, also after their elements were moved: ``w.T``, ``w[0]``.
 
-All who follow weights through a model share this record: gradients of single examples, the input units of weights, and
-the warning of repeated uses.
+Everything that follows weights through a model shares this record: gradients of single examples, the input units of
+weights, and the warning of repeated uses.
 """
 
+import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 # Functions that give elements of their first argument another place, each at most once.
 _MOVES = frozenset(
@@ -41,10 +44,14 @@ class Part:
         return torch.arange(self.shape.numel()).reshape(self.shape) if self.places is None else self.places
 
     def overlaps(self, other: "Part") -> bool:
-        """Whether two parts of one weight have an element in common."""
+        """Return whether two parts of one weight have an element in common."""
         if self.places is None or other.places is None:
             return True
         return bool(torch.isin(self.places, other.places).any())
+
+
+Places = list[tuple[int | str | None, Part]]
+"""Parts among the arguments of a call with their position or name; None within a list."""
 
 
 class WeightParts:
@@ -61,8 +68,8 @@ class WeightParts:
         """Recognise a value with the same elements of the weight in the same places as a part."""
         self._parts.setdefault(id(value), replace(part, value=value))
 
-    def among(self, args: tuple, kwargs: dict[str, Any]) -> list[tuple[int | str | None, Part]]:
-        """Return the parts among the arguments of a call with their position or name; None within a list."""
+    def among(self, args: tuple, kwargs: dict[str, Any]) -> Places:
+        """Return the parts among the arguments of a call."""
         named: list[tuple[int | str | None, Any]] = [*enumerate(args), *kwargs.items()]
         parts, lists = self._parts, [a for _, a in named if isinstance(a, list | tuple)]
         found = [(p, parts[id(a)]) for p, a in named if id(a) in parts]
@@ -81,6 +88,46 @@ class WeightParts:
         for value, places in zip(several(result), several(moved), strict=True):
             self._parts[id(value)] = Part(part.key, value, part.shape, places)
         return True
+
+
+class WeightRecorder(TorchFunctionMode):
+    """Notice the functions that are called with weights, matched by identity, while the model runs.
+
+    Attributes:
+        parts: the weights, and values made of them by moving their elements.
+        others: functions to note without weights, too.
+    """
+
+    others: ClassVar[frozenset[Callable]] = frozenset()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = WeightParts()
+
+    def used(self, func: Callable, args: tuple, kwargs: dict[str, Any], output: Any, found: Places) -> None:
+        """Note a call with weights at places among its arguments, which does not only move their elements."""
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.multi_head_attention_forward:  # made of functions with rules
+            with self:
+                return _attention(*args, **kwargs)
+        output = func(*args, **kwargs)
+        found = self.parts.among(args, kwargs)
+        moves = found and self.parts.follow(func, args, kwargs, output, found[0][1])
+        if (found and not moves) or func in self.others:
+            self.used(func, args, kwargs, output, found)
+        return output
+
+
+# Attention with functions that do not ask for recorders: these are called with the functions inside of it.
+_attention = types.FunctionType(
+    F.multi_head_attention_forward.__code__,
+    {**F.multi_head_attention_forward.__globals__, "has_torch_function": lambda tensors: False},
+    argdefs=F.multi_head_attention_forward.__defaults__,
+)
 
 
 def name_of(func: Callable) -> str:

@@ -7,27 +7,29 @@ One backward pass per output k reaches every layer with the gradients of all exa
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, combinations_with_replacement
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from pyro_dvi.curvature.per_example.example_rules import Contribution, Rows
-from pyro_dvi.curvature.per_example.proof import warn_of_disproved, with_rows
-from pyro_dvi.curvature.per_example.uses import Use, at_least_single
+from pyro_dvi.curvature.per_example.example_rules import Contribution, Rows, Use, at_least_single
+from pyro_dvi.curvature.per_example.proof import warn_of_disproved
 from pyro_dvi.curvature.products import LinearMap, gradients_at, vectors_together
 from pyro_dvi.curvature.squared_gradients import SquaredGradients, squares_of, squares_without_rules
 
 _KEPT = 1 << 26  # entries of gradients at layers that may be held
 _CHUNK = 1 << 23  # entries of rows of J that are formed at a time
 _CACHE = 1 << 19  # entries that a processor's cache holds
+_PRODUCTS = 1 << 24  # entries of products of factors that are formed at a time
 
 
 class OuterGradients:
     r"""A weight with one use, whose gradients are :math:`\sum_t \delta_{ikt} a_{it}^\top`.
 
     Args:
-        contribution: says what they are made of.
+        contribution: of an example to the gradient.
         deltas: gradients of the layer's output, ``[K, B, ...]``.
         entries: the entries of the flat weight that rows are to have; None: all.
     """
@@ -40,12 +42,12 @@ class OuterGradients:
 
     @property
     def is_whole(self) -> bool:
-        """Whether rows have all entries."""
+        """Rows have all entries of the weight."""
         return self._entries is None
 
     @property
     def is_single(self) -> bool:
-        """Whether each is one outer product, all of it."""
+        """Each gradient is one outer product, with all its entries."""
         return self.is_whole and self._inputs(slice(0, 1)).shape[1] == 1
 
     @property
@@ -80,7 +82,7 @@ class OuterGradients:
         return a.squeeze(1).to(dtype), delta.squeeze(2).transpose(0, 1).to(dtype)
 
     def by_unit(self, entries: Tensor) -> Tensor:
-        """Return what belongs to entries of the weight, those of some units, ``[size, ...]``, as ``[p, q, ...]``."""
+        """Arrange numbers for the entries of some units, ``[size, ...]``, as ``[p, q, ...]``."""
         if self.inputs_first:
             return entries.unflatten(0, (self._num_inputs, -1)).transpose(0, 1)
         return entries.unflatten(0, (-1, self._num_inputs))
@@ -101,27 +103,15 @@ class OuterGradients:
         pairs = zip(left.split(count, -3), right.split(count, -3), strict=True)
         return torch.cat([(x[..., i] * y[..., j]).sum(-2) for x, y in pairs], -2).transpose(0, 1)
 
-    def squares(self) -> Tensor | None:
-        """Return the sum of the squares of all gradients; None where those of an example do not fit a cache."""
-        a, delta = self.parts(slice(0, 1))
-        if self.is_single:
-            a, delta = self.parts(slice(None))
-            found = delta.square().sum(0)[:, 0].mT @ a[:, 0].square()
-            return found.mT if self.inputs_first else found
-        size = len(delta) * delta.shape[-1] * a.shape[-1]
-        if size > self._together:
-            return None
-        return sum((self.rows(part).square_().sum((0, 1)) for part in self.chunks(size)), a.new_zeros(()))
-
 
 class ExampleGradients:
     r"""The Jacobian of outputs f with respect to several tensors, example by example.
 
-    Status: exact. That layers give the gradients of single examples is proved, not believed, by two backward passes.
+    Status: exact. Two backward passes prove that layers give the gradients of single examples.
 
     Args:
         recorder: the context in which the model ran, with the tensors u.
-        outputs: f, ``[B, K]``, a node of the graph of these; what is to be weighted comes with its weight.
+        outputs: f, ``[B, K]``, a node of the graph of these tensors, multiplied with its weights already.
         entries: the entries of flat tensors that rows are to have, by the number of the tensor; None, as for tensors
             that are left out: all.
         names: of the tensors, for a warning.
@@ -137,10 +127,8 @@ class ExampleGradients:
         self.recorder, self.values, self.outputs = recorder, list(recorder.values.values()), outputs
         self._entries = {} if entries is None else entries
         served = recorder.served(len(outputs))
-        # All outputs at once, with weights under which they do not cancel (log-probabilities would, with equal ones).
-        weights = torch.arange(1, outputs.shape[1] + 1, device=outputs.device).to(outputs).sqrt().sin()
-        found = recorder.examined(served, outputs @ weights)
-        self._uses = with_rows({k: uses for k, uses in served.items() if k not in found.wrong}, found.rows)
+        found = recorder.examined(served, outputs)
+        self._uses = found.kept(served)
         warn_of_disproved(served, found.wrong, names)
 
     @property
@@ -155,7 +143,7 @@ class ExampleGradients:
 
     @property
     def spans(self) -> list[slice]:
-        """Where each tensor lies in a row."""
+        """The place of each tensor in a row."""
         return [slice(end - size, end) for end, size in zip(accumulate(self.sizes), self.sizes, strict=True)]
 
     @property
@@ -166,7 +154,7 @@ class ExampleGradients:
 
     @property
     def cheap(self) -> bool:
-        """Whether most of a row comes from rules, and what they need is small enough to be held."""
+        """Most of a row comes from rules, and the gradients that they need fit into memory."""
         covered = sum(self.sizes[k] for k in self._uses)
         return 2 * covered > self.size and self.held <= _KEPT
 
@@ -188,8 +176,9 @@ class ExampleGradients:
         for units in self._units.split(at_once) if uses else ():
             deltas = self._deltas if len(units) == len(self._units) else self._deltas_of(units)
             for k, calls in uses.items():
-                for found in _squares(calls, [_arranged(use, deltas[use.output]) for use in calls]):
-                    add(k, found)
+                reached = _arranged(calls, deltas)
+                for n in range(len(units)) if reached else ():
+                    add(k, squares_of([(use.contribution, delta[n]) for use, delta in reached]))
         rest = [k for k in wanted if k not in uses]
         for output in self.outputs.unbind(1) if rest else ():
             others = squares_without_rules(output, torch.ones_like(output), [self.values[k] for k in rest])
@@ -198,10 +187,12 @@ class ExampleGradients:
         return total
 
     def outer(self, k: int) -> OuterGradients | None:
-        """Return what the gradients of tensor ``k`` are made of; None without such a rule, or with several uses."""
+        """Return the outer products of tensor ``k``; None without such a rule, or with several uses."""
         uses = self._uses.get(k, [])
-        deltas = _arranged(uses[0], self._deltas[uses[0].output]) if _is_outer(uses) else None
-        return None if deltas is None else OuterGradients(uses[0].contribution, deltas, self._entries.get(k))
+        if len(uses) > 1 or any(use.contribution.outer is None for use in uses):
+            return None
+        reached = _arranged(uses, self._deltas)
+        return OuterGradients(uses[0].contribution, reached[0][1], self._entries.get(k)) if reached else None
 
     @cached_property
     def single(self) -> dict[int, OuterGradients]:
@@ -210,7 +201,7 @@ class ExampleGradients:
         return {k: outer for k, outer in found.items() if outer is not None and outer.is_single}
 
     def same_call(self, k: int, other: int) -> bool:
-        """Whether two tensors are used once each, and by the same call: weight and bias of a layer."""
+        """Return whether two tensors are used once each, and by the same call: weight and bias of a layer."""
         one, two = self._uses.get(k, []), self._uses.get(other, [])
         return len(one) == len(two) == 1 and one[0].output == two[0].output
 
@@ -223,16 +214,14 @@ class ExampleGradients:
     def rows(self, part: slice, tensors: Sequence[int] | None = None) -> Tensor:
         """Return J of some examples, ``[m, K, size]``, with columns in the order of the tensors (None: all)."""
         wanted = range(len(self.values)) if tensors is None else tensors
-        missing = [k for k in wanted if self.outer(k) is None and k not in self._whole]
-        found = dict(zip(missing, self._by_products(part, missing), strict=True))
-        columns = []
-        for k in wanted:
-            outer = self.outer(k)
-            if outer is not None:
-                columns.append(outer.rows(part))
-            else:
-                whole = found[k] if k in found else self._whole[k][part]
-                columns.append(whole[..., self._entries.get(k, slice(None))])
+        outer = {k: self.outer(k) for k in wanted}
+        whole = {k: self._whole[k][part] for k in wanted if k in self._whole}
+        missing = [k for k in wanted if outer[k] is None and k not in whole]
+        whole.update(zip(missing, self._by_products(part, missing), strict=True))
+        columns = [
+            whole[k][..., self._entries.get(k, slice(None))] if found is None else found.rows(part)
+            for k, found in outer.items()
+        ]
         return torch.cat(columns, -1)
 
     @cached_property
@@ -271,53 +260,31 @@ class ExampleGradients:
 
     def _by_rules(self, uses: list[Use], value: Tensor) -> Tensor:
         total = self.outputs.new_zeros(*self.outputs.shape, value.numel())
-        for use in uses:
-            deltas = _arranged(use, self._deltas[use.output])
-            if deltas is not None:
-                total += torch.stack(
-                    [use.contribution.gradients(d).reshape(len(d), -1) for d in deltas], 1
-                ).to(total)
+        for use, deltas in _arranged(uses, self._deltas):
+            rows = [use.contribution.gradients(delta).reshape(len(delta), -1) for delta in deltas]
+            total += torch.stack(rows, 1).to(total)
         return total
 
     def _by_products(self, part: slice, tensors: list[int]) -> list[Tensor]:
         if not tensors:
             return []
         rows, outputs = self.outputs.shape
-        places = torch.arange(rows * outputs).reshape(rows, outputs)[part].reshape(-1)
-        seeds = self.outputs.new_zeros(len(places), rows * outputs)
-        seeds[torch.arange(len(places)), places] = 1
-        found = LinearMap(self.outputs, [self.values[k] for k in tensors]).transposed(
-            seeds.reshape(-1, rows, outputs)
-        )
+        places = torch.arange(rows * outputs).reshape(rows, outputs)[part].flatten()
+        seeds = F.one_hot(places, rows * outputs).to(self.outputs).reshape(-1, rows, outputs)
+        found = LinearMap(self.outputs, [self.values[k] for k in tensors]).transposed(seeds)
         return [g.reshape(-1, outputs, g[0].numel()) for g in found]
 
 
-def _arranged(use: Use, deltas: Tensor | None) -> Tensor | None:
-    """Gradients of the output of a use with examples in the dimension after the first."""
-    if deltas is None:
-        return None
-    return (
-        at_least_single(deltas)
-        if use.rows == Rows(0, deltas.shape[1])
-        else torch.stack([use.arranged(d) for d in deltas])
-    )
-
-
-def _is_outer(uses: Sequence[Use]) -> bool:
-    return len(uses) == 1 and uses[0].contribution.outer is not None
-
-
-def _squares(uses: Sequence[Use], deltas: Sequence[Tensor | None]) -> Iterator[Tensor]:
-    """Give sums of squares of a weight from gradients ``[S, B, ...]`` at each use: of all outputs, or one by one."""
-    reached = [(use, delta) for use, delta in zip(uses, deltas, strict=True) if delta is not None]
-    together = None
-    if _is_outer(uses) and reached:
-        together = OuterGradients(uses[0].contribution, reached[0][1]).squares()
-    if together is not None:
-        yield together
-        return
-    for single in zip(*(delta for _, delta in reached), strict=True):
-        yield squares_of([use.contribution for use, _ in reached], single)
+def _arranged(uses: Sequence[Use], deltas: Mapping[Any, Tensor | None]) -> list[tuple[Use, Tensor]]:
+    """The uses that gradients arrive at, with these ``[K, B, ...]``, examples in the second dimension."""
+    found = []
+    for use in uses:
+        delta = deltas[use.output]
+        if delta is not None and use.rows == Rows(0, delta.shape[1]):
+            found.append((use, at_least_single(delta)))
+        elif delta is not None:
+            found.append((use, torch.stack([use.arranged(one) for one in delta])))
+    return found
 
 
 def by_examples(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
@@ -327,3 +294,60 @@ def by_examples(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
         rows = len(f) if f.dim() > 1 else 1
         groups.setdefault(rows, []).append((f * w).reshape(rows, -1))
     return [torch.cat(group, 1) for group in groups.values()]
+
+
+# The Gauss-Newton matrix ----------------------------------------------------------------------------------------
+
+
+def add_gauss_newton_matrix(examples: ExampleGradients, total: Tensor) -> None:
+    r"""Add :math:`G = \sum_{ik} J_{ik}^\top J_{ik}` to ``total`` [D, D] in place.
+
+    With gradients that are outer products, :math:`J_{ik} = \delta_{ik} a_i^\top`, the block of two layers is
+
+    .. math::
+        G_{(p,q),(p',q')} = \sum_i \Bigl(\sum_k \delta_{ikp}\,\delta'_{ikp'}\Bigr)\,a_{iq}\,a'_{iq'},
+
+    one product over examples where rows of J would need one over examples and outputs.
+
+    Args:
+        examples: J of B examples with K outputs.
+        total: laid out like the examples' tensors, one after the other.
+    """
+    spans, layers = examples.spans, examples.single
+    _add_strip(examples, total, [spans[k] for k in range(len(spans)) if k not in layers])
+    for (k, one), (other, two) in combinations_with_replacement(layers.items(), 2):
+        block = _block(one, two)
+        total[spans[k], spans[other]] += block
+        if k != other:
+            total[spans[other], spans[k]] += block.mT
+
+
+def _add_strip(examples: ExampleGradients, total: Tensor, spans: list[slice]) -> None:
+    """Add the rows and columns of tensors whose gradients are not single outer products, from rows of J."""
+    if not spans:
+        return
+    columns = torch.cat([torch.arange(span.start, span.stop) for span in spans]).to(total.device)
+    strip = total.new_zeros(len(columns), total.shape[1])
+    for part in examples.chunks():
+        rows = examples.rows(part).flatten(0, 1)
+        strip.addmm_(rows[:, columns].mT, rows)
+    total[columns] += strip
+    others = torch.ones(total.shape[1], dtype=torch.bool, device=total.device)
+    others[columns] = False
+    total[others.nonzero(), columns] += strip[:, others].mT
+
+
+def _block(one: OuterGradients, two: OuterGradients) -> Tensor:
+    """The block of two layers, in the order of their weights."""
+    (a, delta), (b, gamma) = one.factors(slice(0, 1)), two.factors(slice(0, 1))
+    p, r, q, s = (x.shape[-1] for x in (delta, gamma, a, b))
+    total = a.new_zeros(p * r, q * s)
+    count = max(1, _PRODUCTS // (p * r + q * s))
+    for start in range(0, one.num_examples, count):
+        part = slice(start, start + count)
+        (a, delta), (b, gamma) = one.factors(part), two.factors(part)
+        left = torch.einsum("mki,mkj->mij", delta, gamma).flatten(1)
+        total.addmm_(left.mT, torch.einsum("mi,mj->mij", a, b).flatten(1))
+    rows = (2, 0) if one.inputs_first else (0, 2)
+    columns = (3, 1) if two.inputs_first else (1, 3)
+    return total.reshape(p, r, q, s).permute(*rows, *columns).reshape(p * q, r * s)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Curvatures that square the gradient of a sum over examples.
+r"""Curvatures from squared gradients, of a sum over examples or of single examples.
 
-That of labels drawn from the model is the sampled Fisher information, the default of Variational Laplace; that of the
-observed labels is what stochastic gradient descent implicitly penalises.
-
-Curvatures that sum squared gradients of single examples, :math:`\sum_i (\partial_u \ell_i)^2`.
+The squared gradient of a sum is the sampled Fisher information, the default of Variational Laplace, if labels are drawn
+from the model. With the observed labels stochastic gradient descent penalises it implicitly. The other curvatures sum
+squared gradients of single examples, :math:`\sum_i (\partial_u \ell_i)^2`.
 """
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,17 +19,14 @@ from pyro_dvi.curvature.linearisation import (
     Curvature,
     Linearisation,
     ObservedSite,
-    SliceArguments,
     half_sum,
     half_weighted_squares,
-    private_random_state,
     sum_of,
 )
-from pyro_dvi.curvature.per_example.proof import Finding, Proofs, examined, layout_of
-from pyro_dvi.curvature.per_example.uses import Use, WeightUses
+from pyro_dvi.curvature.per_example.proof import Proofs, Served
 from pyro_dvi.curvature.second_derivatives import FastSecondDerivatives
-from pyro_dvi.curvature.squared_gradients import pass_per_example
-from pyro_dvi.errors import ArgumentError, UnsupportedError
+from pyro_dvi.curvature.squared_gradients import SquaredGradients, pass_per_example
+from pyro_dvi.errors import ArgumentError
 
 
 class Fisher(Curvature):
@@ -47,12 +44,9 @@ class Fisher(Curvature):
     Args:
         num_label_samples: label draws per step; each costs one more double backward.
         every: compute the penalty in every k-th training step only and multiply it by k: unbiased over steps.
-        fraction: part of the minibatch, in (0, 1], on which the penalty is computed, drawn at random in every
-            step; the plate's scale makes up for it. Unbiased, except that batch normalisation then sees
-            statistics of the part.
-        generator: random generator of the label draws (and of the drawn part); the global one by default.
-        slice_args: ``(args, kwargs, rows) -> (args, kwargs)`` for ``fraction``; by default every tensor argument as
-            long as the first one is indexed along its first dimension.
+        fraction: part of the rows of the model's arguments, in (0, 1], on which the penalty is computed, drawn at
+            random in every step; the plate's scale makes up for it. Unbiased, except that batch normalisation then
+            sees statistics of the part.
 
     Source: Unlu & Aitchison (2021), Eqs. 25-30; :math:`\tilde g` there is ``g`` with sampled labels.
 
@@ -61,23 +55,12 @@ class Fisher(Curvature):
         Fisher(num_label_samples=2, every=4)
     """
 
-    def __init__(
-        self,
-        num_label_samples: int = 1,
-        every: int = 1,
-        fraction: float = 1.0,
-        generator: torch.Generator | None = None,
-        slice_args: SliceArguments | None = None,
-    ) -> None:
+    def __init__(self, num_label_samples: int = 1, every: int = 1, fraction: float = 1.0) -> None:
         check_count("num_label_samples", num_label_samples)
         check_count("every", every)
         if not 0 < fraction <= 1:
             raise ArgumentError(f"fraction must lie in (0, 1], got {fraction}")
-        self.num_label_samples = num_label_samples
-        self.every = every
-        self.fraction = fraction
-        self.generator = generator
-        self.slice_args = slice_args
+        self.num_label_samples, self.every, self.fraction = num_label_samples, every, fraction
 
     def weight(self, step: int) -> float:
         return float(self.every) if step % self.every == 0 else 0.0
@@ -87,22 +70,14 @@ class Fisher(Curvature):
 
     def penalty(self, likelihood: Linearisation) -> Tensor:
         likelihood.require_labels("Fisher")
-        with private_random_state(self.generator, likelihood.device):
-            if self.fraction < 1:
-                if likelihood.subset is None:
-                    raise UnsupportedError(
-                        "Fisher(fraction) needs a model that can be run on part of a minibatch"
-                    )
-                likelihood = likelihood.subset(self.fraction, self.slice_args)
-            draws = [
-                [site.sample_labels() for site in likelihood.sites] for _ in range(self.num_label_samples)
-            ]
+        if self.fraction < 1:
+            likelihood = likelihood.subset(self.fraction)
+        draws = [[site.sample_labels() for site in likelihood.sites] for _ in range(self.num_label_samples)]
         penalties = [_squared_gradient(likelihood, likelihood.sites, labels) for labels in draws]
         return sum_of(penalties) / self.num_label_samples
 
     def __repr__(self) -> str:
-        defaults = {"num_label_samples": 1, "every": 1, "fraction": 1.0}
-        changed = [f"{k}={getattr(self, k)}" for k, v in defaults.items() if getattr(self, k) != v]
+        changed = [f"{name}={value}" for name, value in vars(self).items() if value != 1]
         return f"Fisher({', '.join(changed)})"
 
 
@@ -147,49 +122,38 @@ def _squared_gradient(
     return half_weighted_squares(likelihood.scales, likelihood.gradients(sum_of(terms)))
 
 
-Served = dict[int, list[Use]]
-
-
 class _ExampleSquares(Curvature):
     """Sums over terms of the likelihood of squared gradients of single examples."""
 
     def __init__(self) -> None:
         self._proofs = Proofs()
 
-    def recorder(self, used_values: Sequence[Tensor | None]) -> WeightUses:
-        return WeightUses(used_values)
+    def recorder(self, used_values: Sequence[Tensor | None]) -> SquaredGradients:
+        return SquaredGradients(used_values, differentiable=True)
 
     def penalty(self, likelihood: Linearisation) -> Tensor:
         terms, total = list(self._terms(likelihood)), None
+        recorder = likelihood.recorder
+        if not isinstance(recorder, SquaredGradients):
+            recorder = SquaredGradients([])
         served = {
-            count: self._served(likelihood, terms, count)
+            count: self._served(likelihood, recorder, [f for f, _ in terms if f.shape == (count,)])
             for count in {len(f) for f, _ in terms if f.dim() == 1}
         }
         for outputs, cotangent in terms:
             uses = served[len(outputs)] if outputs.dim() == 1 else {}
-            squares = summed_squared_gradients(likelihood.values, outputs, cotangent, uses)
+            squares = summed_squared_gradients(likelihood.values, outputs, cotangent, recorder, uses)
             total = squares if total is None else [a + b for a, b in zip(total, squares, strict=True)]
         return half_sum(likelihood.scales, total or [torch.zeros_like(u) for u in likelihood.values])
 
-    def _served(
-        self, likelihood: Linearisation, terms: Sequence[tuple[Tensor, Tensor]], count: int
-    ) -> Served:
-        """Uses of the latents whose gradients for each of so many examples the rules give."""
-        recorder = likelihood.recorder
-        if not isinstance(recorder, WeightUses):
-            return {}
-        served = recorder.served(count)
-
-        def look(seed: int) -> Finding:
-            outputs = [f for f, _ in terms if f.shape == (count,)]
-            # Unequal weights, under which log-probabilities do not cancel.
-            weights = torch.arange(1, len(outputs) + 1).sqrt().sin().tolist()
-            total = sum((w * f for w, f in zip(weights, outputs, strict=True)), outputs[0].new_zeros(count))
-            with recorder.constant_statistics():
-                return examined(served, likelihood.values, total, seed)
-
+    def _served(self, likelihood: Linearisation, recorder: SquaredGradients, outputs: list[Tensor]) -> Served:
+        """Return the uses of the latents for which rules give the gradients of single examples."""
+        served = recorder.served(len(outputs[0]))
+        if not served:
+            return served
         model = self if likelihood.model is None else likelihood.model
-        (site, *_), key = likelihood.sites or likelihood.factors, (count, len(terms), layout_of(served))
+        (site, *_), key = likelihood.sites or likelihood.factors, (len(outputs[0]), len(outputs))
+        look = partial(recorder.examined, served, torch.stack(outputs, 1))
         return self._proofs.proved(model, key, served, look, site.name, likelihood.names)
 
     @abstractmethod
@@ -249,7 +213,7 @@ class EmpiricalFisher(_ExampleSquares):
 
 
 def summed_squared_gradients(
-    values: Sequence[Tensor], outputs: Tensor, cotangent: Tensor, served: Served
+    values: Sequence[Tensor], outputs: Tensor, cotangent: Tensor, recorder: SquaredGradients, served: Served
 ) -> list[Tensor]:
     r"""Return :math:`\sum_i (w_i\,\partial_u f_i)^2` for every latent, differentiable again in the means.
 
@@ -260,29 +224,13 @@ def summed_squared_gradients(
         values: the latents' means u.
         outputs: f, one entry per example; gradients flow to the latent means.
         cotangent: w of the same shape; may depend on the means as well.
-        served: the uses of the latents that have rules.
+        recorder: the uses of the latents.
+        served: those that have rules.
     """
     if not outputs.requires_grad:  # everything is masked, or no latent reaches the observed site
         return [torch.zeros_like(u) for u in values]
-    found = _by_layer(served, outputs, cotangent)
-    rest = [k for k in range(len(values)) if k not in found]
-    if rest:
+    found = recorder.measured(served, outputs, cotangent)
+    if rest := [k for k in range(len(values)) if k not in found]:
         slow = pass_per_example(outputs, cotangent, [values[k] for k in rest], create_graph=True)
         found.update(zip(rest, slow, strict=True))
     return [found[k].reshape(u.shape) for k, u in enumerate(values)]
-
-
-def _by_layer(served: Served, outputs: Tensor, cotangent: Tensor) -> dict[int, Tensor]:
-    edges = [use.output for uses in served.values() for use in uses]
-    if not edges:
-        return {}
-    deltas = iter(torch.autograd.grad(outputs, edges, cotangent, create_graph=True, allow_unused=True))
-    found = {}
-    for k, uses in served.items():
-        per_use = [(use, next(deltas)) for use in uses]
-        gradients = [
-            use.contribution.gradients(use.arranged(delta)) for use, delta in per_use if delta is not None
-        ]
-        if gradients:
-            found[k] = sum(gradients[1:], gradients[0]).square().sum(0)
-    return found

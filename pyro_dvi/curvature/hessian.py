@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_dvi.core.arguments import check_count
-from pyro_dvi.curvature.linearisation import Curvature, Linearisation, half_sum, private_random_state, sum_of
+from pyro_dvi.curvature.linearisation import Curvature, Linearisation, half_sum, sum_of
 from pyro_dvi.curvature.products import batched_gradients
 from pyro_dvi.errors import ArgumentError
 
@@ -31,7 +31,6 @@ class HessianDiagonal(Curvature):
     Args:
         num_probes: Rademacher probes of Hutchinson's estimator, or None for the exact diagonal.
         margin: m above, in [0, 1).
-        generator: random generator of the probes.
 
     Source: Unlu & Aitchison (2021), Eqs. 20-24, "VL (H)"; Hutchinson (1989).
 
@@ -40,19 +39,13 @@ class HessianDiagonal(Curvature):
         HessianDiagonal(num_probes=4)
     """
 
-    def __init__(
-        self,
-        num_probes: int | None = None,
-        margin: float = 0.9,
-        generator: torch.Generator | None = None,
-    ) -> None:
+    def __init__(self, num_probes: int | None = None, margin: float = 0.9) -> None:
         if num_probes is not None:
             check_count("num_probes", num_probes)
         if not 0 <= margin < 1:
             raise ArgumentError(f"margin must lie in [0, 1), got {margin}")
         self.num_probes = num_probes
         self.margin = margin
-        self.generator = generator
 
     def penalty(self, likelihood: Linearisation) -> Tensor:
         log_prob = sum_of([site.log_likelihood() for site in (*likelihood.sites, *likelihood.factors)])
@@ -72,8 +65,7 @@ class HessianDiagonal(Curvature):
         assert self.num_probes is not None
         totals = [torch.zeros_like(u) for u in likelihood.values]
         for _ in range(self.num_probes):
-            with private_random_state(self.generator, likelihood.device):
-                probes = [torch.randint_like(u, 2).mul_(2).sub_(1) for u in likelihood.values]
+            probes = [torch.randint_like(u, 2).mul_(2).sub_(1) for u in likelihood.values]
             projected = sum_of([(g * v).sum() for g, v in zip(gradients, probes, strict=True)])
             products = likelihood.gradients(projected)
             totals = [t - v * hv for t, v, hv in zip(totals, probes, products, strict=True)]

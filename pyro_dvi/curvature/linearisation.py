@@ -17,35 +17,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.distributions import Distribution
 
-from pyro_dvi.core.undisturbed import state_of
-from pyro_dvi.errors import ArgumentError, CheckpointError, ModelError, UnsupportedError
+from pyro_dvi.errors import ModelError, UnsupportedError
 from pyro_dvi.gaussians.normal_divergence import row_norms
-
-SliceArguments = Callable[[tuple, dict, Tensor], tuple[tuple, dict]]
-
-
-@contextmanager
-def private_random_state(generator: torch.Generator | None, device: torch.device) -> Iterator[None]:
-    """Draw from ``generator`` inside the block and leave the global random state as it was.
-
-    Distributions draw from the global generator only, so its state is swapped for the block's duration.
-    """
-    if generator is None:
-        yield
-        return
-    if generator.device.type != device.type:
-        raise ArgumentError(
-            f"the label generator lives on {generator.device} but the model on {device}: "
-            f"create it with torch.Generator(device={device.type!r})"
-        )
-    get, put = state_of(device)
-    outer = get()
-    put(generator.get_state())
-    try:
-        yield
-    finally:
-        generator.set_state(get())
-        put(outer)
 
 
 @dataclass
@@ -105,12 +78,9 @@ class Linearisation:
         precision_limits: returns per latent the precision that its prior contributes to an optimal posterior,
             kl_weight / s², or None where the prior is not Normal.
         factors: ``pyro.factor`` terms, which have a log-density but no labels.
-        local: names of latents inside plates, whose elements belong to other rows in every step.
         recorder: what ``Curvature.recorder`` returned for this run.
         model: what was run, by which a curvature remembers what it knows of it.
-        subset: builds the linearisation of a random part of the minibatch, given the fraction and a function
-            ``(args, kwargs, rows) -> (args, kwargs)`` that takes rows of the model's arguments (None: along
-            the first dimension).
+        subset: returns the linearisation of a random part of the rows, given the fraction.
     """
 
     names: list[str]
@@ -119,22 +89,16 @@ class Linearisation:
     sites: list[ObservedSite]
     precision_limits: Callable[[], list[Tensor | None]] = list
     factors: list[ObservedSite] = field(default_factory=list)
-    local: frozenset[str] = frozenset()
     recorder: Any = None
     model: Any = None
-    subset: Callable[[float, SliceArguments | None], "Linearisation"] | None = None
-
-    @property
-    def device(self) -> torch.device:
-        return self.values[0].device
+    subset: Any = None
 
     def require_labels(self, curvature: str) -> None:
         """Refuse terms of the likelihood from which no labels can be drawn."""
         if self.factors:
             raise ModelError(
-                f"pyro.factor site {self.factors[0].name!r} has no distribution to draw labels from, so {curvature} "
-                "would silently leave out its curvature. Write it as an observed pyro.sample site, or use "
-                "TaylorELBO(curvature=MinibatchGradient())."
+                f"pyro.factor site {self.factors[0].name!r} has no distribution to draw labels from, as {curvature} "
+                "must: write it as an observed pyro.sample site, or use TaylorELBO(curvature=MinibatchGradient())"
             )
 
     def gradients(self, scalar: Tensor) -> list[Tensor]:
@@ -156,10 +120,9 @@ def twice_differentiated() -> Iterator[None]:
         if not any(word in str(error) for word in ("derivative", "differentiat", "output_padding")):
             raise
         raise UnsupportedError(
-            f"{str(error).rstrip('.')}. Variational Laplace and products with curvatures differentiate the model more "
-            "than once. Write the model without this function (pyro_dvi.bayesian.smooth_activations_ replaces "
-            "nn.Hardsigmoid and nn.Hardswish; nn.Embedding with a sum or mean stands for nn.EmbeddingBag), take "
-            "another curvature than HessianDiagonal, or train with MomentPropagationELBO or NaturalGradientELBO."
+            f"{str(error).rstrip('.')}. Variational Laplace and curvatures differentiate the model more than once: "
+            "write it without this function (pyro_dvi.bayesian.smooth_activations_ replaces nn.Hardsigmoid and "
+            "nn.Hardswish, nn.Embedding with a sum nn.EmbeddingBag), or take another curvature than HessianDiagonal"
         ) from error
 
 
@@ -174,10 +137,8 @@ class Curvature(ABC):
     with a curvature :math:`c_\lambda \approx -\partial^2_\lambda \log p`. Subclasses say which.
 
     Adding one: subclass and implement :meth:`penalty`; override :meth:`recorder` if the run of the model has to be
-    watched or its functions replaced. One that draws random numbers has its own ``generator``, or None.
+    watched or its functions replaced.
     """
-
-    generator: torch.Generator | None = None
 
     @abstractmethod
     def penalty(self, likelihood: Linearisation) -> Tensor:
@@ -193,18 +154,6 @@ class Curvature(ABC):
     def weight(self, step: int) -> float:
         """Factor of the penalty in training step ``step``; 0 skips its computation."""
         return 1.0
-
-    def state_dict(self) -> dict[str, Any]:
-        """State that a resumed run needs: that of the generator, where there is one."""
-        return {} if self.generator is None else {"generator": self.generator.get_state()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned."""
-        unknown = sorted(state.keys() - ({"generator"} & vars(self).keys()))
-        if unknown:
-            raise CheckpointError(f"{type(self).__name__} has no state, but the checkpoint holds {unknown}")
-        if self.generator is not None and state:
-            self.generator.set_state(state["generator"].cpu())
 
 
 def half_sum(scales: Sequence[Tensor], curvatures: Sequence[Tensor]) -> Tensor:

@@ -110,21 +110,14 @@ def information_pairs(
 
 
 def batched_gradients(
-    outputs: Any,
-    values: Sequence[Tensor],
-    cotangents: Any,
-    vectors_at_once: int,
-    *,
-    create_graph: bool = False,
-    allow_unused: bool = True,
+    outputs: Any, values: Sequence[Tensor], cotangents: Any, vectors_at_once: int, **options: bool
 ) -> list[Tensor]:
     """Vector-Jacobian products for cotangents with a first dimension S more than the outputs, some at a time.
 
-    Products of gradients that have a graph are those of the Hessian, :math:`H v`.
+    Products of gradients that have a graph are products with the Hessian, :math:`H v`. For options, which are
+    ``create_graph`` and ``allow_unused``, see :func:`gradients_at`.
     """
-    found = gradients_at(
-        outputs, values, cotangents, vectors_at_once, create_graph=create_graph, allow_unused=allow_unused
-    )
+    found = gradients_at(outputs, values, cotangents, vectors_at_once, **options)
     lead = len(cotangents if isinstance(cotangents, Tensor) else cotangents[0])
     return [v.new_zeros((lead, *v.shape)) if g is None else g for v, g in zip(values, found, strict=True)]
 
@@ -187,7 +180,7 @@ def _joined(parts: list[list[Tensor | None]], join: Callable[[Any], Tensor]) -> 
 
 
 def vectors_together(saved: int, device: torch.device) -> int:
-    """How many vectors to push through a graph together that saved so many bytes.
+    """Return the number of vectors to push together through a graph that saved so many bytes.
 
     On a processor more than a cache holds only costs time, and convolutions gain nothing from company.
     """
@@ -212,7 +205,7 @@ class SavedBytes(saved_tensors_hooks):
         if storage.data_ptr() not in self._seen:
             self._seen.add(storage.data_ptr())
             self.total += storage.nbytes()
-        # Not the tensor itself: a node that saves its own output, as that of tanh, would keep itself alive.
+        # Not the tensor itself: a node that saves its own output, as tanh does, would keep itself alive.
         return tensor.detach(), tensor._version
 
 
@@ -220,7 +213,7 @@ def _unpack(saved: tuple[Tensor, int]) -> Tensor:
     tensor, version = saved
     if tensor._version != version:  # with hooks, torch does not look
         raise ModelError(
-            f"the model writes to a tensor of shape {tuple(tensor.shape)} in place, of which a function before needs "
-            "the old values for its gradient: write to a copy, x.clone(), or use torch.relu(x) for x.relu_()"
+            f"the model writes in place to a tensor of shape {tuple(tensor.shape)} whose old values a gradient needs: "
+            "write to a copy, x.clone(), or use torch.relu(x) for x.relu_()"
         )
     return tensor

@@ -8,17 +8,17 @@ that share a kernel, have in common. Here each output of each example is pulled 
     \mathrm{Var}[f_k] \approx \sum_w \Bigl(\frac{\partial m_k}{\partial \bar w}\Bigr)^2 \mathrm{Var}[w]
         + \sum_y \Bigl(\frac{\partial m_k}{\partial \bar y}\Bigr)^2 \mathrm{Var}_{xw}[y].
 
-The slopes are those of the *moments*: variances are held, and the mean of a layer is a function of the mean of the
-layer before it. For a rectifier that slope is :math:`\Phi(\mu/\sigma)`, the smoothed step. The second sum runs over the
-functions y that use weights: :math:`\mathrm{Var}_{xw}` is what noise of weights times that of inputs adds to the
-variance of y, :math:`\mathrm{Var}[x]\,\mathrm{Var}[w]` for a product.
+The slopes belong to the *moments*: variances are held, and the mean of a layer is a function of the mean of the
+layer before it. For a rectifier this slope is :math:`\Phi(\mu/\sigma)`, the smoothed step. The second sum runs over the
+functions y that use weights: :math:`\mathrm{Var}_{xw}` is the part of the variance of y from the product of
+both noises, of weights and inputs: :math:`\mathrm{Var}[x]\,\mathrm{Var}[w]` for a product.
 
 Status: exact for linear models; to first order in the noise, but with slopes averaged over it, for all others. Only the
 noise of weights counts: inputs that are moments themselves are taken as certain, but for where they meet a weight.
 
 Cost: one backward pass for each output and, for weights that positions share or that are used several times, a
 gradient for each example, by the rules of :mod:`pyro_dvi.curvature.per_example`. A function without such a rule, or
-whose rows are not those of single examples, is served by a backward pass for each example and output.
+whose rows do not belong to single examples, takes a backward pass for each example and output.
 """
 
 from collections import Counter, defaultdict
@@ -31,9 +31,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from pyro_dvi.curvature.per_example.example_rules import Contribution
-from pyro_dvi.curvature.per_example.proof import examined, with_rows
-from pyro_dvi.curvature.per_example.uses import Use, with_rows_of_examples
+from pyro_dvi.curvature.per_example.example_rules import Contribution, Use, with_rows_of_examples
+from pyro_dvi.curvature.per_example.proof import examined
 from pyro_dvi.curvature.products import LinearMap
 from pyro_dvi.curvature.weight_calls import Call, Slot, hold_variances
 from pyro_dvi.errors import UnsupportedError
@@ -51,7 +50,7 @@ class Traced:
     Attributes:
         call: the call.
         uses: by weight, where rules give the gradients of examples; None where they do not.
-        noise: variance of the output by noise of weights times that of inputs; None if inputs are certain.
+        noise: variance of the output from the product of the noises of weights and inputs; None for certain inputs.
     """
 
     call: Call
@@ -81,8 +80,7 @@ def calls_behind(outputs: Tensor, calls: Sequence[Call], weights: dict[int, Tens
         for key, use in call.uses().items():
             by_weight[key].append((call, use))
     served = with_rows_of_examples({k: [u for _, u in pairs] for k, pairs in by_weight.items()}, len(outputs))
-    found = examined(served, weights, sums)
-    served = with_rows({k: uses for k, uses in served.items() if k not in found.wrong}, found.rows)
+    served = examined(served, weights, sums).kept(served)
     uses = {(id(use.output), k): use for k, several in served.items() for use in several}
     traced = []
     for call in reached:
@@ -180,7 +178,7 @@ def _add(total: dict[int, Tensor], found: Mapping[int, Tensor]) -> None:
 
 
 def _is_single(share: Contribution) -> bool:
-    """Whether gradients are outer products of two vectors."""
+    """Return whether gradients are outer products of two vectors."""
     return share.outer is not None and share.outer_inputs(slice(0, 1)).shape[1] == 1
 
 
@@ -297,7 +295,7 @@ class ReverseDeltaRecorder:
 
     @torch.enable_grad()
     def reaches(self, out: GaussianMoments) -> bool:
-        """Whether the noise of a weight reaches ``out`` through a function of other things as well."""
+        """Return whether the noise of a weight reaches ``out`` through a function of other things as well."""
         if not out.loc.requires_grad:
             return False
         return any(slope is not None for slope in gradients_at(self._uses(), out.loc.sum()))
@@ -345,7 +343,7 @@ class ReverseDeltaRecorder:
         )
 
     def _is_proved(self, output: Tensor, variance: Tensor, traced: Sequence[Traced]) -> bool:
-        """Whether the plain gradient of an output finds no more than its variance; a row of padding has none."""
+        """Return whether the plain gradient of an output finds no more than its variance; padding has no gradient."""
         weights = list(self._weights.values())
         places = [*(weight._loc for weight in weights), *(one.call.output for one in traced)]
         spreads = [*(weight.variance for weight in weights), *(one.noise for one in traced)]

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Convolution, batch normalisation, softplus and SiLU with a fast second derivative.
+r"""Convolution and batch normalisation with a fast second derivative.
 
 A squared-gradient penalty is differentiated twice: once for the gradient :math:`\tilde g` itself and once through
 it. PyTorch composes the second derivative of a convolution from further convolutions with unusual strides and
-swapped axes, and that of a batch normalisation from some twenty passes over the activations. The formulas below
+swapped axes, and takes some twenty passes over the activations for a batch normalisation. The formulas below
 use only the kernels of an ordinary forward and backward pass. Inside :class:`FastSecondDerivatives` every
-``conv1d/2d/3d``, training-mode ``batch_norm``, ``softplus`` and ``silu`` of unmodified user code runs through them;
-values and derivatives are the same up to rounding.
+``conv1d/2d/3d`` and training-mode ``batch_norm`` of unmodified user code runs through them; values and derivatives are
+the same up to rounding.
 
-Adding a function: write its backward as a second :class:`torch.autograd.Function`, and register the wrapper with
-:func:`fast_second_derivative`; return ``NotImplemented`` for arguments that are better left to PyTorch.
+Adding a function: write its backward as a second :class:`torch.autograd.Function`, and enter the wrapper in the table
+at the end; it returns ``NotImplemented`` for arguments that are better left to PyTorch.
 """
 
 from collections.abc import Callable
@@ -21,20 +21,12 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
-from pyro_dvi.core.registry import registering
 from pyro_dvi.curvature.per_example.convolution import per_dimension
 from pyro_dvi.errors import UnsupportedError
 
-_RULES: dict[Callable, Callable] = {}
-
-
-def fast_second_derivative(*functions: Callable) -> Callable[[Callable], Callable]:
-    """Register a replacement for torch ``functions`` while a double backward is being recorded."""
-    return registering(_RULES, functions)
-
 
 class FastSecondDerivatives(TorchFunctionMode):
-    """Run convolutions, batch normalisations and activations with hand-written second derivatives.
+    """Run convolutions and batch normalisations with hand-written second derivatives.
 
     Example:
         >>> layer, x = torch.nn.Conv2d(1, 2, 3), torch.ones(1, 1, 3, 3)
@@ -49,7 +41,7 @@ class FastSecondDerivatives(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        rule = _RULES.get(func)
+        rule = _REPLACED.get(func)
         # Inside vmap or jvp a custom Function cannot run; PyTorch's own functions can.
         if rule is not None and torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active():
             result = rule(*args, **(kwargs or {}))
@@ -107,7 +99,6 @@ class _ConvolutionBackward(Function):
         return dg, dx, dw, None, None
 
 
-@fast_second_derivative(F.conv1d, F.conv2d, F.conv3d)
 def _convolution(
     input: Tensor,
     weight: Tensor,
@@ -133,7 +124,7 @@ def _convolution(
 #   ∂g = γ r (a − ā − x̂ p)                     the first backward again, applied to a
 #   ∂γ = n r (c − p q)
 #   ∂x = γ r² [(3 p q − c) x̂ − q (a − ā) − p (g − ḡ)].
-# Where γ and β are latent weights as well, cotangents a_γ and a_β of sum(g x̂) and sum(g) add
+# If γ and β are latent weights as well, cotangents a_γ and a_β of sum(g x̂) and sum(g) add
 #   ∂g += a_γ x̂ + a_β,   ∂x += a_γ r (g − ḡ − x̂ q).
 # Sums of g and g x̂ (and of a, a x̂) are by-products of the fused first backward. The rest are combinations of
 # x, a and g with coefficients per channel.
@@ -190,7 +181,7 @@ class _BatchNormBackward(Function):
         a_beta = torch.zeros_like(m) if a_beta is None else a_beta
         dg, *sums_of_a = _fused_backward(a, x, gamma, m, r, ctx.eps)
         q, g_bar, p, a_bar = (torch.stack([*sums, *sums_of_a]) / n).unbind()
-        # What the same kernel sums for the weight is n r c if g stands for the input: one pass over a and g.
+        # The same kernel sums n r c for the weight if g stands for the input: one pass over a and g.
         rc = _fused_backward(a, g, None, g_bar, r, ctx.eps, input_too=False)[1] / n
         d_gamma = torch.addcmul(rc, r * p, q, value=-1).mul_(n)
         # ∂x = constant − on_x x − on_a a + on_g g,   ∂g += t x + shift
@@ -212,13 +203,12 @@ class _BatchNormBackward(Function):
 def _fused_backward(
     g: Tensor, x: Tensor, gamma: Tensor | None, m: Tensor, r: Tensor, eps: float, *, input_too: bool = True
 ) -> Any:
-    """gx, the sum of g x̂ and that of g, for each channel."""
+    """Return gx, and the sums of g x̂ and of g for each channel."""
     return torch.ops.aten.native_batch_norm_backward(
         g, x, gamma, None, None, m, r, True, eps, [input_too, True, True]
     )
 
 
-@fast_second_derivative(F.batch_norm)
 def _batch_norm(
     input: Tensor,
     running_mean: Tensor | None,
@@ -235,60 +225,7 @@ def _batch_norm(
     return _BatchNorm.apply(input, weight, bias, running_mean, running_var, momentum, eps)
 
 
-# Activations ---------------------------------------------------------------------------------------------------
-# y = f(x).  First backward: gx = g f'(x).  For a cotangent a of it, ∂g = a f'(x) and ∂x = a g f''(x). Both slopes are
-# computed once and serve all backward passes, where PyTorch evaluates a sigmoid in each of them. Its GELU, tanh and
-# sigmoid are as fast as this.
-
-
-class _Activation(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, function: Callable, slopes: Callable) -> Any:
-        ctx.save_for_backward(x, *slopes(x))
-        ctx.slopes = slopes
-        return function(x)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple:
-        return _ActivationBackward.apply(g, *ctx.saved_tensors, ctx.slopes), None, None
-
-
-class _ActivationBackward(Function):
-    @staticmethod
-    def forward(ctx: Any, g: Tensor, x: Tensor, first: Tensor, second: Tensor, slopes: Callable) -> Tensor:
-        ctx.save_for_backward(g, x, first, second)
-        ctx.slopes = slopes
-        return g * first
-
-    @staticmethod
-    def backward(ctx: Any, a: Tensor) -> tuple:
-        g, x, first, second = ctx.saved_tensors
-        if torch.is_grad_enabled():  # for a third derivative
-            first, second = ctx.slopes(x)
-        return a * first, a * g * second, None, None, None
-
-
-def _softplus_slopes(x: Tensor) -> tuple[Tensor, Tensor]:
-    s = torch.sigmoid(x)
-    return s, torch.addcmul(s, s, s, value=-1)
-
-
-def _silu_slopes(x: Tensor) -> tuple[Tensor, Tensor]:
-    s, ds = _softplus_slopes(x)
-    return torch.addcmul(s, x, ds), torch.addcmul(x, x, s, value=-2).add(2).mul(ds)
-
-
-def _native(input: Tensor) -> bool:
-    return not input.requires_grad or torch.is_autocast_enabled(input.device.type)
-
-
-@fast_second_derivative(F.softplus)
-def _softplus(input: Tensor, beta: float = 1, threshold: float = 20) -> Any:
-    if _native(input) or beta != 1 or threshold < 20:
-        return NotImplemented
-    return _Activation.apply(input, F.softplus, _softplus_slopes)
-
-
-@fast_second_derivative(F.silu)
-def _silu(input: Tensor, inplace: bool = False) -> Any:
-    return NotImplemented if _native(input) or inplace else _Activation.apply(input, F.silu, _silu_slopes)
+_REPLACED: dict[Callable, Callable] = {
+    **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), _convolution),
+    F.batch_norm: _batch_norm,
+}

@@ -1,53 +1,115 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Sums of squared per-example gradients as a by-product of one backward pass.
+r"""Sums of squared gradients of single examples: the uses of weights, and squares by rules or by more backward passes.
 
-While the model runs, :class:`SquaredGradients` notes each layer that uses a latent weight. In the backward pass a hook
-on the layer's output sees its gradient :math:`\delta_i`, and the squares follow from it and the layer's input; for a
+While the model runs, :class:`SquaredGradients` notes each function that uses a latent weight. In the backward pass a
+hook on its output sees the gradient :math:`\delta_i`, and the squares follow from it and the function's input; for a
 linear layer with one product more,
 
 .. math:: \sum_i g_i^2 = (\delta^2)^\top x^2, \qquad g_i = \delta_i x_i^\top .
 
 A weight that is used several times keeps its per-example gradients until the last use has come by, so that cross terms
-are exact.
-
-Every function with a rule in :mod:`pyro_dvi.curvature.per_example` is served.
+are exact. Every function with a rule in :mod:`pyro_dvi.curvature.per_example` is served.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import Node, get_gradient_edge
 
-from pyro_dvi.core.weight_parts import WeightParts
-from pyro_dvi.curvature.per_example.example_rules import Contribution, Rows
-from pyro_dvi.curvature.per_example.proof import Finding, examined
-from pyro_dvi.curvature.per_example.uses import Use, WeightUses, at_least_single
+from pyro_dvi.core.weight_parts import Places, WeightParts, WeightRecorder, name_of
+from pyro_dvi.curvature.per_example.example_rules import (
+    Arguments,
+    Contribution,
+    Use,
+    at_least_single,
+    has_rule,
+    with_rows_of_examples,
+)
+from pyro_dvi.curvature.per_example.proof import Finding, Served, examined
 from pyro_dvi.curvature.products import LinearMap, batched_gradients
 from pyro_dvi.errors import GuideError, UnsupportedError
 
 _BUDGET = 1 << 26  # entries of gradients that the vectorised fallback may hold at a time
+# Questions about a tensor, which do not use its values (unless they return a tensor, as ``w.T`` does).
+_QUESTIONS = {"size", "dim", "numel", "is_floating_point", "is_complex", "stride", "is_contiguous"}
 Deliver = Callable[[int, Tensor], None]
 
 
-class SquaredGradients(WeightUses):
-    """Note every use of the given tensors, for squares that are numbers.
+class SquaredGradients(WeightRecorder):
+    """Note every use of the given tensors while the model runs, and square the gradients of single examples.
+
+    Args:
+        values: the tensors that the model uses; None for one that it does not use as it is.
+        differentiable: squares can be differentiated again. Otherwise the graph is not held by its own hooks.
 
     Attributes:
         values: these tensors by their numbers, until :meth:`watch` is called.
     """
 
-    def __init__(self, values: Sequence[Tensor | None]) -> None:
-        super().__init__(values)
+    others: ClassVar[frozenset[Callable]] = frozenset((F.batch_norm, torch.batch_norm))
+
+    def __init__(self, values: Sequence[Tensor | None], *, differentiable: bool = False) -> None:
+        super().__init__()
         self.values = {k: v for k, v in enumerate(values) if v is not None}
+        self._differentiable = differentiable
+        self._uses: Served = {k: [] for k in self.values}
+        self._without_rule: dict[int, str] = {}  # the first function without one
+        # Batch normalisation in training mode, with its input.
+        self._normalised: list[tuple[Node, Tensor]] = []
+        for k, value in self.values.items():
+            self.parts.add(k, value)
 
-    def prepared(self, argument: Any) -> Any:
-        """Cut tensors out of the graph: it must not be held by its own hooks."""
-        return super().prepared(argument.detach() if isinstance(argument, Tensor) else argument)
+    def used(self, func: Callable, args: tuple, kwargs: dict[str, Any], output: Any, found: Places) -> None:
+        if not isinstance(output, Tensor):
+            if name_of(func) in _QUESTIONS or getattr(func, "__name__", "") == "__get__":
+                return
+        elif not output.requires_grad:  # inside no_grad: a constant of the model
+            return
+        if func in self.others and (args[5] if len(args) > 5 else kwargs.get("training", False)):
+            self._normalised.append((output.grad_fn, args[0] if args else kwargs["input"]))
+        arguments = Arguments(args, kwargs, tuple(p for p, _ in found)).prepared(not self._differentiable)
+        for place, part in found:
+            if place is not None and isinstance(output, Tensor) and has_rule(func):
+                edge = get_gradient_edge(output)
+                self._uses[part.key].append(Use(func, place, arguments, part, output.shape, edge))
+            else:
+                self._without_rule.setdefault(part.key, name_of(func))
 
-    def watch(self, served: dict[int, list[Use]], deliver: Deliver) -> None:
+    def uses(self) -> Served:
+        """Return the uses of the tensors that are used by functions with a rule only."""
+        return {k: uses for k, uses in self._uses.items() if uses and k not in self._without_rule}
+
+    def served(self, num_examples: int) -> Served:
+        """Return the uses of those whose every use may give the gradients of single examples."""
+        return with_rows_of_examples(self.uses(), num_examples)
+
+    def obstacle(self, k: int) -> str:
+        """Say why tensor ``k`` is not served."""
+        uses = self._uses.get(k)
+        if uses is None:
+            return "is transformed before the model uses it"
+        names = self._without_rule.get(k) or ", ".join(dict.fromkeys(name_of(use.function) for use in uses))
+        if not names:
+            return "is not used by any function that records gradients"
+        return f"is used by {names}, which has no rule for per-example gradients there"
+
+    def examined(self, served: Served, outputs: Tensor, seed: int = 0) -> Finding:
+        """Say for which tensors in ``served`` the rules do not give the gradients of single examples.
+
+        Shapes can deceive, and uses can stay unseen: see :func:`~pyro_dvi.curvature.per_example.proof.examined`. Batch
+        normalisation in training mode, which mixes all examples, has constant statistics here.
+        """
+        with ExitStack() as undo:
+            for node, x in self._normalised:
+                undo.callback(node.register_hook(partial(_divided, x)).remove)
+            return examined(served, self.values, outputs, seed)
+
+    def watch(self, served: Served, deliver: Deliver) -> None:
         """Let the next backward pass deliver the sums of squares of the tensors in ``served``.
 
         Args:
@@ -61,9 +123,9 @@ class SquaredGradients(WeightUses):
                 use.output.node.register_prehook(hook)
             self.values[k].register_hook(partial(_deliver, k, gathered, deliver))
         # Hooks hold what they need, and not their node; the graph must not be held twice.
-        self._weights, self.values, self._normalised, self.parts = {}, {}, [], WeightParts()
+        self._uses, self.values, self._normalised, self.parts = {}, {}, [], WeightParts()
 
-    def measured(self, served: dict[int, list[Use]], outputs: Tensor, cotangent: Tensor) -> dict[int, Tensor]:
+    def measured(self, served: Served, outputs: Tensor, cotangent: Tensor) -> dict[int, Tensor]:
         r"""Return :math:`\sum_i (w_i\,\partial f_i)^2` for the tensors in ``served``, by a backward pass of its own.
 
         Args:
@@ -74,72 +136,54 @@ class SquaredGradients(WeightUses):
         edges = [use.output for uses in served.values() for use in uses]
         if not edges or not outputs.requires_grad:
             return {k: torch.zeros_like(self.values[k]) for k in served}
-        deltas = iter(torch.autograd.grad(outputs, edges, cotangent, retain_graph=True, allow_unused=True))
-        found = {k: torch.zeros_like(self.values[k]) for k in served}
+        again = self._differentiable
+        deltas = iter(
+            torch.autograd.grad(
+                outputs, edges, cotangent, retain_graph=True, create_graph=again, allow_unused=True
+            )
+        )
+        found = {}
         for k, uses in served.items():
             passed = [(use, delta) for use in uses if (delta := next(deltas)) is not None]
             reached = [(use.contribution, use.arranged(delta)) for use, delta in passed]
-            if reached:
-                found[k] = squares_of(*zip(*reached, strict=True))
+            found[k] = squares_of(reached, again) if reached else torch.zeros_like(self.values[k])
         return found
 
-    def examined(self, served: dict[int, list[Use]], outputs: Tensor, seed: int = 0) -> Finding:
-        """Say for which tensors in ``served`` the rules do not give the gradients of single examples.
 
-        Shapes can deceive, and uses can stay unseen: see :mod:`pyro_dvi.curvature.per_example.proof`.
-
-        Args:
-            served: a part of what :meth:`served` returned.
-            outputs: one entry per example.
-            seed: see :func:`~pyro_dvi.curvature.per_example.proof.examined`.
-        """
-        return examined(served, self.values, outputs, seed)
-
-
-def squares_of(uses: Sequence[Contribution], deltas: Sequence[Tensor]) -> Tensor:
-    """Return the sum of squares of a weight, given the arranged gradients of the outputs of all its uses."""
-    gathered = _Gathered(len(uses) > 1)
-    for use, delta in zip(uses, deltas, strict=True):
-        gathered.add(use, delta)
-    squares = gathered.squares()
-    assert squares is not None
-    return squares
+def squares_of(uses: Sequence[tuple[Contribution, Tensor]], differentiable: bool = False) -> Tensor:
+    """Return the sum of squares of a weight, given all its uses with the arranged gradients of their outputs."""
+    with torch.set_grad_enabled(differentiable):
+        if len(uses) == 1 and not differentiable:
+            return uses[0][0].squares(uses[0][1])
+        gradients = [use.gradients(delta) for use, delta in uses]
+        return sum(gradients[1:], gradients[0]).square().sum(0)
 
 
 class _Gathered:
-    """What has come by of the uses of one weight."""
+    """Squares of a weight with one use, or gradients of one with several, as far as its uses have come by."""
 
     def __init__(self, several: bool) -> None:
         self._several = several
-        self._gradients: Tensor | None = None
-        self._squares: Tensor | None = None
+        self._total: Tensor | None = None
 
-    def add(self, use: Contribution, delta: Tensor) -> None:
-        with torch.no_grad():
-            if not self._several:
-                self._squares = use.squares(delta)
-                return
-            gradients = use.gradients(delta)
-            self._gradients = gradients if self._gradients is None else self._gradients + gradients
-
-    def arrived(
-        self, waiting: list[tuple[Contribution, Rows | None]], place: int, deltas: tuple[Tensor | None, ...]
-    ) -> None:
+    @torch.no_grad()
+    def arrived(self, waiting: list[Any], place: int, deltas: tuple[Tensor | None, ...]) -> None:
         """Add a use, and let go of what it holds of the forward pass, as autograd does."""
         if not waiting:
             raise GuideError(
                 "squared gradients come of the first backward pass of a loss only: evaluate it anew"
             )
-        use, rows = waiting.pop()
-        delta = deltas[place]
-        if delta is not None and rows is not None:
-            self.add(use, rows.first(at_least_single(delta.detach())))
+        (use, rows), delta = waiting.pop(), deltas[place]
+        if delta is None:
+            return
+        arranged = rows.first(at_least_single(delta.detach()))
+        found = use.gradients(arranged) if self._several else use.squares(arranged)
+        self._total = found if self._total is None else self._total + found
 
     def squares(self) -> Tensor | None:
-        """The sum of squares, once."""
-        squares, gradients = self._squares, self._gradients
-        self._squares = self._gradients = None
-        return gradients.square().sum(0) if gradients is not None else squares
+        """The sum of squares, once; None where no gradient has arrived."""
+        total, self._total = self._total, None
+        return total.square().sum(0) if self._several and total is not None else total
 
 
 def _deliver(k: int, gathered: _Gathered, deliver: Deliver, gradient: Tensor) -> None:
@@ -147,10 +191,18 @@ def _deliver(k: int, gathered: _Gathered, deliver: Deliver, gradient: Tensor) ->
     deliver(k, torch.zeros_like(gradient) if squares is None else squares.to(gradient.dtype))
 
 
-def passes_of(outputs: Tensor, values: Sequence[Tensor]) -> int:
-    """Backward passes that :func:`squares_without_rules` takes."""
-    few, many = _split(outputs.numel(), values)
-    return sum(values[k].numel() + 1 for k in few) + (outputs.numel() if many else 0)
+def _divided(x: Tensor, inputs: tuple[Tensor | None, ...], outputs: tuple[Tensor, ...]) -> tuple | None:
+    """The gradient of an output divided by the standard deviation of its channel, as gradient of the input ``x``.
+
+    No gradient passes through the statistics, nor through the weight, which keep no rows apart.
+    """
+    if inputs[0] is None:
+        return None
+    variance = x.detach().var([k for k in range(x.dim()) if k != 1], correction=0, keepdim=True)
+    return (outputs[0].to(x.dtype) * (variance + 1e-5).rsqrt(), *inputs[1:])
+
+
+# Without rules ---------------------------------------------------------------------------------------------------
 
 
 def squares_without_rules(outputs: Tensor, cotangent: Tensor, values: Sequence[Tensor]) -> list[Tensor]:
@@ -165,10 +217,13 @@ def squares_without_rules(outputs: Tensor, cotangent: Tensor, values: Sequence[T
     """
     totals = [torch.zeros_like(v) for v in values]
     outputs, cotangent = outputs.reshape(-1), cotangent.reshape(-1)
-    few, many = _split(len(outputs), values)
+    few = [k for k, value in enumerate(values) if 8 * value.numel() <= len(outputs)]
+    many = [k for k in range(len(values)) if k not in few]
     for k in few:
         try:
-            totals[k] = _pass_per_element(outputs, cotangent, values[k])
+            basis = torch.eye(values[k].numel()).to(values[k]).reshape(-1, *values[k].shape)
+            columns = LinearMap(outputs, [values[k]]).forward([basis])
+            totals[k] = (columns * cotangent).square().sum(1).reshape(values[k].shape)
         except (RuntimeError, UnsupportedError):  # the model cannot be differentiated twice
             many = [*many, k]
     if many:
@@ -176,18 +231,6 @@ def squares_without_rules(outputs: Tensor, cotangent: Tensor, values: Sequence[T
         for k, squares in zip(many, found, strict=True):
             totals[k] = squares
     return totals
-
-
-def _split(num_examples: int, values: Sequence[Tensor]) -> tuple[list[int], list[int]]:
-    few = [k for k, value in enumerate(values) if 8 * value.numel() <= num_examples]
-    return few, [k for k in range(len(values)) if k not in few]
-
-
-def _pass_per_element(outputs: Tensor, cotangent: Tensor, value: Tensor) -> Tensor:
-    """By columns of the Jacobian."""
-    basis = torch.eye(value.numel(), dtype=value.dtype, device=value.device).reshape(-1, *value.shape)
-    columns = LinearMap(outputs, [value]).forward([basis])
-    return (columns * cotangent).square().sum(1).reshape(value.shape)
 
 
 def pass_per_example(

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from pyro_dvi.core.weight_parts import Part
-from pyro_dvi.curvature.per_example.example_rules import Arguments
-from pyro_dvi.curvature.per_example.uses import Use
+from pyro_dvi.curvature.per_example.example_rules import Arguments, Use
 from pyro_dvi.curvature.products import LinearMap
 from pyro_dvi.moments import GaussianMoments
 from pyro_dvi.moments.dispatch import observed_by
@@ -108,7 +107,7 @@ class Call:
 
     @torch.no_grad()
     def interaction(self) -> Tensor | None:
-        """Return what noise of weights times that of other arguments adds to the variance; None if these are certain.
+        """Return the variance from products of the noises of weights and other arguments; None if these are certain.
 
         It is the variance less the variances that each argument brings by itself.
         """

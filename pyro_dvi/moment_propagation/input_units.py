@@ -15,8 +15,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_leaves
 
 from pyro_dvi.core.undisturbed import modules_met
-from pyro_dvi.core.weight_parts import Part, name_of
-from pyro_dvi.curvature.per_example.uses import WeightRecorder
+from pyro_dvi.core.weight_parts import Part, Places, WeightRecorder, name_of
 from pyro_dvi.errors import ArgumentError
 
 Axes = int | tuple[int, ...] | None
@@ -172,14 +171,7 @@ class WeightProducts(WeightRecorder):
         super().__init__()
         self.units: dict[str, set[InputUnits]] = {}
 
-    def used(
-        self,
-        func: Callable,
-        args: tuple,
-        kwargs: dict[str, Any],
-        output: Any,
-        found: list[tuple[int | str | None, Part]],
-    ) -> None:
+    def used(self, func: Callable, args: tuple, kwargs: dict[str, Any], output: Any, found: Places) -> None:
         factors = _factors(name_of(func), args, kwargs)
         for _, part in found:
             for factor, dims, groups in factors or ():

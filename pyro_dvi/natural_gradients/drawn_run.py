@@ -1,19 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""One run of guide and model at draws of the weights, and its measurements for the optimizer.
+"""One run of guide and model at draws of the weights, and its measurements for the optimizer."""
 
-The backward pass leaves :math:`\partial\,\mathrm{loss}/\partial\mu` as the ``grad`` of the means, and the measured
-curvature, such as
-
-.. math:: \sum_i g_i^2 \quad\text{or}\quad g\,\frac{\epsilon}{\sigma},
-
-as the ``grad`` of the precisions, summed over the data set. So ``zero_grad`` and sums over processes treat it as they
-treat all gradients, and measurements that no optimizer has used are precisions with a gradient. Everything else is one
-:class:`NaturalStep`, which the guide owns.
-"""
-
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,90 +13,19 @@ from torch import distributions as td
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from pyro_dvi.core.autograd_graph import enters, leaves_of
+from pyro_dvi.core.autograd_graph import enters, graph_of, leaves_of
 from pyro_dvi.core.distributions import unexpanded
-from pyro_dvi.curvature.linearisation import sum_of
-from pyro_dvi.curvature.squared_gradients import SquaredGradients
-from pyro_dvi.errors import GuideError, ModelError
+from pyro_dvi.curvature.linearisation import ObservedSite, sum_of
+from pyro_dvi.curvature.per_example.example_rules import with_rows_of_examples
+from pyro_dvi.curvature.per_example.proof import Proofs, Served
+from pyro_dvi.curvature.squared_gradients import SquaredGradients, squares_without_rules
+from pyro_dvi.errors import GuideError, ModelError, UnsupportedError, warn
+from pyro_dvi.natural_gradients.estimates import Estimate, NaturalSite
 from pyro_dvi.runs.divergences import normal_prior, refuse_not_normal
 from pyro_dvi.runs.latents import GaussianSite, Latent
 from pyro_dvi.runs.posterior_run import Call, GuideRun, PosteriorRun
 
-if TYPE_CHECKING:
-    from pyro_dvi.natural_gradients.estimates import Estimate
-
-# Between objective and optimizer ------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class NaturalSite:
-    r"""The parameters of a site, and its Normal prior.
-
-    Attributes:
-        loc: parameter of the means.
-        precision: parameter of the precisions, which the optimizer writes.
-        prior_loc: mean of the prior, of the shape of the means or expandable to it.
-        prior_precision: its precision :math:`\delta`, likewise.
-    """
-
-    loc: Tensor
-    precision: Tensor
-    prior_loc: Tensor
-    prior_precision: Tensor
-
-
-@dataclass(eq=False)
-class NaturalStep:
-    r"""The last step of a guide; parameters that its loss depends on have it as their attribute ``natural_step``.
-
-    Attributes:
-        wanted: the curvature to measure in the next step; the optimizer says so in its own step.
-        measured: the curvature that the gradients of the precisions are.
-        num_data: N.
-        temperature: :math:`\beta`, the weight of the KL divergence.
-        sites: the sites with their priors; empty before the first step.
-    """
-
-    wanted: "Estimate"
-    measured: "Estimate" = field(init=False)
-    num_data: float = 1.0
-    temperature: float = 1.0
-    sites: list[NaturalSite] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.measured = self.wanted
-
-    def __reduce__(self) -> tuple:
-        """Copies and files hold no measurements."""
-        return type(self), (self.wanted,)
-
-    def begin(self) -> None:
-        """Begin a step.
-
-        Raises:
-            GuideError: no optimizer has used the measurements of the last one.
-        """
-        if any(site.precision.grad is not None for site in self.sites):
-            raise GuideError(
-                "the gradients of the last step were not used by a natural-gradient optimizer: train with "
-                "pyro_dvi.natural_gradients.VOGN, OGN or IVON, and take a step after each backward pass. To go on "
-                "after a backward pass without a step, set gradients to None, or call elbo.prepare(guide, optimizer)."
-            )
-        self.measured = self.wanted
-
-    def drop(self) -> None:
-        """Forget the measurements."""
-        for site in self.sites:
-            site.precision.grad = None
-
-
-def steps_of(parameters: Iterable[Tensor]) -> list[NaturalStep]:
-    """Return the last steps that have given any of the parameters a gradient."""
-    steps = {id(step): step for p in parameters if (step := getattr(p, "natural_step", None)) is not None}
-    return list(steps.values())
-
-
-# Draws of the guide ----------------------------------------------------------------------------------------------
+_MANY_PASSES = 32
 
 
 @dataclass(eq=False)
@@ -120,7 +41,7 @@ class Measurement:
         added: the sum of what the estimate has found so far.
     """
 
-    estimate: "Estimate"
+    estimate: Estimate
     shift: Any = None
     precision: Any = None
     added: Tensor | None = None
@@ -169,7 +90,7 @@ class _Draw(Function):
 class _Draws(GuideRun):
     """Draw the Gaussian sites of a guide whose precisions are parameters."""
 
-    def __init__(self, guide: Any, estimate: "Estimate") -> None:
+    def __init__(self, guide: Any, estimate: Estimate) -> None:
         super().__init__()
         self.guide, self.estimate = guide, estimate
         self.gaussians: dict[str, Any] = {}
@@ -178,8 +99,8 @@ class _Draws(GuideRun):
         leaves = [base.loc] if base.loc.is_leaf else leaves_of([base.loc])
         if len(leaves) != 1 or not base.loc.requires_grad:
             raise GuideError(
-                f"the mean of guide site {name!r} is no parameter that requires gradients, so a natural-gradient "
-                "optimizer cannot move it: use NaturalGradientGuide, with parameters that are not frozen"
+                f"the mean of guide site {name!r} is no parameter that requires gradients: use NaturalGradientGuide, "
+                "with parameters that are not frozen"
             )
         precision = self.guide.precision_parameter(name.removesuffix("_unconstrained"))
         measurement = Measurement(self.estimate)
@@ -201,21 +122,30 @@ class DrawnRun(PosteriorRun):
     guide: _Draws
     recorder: SquaredGradients
 
+    @property
+    def drawn(self) -> list[Any]:
+        """The guide's :class:`Drawn` sites."""
+        return list(self.guide.gaussians.values())
+
     @classmethod
-    def measuring(cls, estimate: "Estimate", call: Call) -> "DrawnRun":
+    def measuring(cls, estimate: Estimate, call: Call) -> "DrawnRun":
         """Run the guide, then the model with what the guide drew, to measure a curvature."""
         draws = _Draws(call.guide, estimate)
         return cls.of(call, draws, lambda draws: SquaredGradients(draws.used_values()))
 
     def with_idle_draws(self, log_likelihood: Tensor, graph: set[Any]) -> Tensor:
         """Give latents that no observation depends on a gradient too, zero: their posterior becomes the prior."""
-        idle = [g.value.sum() * 0 for g in self.guide.gaussians.values() if g.value.grad_fn not in graph]
+        idle = [one.value.sum() * 0 for one in self.drawn if one.value.grad_fn not in graph]
         return log_likelihood + sum_of(idle) if idle else log_likelihood
 
+    @cached_property
+    def priors(self) -> list[td.Normal | None]:
+        """The priors of the latents; None where one is not Normal."""
+        return [normal_prior(latent) for latent in self.latents]
+
     def has_learned_priors(self) -> bool:
-        """Whether the divergence from the priors has gradients of its own."""
-        priors = [normal_prior(latent) for latent in self.latents]
-        return any(p is None or p.loc.requires_grad or p.scale.requires_grad for p in priors)
+        """Return whether the divergence from the priors has gradients of its own."""
+        return any(p is None or p.loc.requires_grad or p.scale.requires_grad for p in self.priors)
 
     def sites(self) -> list[NaturalSite]:
         """Return the guide's sites with their priors.
@@ -223,35 +153,184 @@ class DrawnRun(PosteriorRun):
         Raises:
             ModelError: a prior is not Normal, another latent sets it, or it is scaled or masked.
         """
-        found = [latent for latent in self.latents if latent.source is not None]
-        drawn: list[Any] = [latent.source for latent in found]
-        priors = [self._prior_of(latent) for latent in found]
+        pairs = zip(self.latents, self.priors, strict=True)
+        found: list[Any] = [(one.source, self._checked(one, p)) for one, p in pairs if one.source is not None]
+        priors = [prior for _, prior in found]
         with torch.no_grad():
             precisions = torch._foreach_pow([unexpanded(prior.scale) for prior in priors], -2)
             locs = [unexpanded(prior.loc) for prior in priors]
         return [
             NaturalSite(one.leaf, one.precision, loc, precision)
-            for one, loc, precision in zip(drawn, locs, precisions, strict=True)
+            for (one, _), loc, precision in zip(found, locs, precisions, strict=True)
         ]
 
-    def _prior_of(self, latent: Latent) -> td.Normal:
-        prior = normal_prior(latent)
+    def _checked(self, latent: Latent, prior: td.Normal | None) -> td.Normal:
         if prior is None:
             refuse_not_normal(latent.name, latent.prior)
-        values = [g.value for g in self.guide.gaussians.values()]
-        parents = enters(values, [prior.loc, prior.scale])
-        for parent, is_parent in zip(self.guide.gaussians, parents, strict=True):
-            if is_parent:
+        if prior.loc.requires_grad or prior.scale.requires_grad:
+            parents = enters([one.value for one in self.drawn], [prior.loc, prior.scale])
+            if any(parents):
                 raise ModelError(
-                    f"the prior of site {latent.name!r} depends on site {parent!r}; natural-gradient updates need "
-                    "priors with fixed parameters. Learn the scale instead (bayesian.LearnedScale), or use TaylorELBO."
+                    f"the prior of site {latent.name!r} depends on site {self.drawn[parents.index(True)].name!r}: "
+                    "learn the scale instead (bayesian.LearnedScale), or use TaylorELBO"
                 )
-        scaled = torch.is_tensor(latent.plate_scale) or latent.plate_scale != 1
-        masked = latent.mask is not None and latent.mask is not True
-        if scaled or masked:
+        whole = latent.mask is None or latent.mask is True
+        if torch.is_tensor(latent.plate_scale) or latent.plate_scale != 1 or not whole:
             raise ModelError(
-                f"latent site {latent.name!r} is scaled or masked, as by a subsampled plate around it; "
-                "natural-gradient updates move every element in every step under its whole prior. Use the whole "
-                "data set in each step, or TaylorELBO or MomentPropagationELBO for this model."
+                f"latent site {latent.name!r} is scaled or masked, as by a subsampled plate around it, but natural "
+                "gradients move every element in every step: use the whole data set in each step, or TaylorELBO"
             )
         return prior
+
+
+# Squared gradients of examples -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Term:
+    """An observed site or factor of a run.
+
+    Attributes:
+        run: of the guide and the model.
+        place: number of the site in the run.
+        site: the site.
+        log_prob: its log-probabilities.
+    """
+
+    run: DrawnRun
+    place: int
+    site: ObservedSite
+    log_prob: Tensor
+
+    def root(self) -> Tensor:
+        """Return the square root of the scale of each entry."""
+        return torch.as_tensor(self.site.scale).to(self.log_prob).sqrt().expand_as(self.log_prob)
+
+    def columns(self, values: Tensor, axis: int) -> Tensor:
+        """Arrange values by the entries of a batch dimension, which are taken as examples."""
+        return values.movedim(axis, 0).reshape(values.shape[axis], -1)
+
+
+class SquareMeasurement:
+    """Measures squared gradients; knows which layers keep examples apart, and about which sites it has warned.
+
+    With one observed site whose examples form one dimension, squares come out of the backward pass of the loss. With
+    several sites, or weights for single examples, every site gets a backward pass of its own; with more batch
+    dimensions, every index of the others does. Latents that no layer with a rule uses get a pass per example, or per
+    element.
+
+    Args:
+        num_particles: K; squares are averaged over the draws, and gradients of the loss carry 1/K.
+    """
+
+    def __init__(self, num_particles: int) -> None:
+        self.num_particles = num_particles
+        self._proofs = Proofs()
+        self._warned: set[str] = set()
+
+    def measure(self, run: DrawnRun, sites: Sequence[ObservedSite]) -> None:
+        """Add the squares of one draw to its measurements, now or in the next backward pass of the loss.
+
+        Raises:
+            UnsupportedError: the model uses reentrant checkpointing.
+            ModelError: the model mixes examples now, and did not before.
+        """
+        drawn = run.drawn
+        terms = [_Term(run, place, site, site.log_prob(site.value)) for place, site in enumerate(sites)]
+        graph = graph_of([term.log_prob for term in terms])
+        if any(type(node).__name__ == "CheckpointFunctionBackward" for node in graph):
+            raise UnsupportedError(
+                "the model uses torch.utils.checkpoint.checkpoint(..., use_reentrant=True), which hides what its "
+                "function does with weights: pass use_reentrant=False"
+            )
+        wanted = {k for k, one in enumerate(drawn) if one.value.grad_fn in graph}
+        for k in set(range(len(drawn))) - wanted:  # no observation depends on it
+            drawn[k].measurement.add(torch.zeros_like(drawn[k].value))
+        site = sites[0]
+        # Squares follow from the gradients of the loss where examples form one dimension and have one weight.
+        plain = len(site.fn.batch_shape) == 1 and not torch.is_tensor(site.scale) and site.scale > 0
+        if len(terms) > 1 or not plain:
+            for term in terms:
+                self._by_itself(term, wanted)
+            return
+        # The gradients that come by carry scale/K. Squares shall carry the scale once, and be a mean over K draws.
+        (term,), weight = terms, self.num_particles / float(site.scale)
+        uses = {k: calls for k, calls in run.recorder.uses().items() if k in wanted}
+        served = self._served(term, uses, 0, term.log_prob)
+        self._without_rules(term, wanted - served.keys())
+        # Hooks that held the draws would keep their graph alive.
+        measurements = [one.measurement for one in drawn]
+
+        def arrived(k: int, squares: Tensor) -> None:
+            measurements[k].add(squares if weight == 1 else squares.mul_(weight))
+
+        run.recorder.watch(served, arrived)
+
+    def _by_itself(self, term: _Term, wanted: set[int]) -> None:
+        """Measure the squares of a site by backward passes of its own."""
+        drawn = term.run.drawn
+        graph = graph_of([term.log_prob])
+        wanted = {k for k in wanted if drawn[k].value.grad_fn in graph}
+        uses = {
+            k: [use for use in calls if use.output.node in graph]
+            for k, calls in term.run.recorder.uses().items()
+            if k in wanted
+        }
+        candidates = [
+            (n, self._served(term, uses, n, term.columns(term.log_prob, n).sum(1)))
+            for n in range(term.log_prob.dim())
+        ]
+        axis, served = max(candidates, key=lambda found: len(found[1]), default=(0, {}))
+        if served:
+            columns = [term.columns(values, axis).unbind(1) for values in (term.log_prob, term.root())]
+            self._warn_of_columns(term, len(columns[0]))
+            for log_prob, root in zip(*columns, strict=True):
+                for k, squares in term.run.recorder.measured(served, log_prob, root).items():
+                    drawn[k].measurement.add(squares / self.num_particles)
+        self._without_rules(term, wanted - served.keys())
+
+    def _served(self, term: _Term, uses: Served, axis: int, outputs: Tensor) -> Served:
+        """Keep the latents whose rules give the gradients of single examples, the entries of ``outputs``."""
+        served = with_rows_of_examples(uses, len(outputs))
+        if not served:
+            return served
+        key, look = (term.place, axis, len(outputs)), partial(term.run.recorder.examined, served, outputs)
+        return self._proofs.proved(term.run.call.model, key, served, look, term.site.name)
+
+    def _without_rules(self, term: _Term, rest: set[int]) -> None:
+        if not rest:
+            return
+        ordered, drawn = sorted(rest), term.run.drawn
+        self._warn_of_passes(term, ordered)
+        values = [drawn[k].value for k in ordered]
+        for k, total in zip(ordered, squares_without_rules(term.log_prob, term.root(), values), strict=True):
+            drawn[k].measurement.add(total / self.num_particles)
+
+    # Warnings, once for each latent or site
+
+    def _warn_of_passes(self, term: _Term, ordered: list[int]) -> None:
+        slow: dict[str, dict[str, None]] = {}
+        for k in ordered if term.log_prob.requires_grad else ():
+            one = term.run.drawn[k]
+            name = one.name.removesuffix("_unconstrained")
+            size, passes = one.value.numel(), term.log_prob.numel()
+            if name not in self._warned and (size + 1 if 8 * size <= passes else passes) > _MANY_PASSES:
+                self._warned.add(name)
+                alike = repr(re.sub(r"\.\d+(?=\.)", ".*", name))  # layers of one stack
+                slow.setdefault(term.run.recorder.obstacle(k), {})[alike] = None
+        if slow:
+            reasons = "; ".join(f"{', '.join(names)} {why}" for why, names in slow.items())
+            warn(
+                f"observed site {term.site.name!r}: some latents need one backward pass per example for their squared "
+                f"gradients, {term.log_prob.numel()} in each step, which is exact but slow: {reasons}. Use layers such "
+                "as F.linear, write a per_example_rule, take smaller minibatches, or train with IVON"
+            )
+
+    def _warn_of_columns(self, term: _Term, passes: int) -> None:
+        if passes > _MANY_PASSES and (site := term.site.name) not in self._warned:
+            self._warned.add(site)
+            warn(
+                f"observed site {site!r} has the batch shape {tuple(term.log_prob.shape)}, and each entry is an "
+                f"example of its own: squared gradients take {passes} backward passes in each step. If a row is one "
+                f"example, as an image is, write .to_event({term.log_prob.dim() - 1}); or train with IVON"
+            )

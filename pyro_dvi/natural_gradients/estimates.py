@@ -1,29 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Estimates of the curvature from which natural-gradient optimizers make precisions.
+r"""Estimates of the curvature, and the step by which objective and optimizer share one.
 
-Adding one: a subclass of :class:`Estimate`, given to an optimizer as ``VOGN({"estimate": Mine()})``. It overrides
-``curvature`` if the gradient of the loss is enough, and ``measure`` if not.
+The backward pass leaves :math:`\partial\,\mathrm{loss}/\partial\mu` as the ``grad`` of the means, and the measured
+curvature, such as
+
+.. math:: \sum_i g_i^2 \quad\text{or}\quad g\,\frac{\epsilon}{\sigma},
+
+as the ``grad`` of the precisions, summed over the data set. ``zero_grad`` and sums over processes therefore treat it as
+they treat all gradients, and measurements that no optimizer has used are precisions with a gradient. Everything else is
+one :class:`NaturalStep`, which the guide owns.
+
+Adding an estimate: a subclass of :class:`Estimate`, given to an optimizer as ``VOGN({"estimate": Mine()})``. It
+overrides ``curvature`` if the gradient of the loss is enough, and ``measure`` if not.
 """
 
-import math
-import re
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
 
-import torch
 from torch import Tensor
 
-from pyro_dvi.core.autograd_graph import graph_of
 from pyro_dvi.curvature.linearisation import ObservedSite
-from pyro_dvi.curvature.per_example.proof import Finding, Proofs, layout_of
-from pyro_dvi.curvature.per_example.uses import Use, with_rows_of_examples
-from pyro_dvi.curvature.squared_gradients import passes_of, squares_without_rules
-from pyro_dvi.errors import UnsupportedError, warn
-from pyro_dvi.natural_gradients.drawn_run import DrawnRun, Measurement
+from pyro_dvi.errors import GuideError
 
-_MANY_PASSES = 32
-Served = dict[int, list[Use]]
+if TYPE_CHECKING:
+    from pyro_dvi.natural_gradients.drawn_run import DrawnRun, Measurement, SquareMeasurement
 
 
 class Estimate:
@@ -41,7 +42,7 @@ class Estimate:
     at_mean: bool = False
     keeps_noise: ClassVar[bool] = False
 
-    def measure(self, run: DrawnRun, sites: Sequence[ObservedSite], squares: "SquareMeasurement") -> None:
+    def measure(self, run: "DrawnRun", sites: Sequence[ObservedSite], squares: "SquareMeasurement") -> None:
         """Measure before the backward pass of the loss, or let it measure; by default nothing.
 
         Args:
@@ -51,7 +52,7 @@ class Estimate:
                 other values are not measured.
         """
 
-    def curvature(self, measurement: Measurement, gradient: Tensor) -> Tensor | None:
+    def curvature(self, measurement: "Measurement", gradient: Tensor) -> Tensor | None:
         """Return the curvature of a site, in the backward pass of the loss.
 
         Args:
@@ -77,7 +78,7 @@ class Squares(Estimate):
 
     at_mean: bool = False
 
-    def measure(self, run: DrawnRun, sites: Sequence[ObservedSite], squares: "SquareMeasurement") -> None:
+    def measure(self, run: "DrawnRun", sites: Sequence[ObservedSite], squares: "SquareMeasurement") -> None:
         squares.measure(run, sites)
 
 
@@ -90,178 +91,75 @@ class NoiseProducts(Estimate):
 
     keeps_noise: ClassVar[bool] = True
 
-    def curvature(self, measurement: Measurement, gradient: Tensor) -> Tensor:
+    def curvature(self, measurement: "Measurement", gradient: Tensor) -> Tensor:
         return (measurement.shift * measurement.precision).mul_(gradient)
 
 
-# Squared gradients of examples -----------------------------------------------------------------------------------
+# Between objective and optimizer ------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Term:
-    """An observed site or factor of a run.
+@dataclass(frozen=True, eq=False)
+class NaturalSite:
+    r"""The parameters of a site, and its Normal prior.
 
     Attributes:
-        run: of the guide and the model.
-        place: number of the site in the run.
-        site: the site.
-        log_prob: its log-probabilities.
+        loc: parameter of the means.
+        precision: parameter of the precisions, which the optimizer writes.
+        prior_loc: mean of the prior, of the shape of the means or expandable to it.
+        prior_precision: its precision :math:`\delta`, likewise.
     """
 
-    run: DrawnRun
-    place: int
-    site: ObservedSite
-    log_prob: Tensor
-
-    def root(self) -> Tensor:
-        """Return the square root of the scale of each entry."""
-        if torch.is_tensor(self.site.scale):
-            return self.site.scale.sqrt().to(self.log_prob).expand_as(self.log_prob)
-        return self.log_prob.new_full((), math.sqrt(self.site.scale)).expand_as(self.log_prob)
-
-    def columns(self, values: Tensor, axis: int) -> Tensor:
-        """Arrange values by the entries of a batch dimension, which are taken as examples."""
-        return values.movedim(axis, 0).reshape(values.shape[axis], -1)
+    loc: Tensor
+    precision: Tensor
+    prior_loc: Tensor
+    prior_precision: Tensor
 
 
-class SquareMeasurement:
-    """Measures squared gradients; knows which layers keep examples apart, and about which sites it has warned.
+@dataclass(eq=False)
+class NaturalStep:
+    r"""The last step of a guide; parameters that its loss depends on have it as their attribute ``natural_step``.
 
-    With one observed site whose examples form one dimension, squares come out of the backward pass of the loss. With
-    several sites, or weights for single examples, every site gets a backward pass of its own; with more batch
-    dimensions, every index of the others does. Latents that no layer with a rule uses get a pass per example, or per
-    element.
-
-    Args:
-        num_particles: K; squares are averaged over the draws, and gradients of the loss carry 1/K.
+    Attributes:
+        wanted: the curvature to measure in the next step; the optimizer says so in its own step.
+        measured: the curvature that the gradients of the precisions are.
+        num_data: N.
+        temperature: :math:`\beta`, the weight of the KL divergence.
+        sites: the sites with their priors; empty before the first step.
     """
 
-    def __init__(self, num_particles: int) -> None:
-        self.num_particles = num_particles
-        self._proofs = Proofs()
-        self._warned: set[str] = set()
+    wanted: Estimate
+    measured: Estimate = field(init=False)
+    num_data: float = 1.0
+    temperature: float = 1.0
+    sites: list[NaturalSite] = field(default_factory=list)
 
-    def measure(self, run: DrawnRun, sites: Sequence[ObservedSite]) -> None:
-        """Add the squares of one draw to its measurements, now or in the next backward pass of the loss.
+    def __post_init__(self) -> None:
+        self.measured = self.wanted
+
+    def __reduce__(self) -> tuple:
+        """Copies and files hold no measurements."""
+        return type(self), (self.wanted,)
+
+    def begin(self) -> None:
+        """Begin a step.
 
         Raises:
-            UnsupportedError: the model uses reentrant checkpointing.
-            ModelError: the model mixes examples now, and did not before.
+            GuideError: no optimizer has used the measurements of the last one.
         """
-        drawn = list(run.guide.gaussians.values())
-        terms = [_Term(run, place, site, site.log_prob(site.value)) for place, site in enumerate(sites)]
-        graph = graph_of([term.log_prob for term in terms])
-        _refuse_checkpoints(graph)
-        wanted = {k for k, one in enumerate(drawn) if one.value.grad_fn in graph}
-        for k in set(range(len(drawn))) - wanted:  # no observation depends on it
-            drawn[k].measurement.add(torch.zeros_like(drawn[k].value))
-        if len(terms) > 1 or not _is_plain(sites[0]):
-            for term in terms:
-                self._by_itself(term, wanted)
-            return
-        # The gradients that come by carry scale/K. Squares shall carry the scale once, and be a mean over K draws.
-        (term,), weight = terms, self.num_particles / float(sites[0].scale)
-        uses = {k: calls for k, calls in run.recorder.uses().items() if k in wanted}
-        served = self._served(term, uses, 0, term.log_prob)
-        self._without_rules(term, wanted - served.keys())
-        measurements = [
-            one.measurement for one in drawn
-        ]  # hooks that held the draws would keep their graph alive
-
-        def arrived(k: int, squares: Tensor) -> None:
-            measurements[k].add(squares if weight == 1 else squares.mul_(weight))
-
-        run.recorder.watch(served, arrived)
-
-    def _by_itself(self, term: _Term, wanted: set[int]) -> None:
-        """Measure the squares of a site by backward passes of its own."""
-        drawn = list(term.run.guide.gaussians.values())
-        graph = graph_of([term.log_prob])
-        wanted = {k for k in wanted if drawn[k].value.grad_fn in graph}
-        uses = {
-            k: [use for use in calls if use.output.node in graph]
-            for k, calls in term.run.recorder.uses().items()
-            if k in wanted
-        }
-        candidates = [
-            (n, self._served(term, uses, n, term.columns(term.log_prob, n).sum(1)))
-            for n in range(term.log_prob.dim())
-        ]
-        axis, served = max(candidates, key=lambda found: len(found[1]), default=(0, {}))
-        if served:
-            roots, columns = term.columns(term.root(), axis), term.columns(term.log_prob, axis)
-            self._warn_of_columns(term, columns.shape[1])
-            for n in range(columns.shape[1]):
-                found = term.run.recorder.measured(served, columns[:, n], roots[:, n])
-                for k, squares in found.items():
-                    drawn[k].measurement.add(squares / self.num_particles)
-        self._without_rules(term, wanted - served.keys())
-
-    def _served(self, term: _Term, uses: Served, axis: int, outputs: Tensor) -> Served:
-        """Keep the latents whose rules give the gradients of single examples, the entries of ``outputs``."""
-        served, recorder = with_rows_of_examples(uses, len(outputs)), term.run.recorder
-
-        def look(seed: int) -> Finding:
-            with recorder.constant_statistics():
-                return recorder.examined(served, outputs, seed)
-
-        if not served:
-            return served
-        key = term.place, axis, len(outputs), layout_of(served)
-        return self._proofs.proved(term.run.call.model, key, served, look, term.site.name)
-
-    def _without_rules(self, term: _Term, rest: set[int]) -> None:
-        if not rest:
-            return
-        ordered, drawn = sorted(rest), list(term.run.guide.gaussians.values())
-        self._warn_of_passes(term, ordered)
-        values = [drawn[k].value for k in ordered]
-        for k, total in zip(ordered, squares_without_rules(term.log_prob, term.root(), values), strict=True):
-            drawn[k].measurement.add(total / self.num_particles)
-
-    # Warnings, once for each latent or site
-
-    def _warn_of_passes(self, term: _Term, ordered: list[int]) -> None:
-        drawn, slow = list(term.run.guide.gaussians.values()), dict[str, dict[str, None]]()
-        for k in ordered if term.log_prob.requires_grad else ():
-            name = drawn[k].name.removesuffix("_unconstrained")
-            if name not in self._warned and passes_of(term.log_prob, [drawn[k].value]) > _MANY_PASSES:
-                self._warned.add(name)
-                alike = repr(re.sub(r"\.\d+(?=\.)", ".*", name))  # layers of one stack
-                slow.setdefault(term.run.recorder.obstacle(k), {})[alike] = None
-        if slow:
-            reasons = "; ".join(f"{', '.join(names)} {why}" for why, names in slow.items())
-            self._warn_once(
-                f"observed site {term.site.name!r}: some latents need one backward pass per example for their squared "
-                f"gradients, {term.log_prob.numel()} in each step, which is exact but slow:",
-                f"{reasons}. Use layers such as F.linear, write a per_example_rule, take smaller minibatches, or train "
-                "with IVON, which needs no squares.",
+        if any(site.precision.grad is not None for site in self.sites):
+            raise GuideError(
+                "the gradients of the last step were not used by a natural-gradient optimizer: train with VOGN, OGN or "
+                "IVON, and take a step after each backward pass, or else call elbo.prepare(guide, optimizer)"
             )
+        self.measured = self.wanted
 
-    def _warn_of_columns(self, term: _Term, passes: int) -> None:
-        if passes > _MANY_PASSES:
-            self._warn_once(
-                f"observed site {term.site.name!r}",
-                f"has the batch shape {tuple(term.log_prob.shape)}, and each entry is an example of its own: squared "
-                f"gradients take {passes} backward passes in each step. If a row is one example, as an image is, say "
-                f"so with .to_event({term.log_prob.dim() - 1}) on its distribution; or use IVON, which needs no "
-                "gradients of examples.",
-            )
-
-    def _warn_once(self, site: str, trouble: str) -> None:
-        if site not in self._warned:
-            self._warned.add(site)
-            warn(f"{site} {trouble}")
+    def drop(self) -> None:
+        """Forget the measurements."""
+        for site in self.sites:
+            site.precision.grad = None
 
 
-def _refuse_checkpoints(graph: set[Any]) -> None:
-    if any(type(node).__name__ == "CheckpointFunctionBackward" for node in graph):
-        raise UnsupportedError(
-            "the model uses torch.utils.checkpoint.checkpoint(..., use_reentrant=True), which hides what its function "
-            "does with weights, and allows no backward pass but that of the loss: pass use_reentrant=False"
-        )
-
-
-def _is_plain(site: ObservedSite) -> bool:
-    """Return whether examples form one dimension and have one weight: squares then follow from the loss's gradients."""
-    return len(site.fn.batch_shape) == 1 and not torch.is_tensor(site.scale) and site.scale > 0
+def steps_of(parameters: Iterable[Tensor]) -> list[NaturalStep]:
+    """Return the last steps that have given any of the parameters a gradient."""
+    steps = {id(step): step for p in parameters if (step := getattr(p, "natural_step", None)) is not None}
+    return list(steps.values())

@@ -11,8 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pyro_dvi.core.autograd_graph import graph_of
 from pyro_dvi.errors import ArgumentError, GuideError, UnsupportedError
-from pyro_dvi.natural_gradients.drawn_run import DrawnRun
-from pyro_dvi.natural_gradients.estimates import SquareMeasurement
+from pyro_dvi.natural_gradients.drawn_run import DrawnRun, SquareMeasurement
 from pyro_dvi.natural_gradients.optimizer import wanted_by
 from pyro_dvi.objectives.objective import Objective
 from pyro_dvi.runs.divergences import kl_to_priors
@@ -144,31 +143,28 @@ def _check_factor(gradient: Tensor) -> None:
     if gradient.item() != 1:
         raise UnsupportedError(
             f"the loss was multiplied by {gradient.item():g} before the backward pass, which squared gradients do not "
-            "allow. Differentiate the loss as it is, without a division by the number of data and without "
-            "GradScaler: the optimizer divides by N, and autocast with bfloat16 needs no scaler."
+            "allow: the optimizer divides by N itself, and autocast with bfloat16 needs no GradScaler"
         )
 
 
 def _check_guide(guide: Any) -> None:
     if not hasattr(guide, "natural_step"):
         raise GuideError(
-            f"NaturalGradientELBO needs a NaturalGradientGuide, got {type(guide).__name__}: the posterior has to be "
-            "stored by mean and precision. Take pyro_dvi.NaturalGradientGuide(model), or another objective for this "
-            "guide."
+            f"NaturalGradientELBO needs a NaturalGradientGuide, got {type(guide).__name__}: take "
+            "pyro_dvi.NaturalGradientGuide(model), or another objective for this guide"
         )
 
 
 def _check_training(kl_weight: float) -> None:
     if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
         raise UnsupportedError(
-            "torch's DistributedDataParallel averages gradients over processes, but not what natural gradients measure "
-            "beside them: use pyro_dvi.training.DataParallel(NaturalGradientELBO())(model, guide) without it"
+            "torch's DistributedDataParallel does not average squared gradients over processes: use "
+            "pyro_dvi.training.DataParallel(NaturalGradientELBO())(model, guide) without it"
         )
     if not kl_weight > 0:
         raise ArgumentError(
-            "kl_weight is the temperature of the posterior here and must be positive: at 0 its variance vanishes. Try "
-            "0.1, also where a schedule starts, as in LinearWarmup(steps, start=0.1); or AutoDelta with Trace_ELBO for "
-            "a point estimate."
+            "kl_weight is the temperature of the posterior here and must be positive, also where a schedule starts, as "
+            "in LinearWarmup(steps, start=0.1); for a point estimate use AutoDelta with SampledELBO"
         )
 
 

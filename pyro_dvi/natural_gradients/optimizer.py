@@ -10,22 +10,19 @@ precision :math:`\delta`, the scaled prior precision and the posterior precision
     \Lambda = \frac{\rho N}{\beta}(s + \tilde\delta) = \frac{\rho N s}{\beta} + \delta .
 """
 
-import inspect
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from pyro_dvi.core.arguments import check_count, check_positive
+from pyro_dvi.core.arguments import check_count, check_positive, is_number
 from pyro_dvi.errors import ArgumentError, GuideError
-from pyro_dvi.natural_gradients.drawn_run import NaturalSite, NaturalStep, steps_of
-from pyro_dvi.natural_gradients.estimates import Estimate
+from pyro_dvi.natural_gradients.estimates import Estimate, NaturalSite, NaturalStep, steps_of
 
 Tensors = list[Tensor] | tuple[Tensor, ...]
 DEFAULTS: dict[str, Any] = {
@@ -78,7 +75,7 @@ class Update:
         self.inverse_temperature: float = self.group["data_augmentation"] / self.temperature
         self.priors = torch._foreach_mul(self.prior_precisions, 1 / self.inverse_temperature)
         self.has_start = self.group["initial_curvature"] is not None
-        # Where the curvature starts with what this minibatch has measured, that does not count again.
+        # A curvature that starts with the measurement of this minibatch does not count it again.
         self.is_start = self.count == 1 and not self.has_start
         start = (self.group["initial_curvature"] or 0.0) * self.step.num_data
         for memory, measured in zip(self.memories, self.measured, strict=True):
@@ -131,13 +128,14 @@ class NaturalGradientOptimizer(Optimizer):
     rate_factor = 1.0
 
     def __init__(self, params: Iterable[Any], **options: Any) -> None:
-        _check_options(type(self), options)
+        _check_options(type(self).__name__, options)
         super().__init__(params, {**DEFAULTS, **options})
         self._told_steps: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Keep in copies and pickles what torch leaves out."""
-        return {**super().__getstate__(), "_told_steps": self._told_steps}
+        """Keep attributes in copies and pickles that torch leaves out."""
+        kept = {"_told_steps", "formulation", "estimate"}
+        return {**super().__getstate__(), **{name: vars(self)[name] for name in kept & vars(self).keys()}}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, as torch does."""
@@ -184,8 +182,8 @@ class NaturalGradientOptimizer(Optimizer):
         if moved and not steps:
             raise GuideError(
                 f"{type(self).__name__.removesuffix('Optimizer')} found no means with measurements among its "
-                "parameters: it goes with NaturalGradientGuide and NaturalGradientELBO. For another guide or objective "
-                "take an optimizer such as pyro_dvi.optim.Adam(learning_rates(1e-3))."
+                "parameters: it goes with NaturalGradientGuide and NaturalGradientELBO; for others take "
+                "pyro_dvi.optim.Adam(learning_rates(1e-3))"
             )
         has_means = any(id(p) in sites for p in moved)
         if has_means and any(step.measured != self.wanted for step in steps):
@@ -257,39 +255,31 @@ class NaturalGradientOptimizer(Optimizer):
         """Move means and set posterior precisions, both in place."""
 
 
-def _check_options(optimizer: type, options: Mapping[str, Any]) -> None:
+def _check_options(optimizer: str, options: Mapping[str, Any]) -> None:
     """Check the options.
 
     Raises:
         ArgumentError: naming the first that is unknown or out of range.
     """
-    for name in options.keys() - DEFAULTS.keys():
-        own = inspect.signature(optimizer).parameters.values()
-        names = sorted({*DEFAULTS, *(one.name for one in own if one.kind is one.KEYWORD_ONLY)})
-        decay = " The Normal prior of the model plays its role: to_bayesian_(net, prior_scale=...)."
-        raise ArgumentError(
-            f"{optimizer.__name__} has no option {name!r}.{decay if name == 'weight_decay' else ''} Its options are "
-            f"{', '.join(names)}."
-        )
-    optional = ("max_step", "initial_curvature", "total_steps")
     for name, value in options.items():
+        if name not in DEFAULTS:
+            raise ArgumentError(
+                f"{optimizer} has no option {name!r}. Its options are {', '.join(sorted(DEFAULTS))}, and formulation "
+                "and estimate except for IVON; the Normal prior of the model plays the role of weight decay"
+            )
         if name == "betas":
-            if not (isinstance(value, tuple | list) and len(value) == 2 and all(_is_in(b, 1) for b in value)):
-                raise ArgumentError(
-                    f"betas must be two numbers in [0, 1), as (0.9, 0.999) of momentum and curvature, got {value!r}"
-                )
+            if not (
+                isinstance(value, tuple | list) and len(value) == 2 and all(is_number(b, 1) for b in value)
+            ):
+                raise ArgumentError(f"betas must be two numbers in [0, 1), as (0.9, 0.999), got {value!r}")
         elif name == "damping":
-            if not _is_in(value, math.inf):
+            if not is_number(value):
                 raise ArgumentError(f"damping must be a finite number of at least 0, got {value!r}")
-        elif value is not None or name not in optional:
+        elif value is not None or name not in ("max_step", "initial_curvature", "total_steps"):
             if name in ("warmup_steps", "total_steps"):
                 check_count(name, value, int(name == "total_steps"))
             else:
                 check_positive(name, value)
-
-
-def _is_in(value: Any, end: float) -> bool:
-    return isinstance(value, Real) and 0 <= float(value) < end
 
 
 def wanted_by(optimizer: Any) -> Estimate:
@@ -306,10 +296,9 @@ def wanted_by(optimizer: Any) -> Estimate:
     constructor = getattr(optimizer, "pt_optim_constructor", type(optimizer))
     if not (isinstance(constructor, type) and issubclass(constructor, NaturalGradientOptimizer)):
         raise GuideError(
-            f"{getattr(constructor, '__name__', 'unknown')} cannot train by NaturalGradientELBO, whose gradients are "
-            "of the likelihood alone: take pyro_dvi.natural_gradients.VOGN, OGN or IVON, which add the prior "
-            "(VOGNOptimizer, OGNOptimizer or IVONOptimizer for elbo(model, guide)). An optimizer of your own that "
-            "wraps one of them must pass on its attribute 'wanted'."
+            f"{getattr(constructor, '__name__', 'unknown')} cannot train with NaturalGradientELBO: take VOGN, OGN or "
+            "IVON of pyro_dvi.natural_gradients (VOGNOptimizer, OGNOptimizer or IVONOptimizer for elbo(model, guide)); "
+            "an optimizer that wraps one of them must pass on its attribute 'wanted'"
         )
     options = {} if callable(optimizer.pt_optim_args) else optimizer.pt_optim_args
     first = constructor([torch.zeros(())], **options)

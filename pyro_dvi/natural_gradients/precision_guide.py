@@ -12,8 +12,7 @@ from pyro_dvi.bayesian import init_to_module
 from pyro_dvi.errors import ArgumentError, GuideError
 from pyro_dvi.guides.base import FactorisedGuide
 from pyro_dvi.guides.factors import Factor, ReadyNormal
-from pyro_dvi.natural_gradients.drawn_run import NaturalStep
-from pyro_dvi.natural_gradients.estimates import Squares
+from pyro_dvi.natural_gradients.estimates import NaturalStep, Squares
 from pyro_dvi.runs.divergences import normal_in_unconstrained_space, refuse_not_normal
 from pyro_dvi.runs.latents import unconstraining_transform
 
@@ -80,8 +79,7 @@ class NaturalGradientGuide(FactorisedGuide):
         if not getattr(objective, "moves_precisions", False):
             raise GuideError(
                 f"{'a loss function' if objective is None else type(objective).__name__} cannot train a "
-                f"{type(self).__name__}, whose precisions get no gradients: train it with NaturalGradientELBO and "
-                "pyro_dvi.natural_gradients.VOGN, OGN or IVON, or use MeanFieldGuide"
+                f"{type(self).__name__}: train it with NaturalGradientELBO and VOGN, OGN or IVON, or use MeanFieldGuide"
             )
 
     def _factor_of(self, name: str, site: Any, loc: Tensor) -> Factor:

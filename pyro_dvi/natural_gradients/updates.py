@@ -11,8 +11,7 @@ import torch
 
 from pyro_dvi.core.arguments import check_choice, check_count
 from pyro_dvi.errors import ArgumentError
-from pyro_dvi.natural_gradients.drawn_run import steps_of
-from pyro_dvi.natural_gradients.estimates import Estimate, NoiseProducts, Squares
+from pyro_dvi.natural_gradients.estimates import Estimate, NoiseProducts, Squares, steps_of
 from pyro_dvi.natural_gradients.optimizer import NaturalGradientOptimizer, Tensors, Update
 from pyro_dvi.optim.joint_optim import JointOptim, Options, for_svi
 
@@ -199,10 +198,6 @@ class VOGNOptimizer(NaturalGradientOptimizer):
         check_choice("formulation", self.formulation, Formulation, "Consistent() or AsPrinted()")
         check_choice("estimate", self.estimate, Estimate, "Squares()")
         super().__init__(params, **{**self.formulation.options, **options})
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Keep in copies and pickles what torch leaves out."""
-        return {**super().__getstate__(), "formulation": self.formulation, "estimate": self.estimate}
 
     @property
     def wanted(self) -> Estimate:

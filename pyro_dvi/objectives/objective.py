@@ -13,12 +13,7 @@ from torch import Tensor
 from pyro_dvi.core.arguments import check_count, check_kl_weight
 from pyro_dvi.core.autograd_graph import leaves_of
 from pyro_dvi.curvature.linearisation import sum_of, twice_differentiated
-from pyro_dvi.errors import (
-    CheckpointError,
-    NonFiniteError,
-    PyroDviError,
-    UnsupportedError,
-)
+from pyro_dvi.errors import CheckpointError, NonFiniteError, PyroDviError, UnsupportedError
 from pyro_dvi.runs.observed import Observed, check_num_data, observed_sites
 from pyro_dvi.runs.posterior_run import Call, refuse_site
 from pyro_dvi.runs.structure import FirstRuns, Structure, start_apart
@@ -96,7 +91,7 @@ class Objective(ELBO):
     def returned(self, loss: Tensor, guide: Any) -> None:
         """Look at the loss on which the caller, who may have multiplied it, will start the backward pass."""
 
-    # What hooks may use ------------------------------------------------------------------------------------------
+    # For hooks -----------------------------------------------------------------------------------------------------
 
     def structure(self, call: Call, training: bool, gradients: bool = True) -> tuple[Structure, bool]:
         """Return the structure of model and guide, and whether this is its first run; break a start at zero."""

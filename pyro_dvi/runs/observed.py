@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from pyro_dvi.core.batches import rows_cut, tensors_in, with_rows
 from pyro_dvi.core.distributions import untransformed
 from pyro_dvi.core.undisturbed import preserve_buffers
-from pyro_dvi.curvature.linearisation import ObservedSite, SliceArguments, sum_of
+from pyro_dvi.curvature.linearisation import ObservedSite, sum_of
 from pyro_dvi.errors import DataError, ModelError, PyroDviError, UnsupportedError, warn
 from pyro_dvi.runs.explained import AS_A_MODEL
 from pyro_dvi.runs.posterior_run import PosteriorRun, twice_differentiable
@@ -229,7 +230,7 @@ def _all_local(latents: list[Any], plate: Any, rows: int) -> bool:
 # A part of the rows -------------------------------------------------------------------------------------------
 
 
-def run_on_part(run: PosteriorRun, fraction: float, slice_args: SliceArguments | None) -> list[ObservedSite]:
+def run_on_part(run: PosteriorRun, fraction: float) -> list[ObservedSite]:
     """Return the observed sites of the model on a random part of the rows, at the same latent values.
 
     Raises:
@@ -238,39 +239,22 @@ def run_on_part(run: PosteriorRun, fraction: float, slice_args: SliceArguments |
     """
     call = run.call
     first = with_rows((call.args, call.kwargs))
-    if first is None:
-        raise UnsupportedError(f"Fisher(fraction={fraction}) found no tensor of rows: pass slice_args")
-    length = len(first)
-    for latent in run.latents:  # a plate of another size, of groups say, has nothing to do with the rows
-        if any(frame.size == length for frame in run.model_trace.nodes[latent.name]["cond_indep_stack"]):
-            raise UnsupportedError(
-                f"Fisher(fraction={fraction}) cannot take part of the rows, each of which has a value of latent site "
-                f"{latent.name!r}: use Fisher(every=k)"
-            )
-    rows = torch.randperm(length, device=first.device)[: max(1, math.ceil(fraction * length))]
-    part_args, part_kwargs = (slice_args or _slice_rows)(call.args, call.kwargs, rows)
-    advice = (
-        "Give the plate the length of the data (subsample_size=len(x)), or pass Fisher(slice_args=...) that fits the "
-        "model's arguments."
-    )
+    stacks = [run.model_trace.nodes[latent.name]["cond_indep_stack"] for latent in run.latents]
+    # A plate of another size, of groups say, has nothing to do with the rows.
+    if first is None or any(frame.size == len(first) for stack in stacks for frame in stack):
+        raise UnsupportedError(
+            f"Fisher(fraction={fraction}) needs a model whose arguments are tensors of rows, and no latent site with a "
+            "value for each row: use Fisher(every=k)"
+        )
+    rows = torch.randperm(len(first), device=first.device)[: max(1, math.ceil(fraction * len(first)))]
+    args, kwargs = rows_cut(itemgetter(rows), (call.args, call.kwargs))
     with preserve_buffers(), twice_differentiable():
-        try:
-            trace = replace(call, args=part_args, kwargs=part_kwargs).trace_model(run.guide.trace)
-        except (ValueError, RuntimeError) as error:
-            raise ModelError(
-                f"the model failed on {len(rows)} of {length} rows for Fisher(fraction={fraction}): {error}. {advice}"
-            ) from error
-    sites = observed_sites(trace).sites
+        sites = observed_sites(replace(call, args=args, kwargs=kwargs).trace_model(run.guide.trace)).sites
     for site in sites:
-        before, after = num_data_of(observation(run.model_trace.nodes[site.name])), num_data_of(site)
-        if abs(after / before - 1) > 1e-3:
+        before = num_data_of(observation(run.model_trace.nodes[site.name]))
+        if abs(num_data_of(site) / before - 1) > 1e-3:
             raise ModelError(
-                f"observed site {site.name!r} weighs {after:.6g} on {len(rows)} rows and {before:.6g} on {length}, so "
-                f"that the penalty of Fisher(fraction={fraction}) would be biased. {advice}"
+                f"observed site {site.name!r} does not weigh the same on {len(rows)} of {len(first)} rows, so that the "
+                f"penalty of Fisher(fraction={fraction}) would be biased: give the plate subsample_size=len(x)"
             )
     return sites
-
-
-def _slice_rows(args: tuple, kwargs: dict, rows: Tensor) -> tuple[tuple, dict]:
-    part: tuple[tuple, dict] = rows_cut(lambda tensor: tensor[rows], (args, kwargs))
-    return part

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Variational Laplace: the log-likelihood at the mean, a squared-gradient penalty, and the KL divergence."""
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -10,11 +10,10 @@ from torch import Tensor
 from pyro_dvi.core.arguments import check_choice
 from pyro_dvi.core.kinks import PIECEWISE_LINEAR
 from pyro_dvi.curvature import Curvature, Fisher, Linearisation
-from pyro_dvi.curvature.linearisation import ObservedSite, SliceArguments
-from pyro_dvi.errors import CheckpointError, warn
+from pyro_dvi.errors import warn
 from pyro_dvi.objectives.objective import Objective
 from pyro_dvi.runs.divergences import kl_to_priors, prior_precision
-from pyro_dvi.runs.observed import run_on_part
+from pyro_dvi.runs.observed import Observed, run_on_part
 from pyro_dvi.runs.posterior_run import Call, PosteriorRun, run_at_means
 
 
@@ -100,47 +99,30 @@ class TaylorELBO(Objective):
         kl = kl_to_priors(run.latents)
         penalty = torch.zeros_like(log_likelihood)
         if penalty_weight and run.gaussians:
-            likelihood = self._linearised(run, observed.sites, observed.factors, kl_weight)
+            likelihood = self._linearised(run, observed, kl_weight)
             penalty = penalty_weight * self.curvature.penalty(likelihood)
         loss = penalty - log_likelihood + kl_weight * kl
         return {"loss": loss, "log_likelihood": log_likelihood, "penalty": penalty, "kl": kl}
 
-    def _linearised(
-        self, run: PosteriorRun, sites: list[ObservedSite], factors: Any, kl_weight: float
-    ) -> Linearisation:
+    def _linearised(self, run: PosteriorRun, observed: Observed, kl_weight: float) -> Linearisation:
         """Return the likelihood for the curvature, without a reference to itself, which would outlive the step."""
 
-        def subset(fraction: float, slice_args: SliceArguments | None) -> Linearisation:
+        def subset(fraction: float) -> Linearisation:
             with self.curvature.recorder([]):
-                return self._linearised(run, run_on_part(run, fraction, slice_args), factors, kl_weight)
+                part = replace(observed, sites=run_on_part(run, fraction))
+            return self._linearised(run, part, kl_weight)
 
         return Linearisation(
             names=[g.name for g in run.gaussians],
             values=[g.value for g in run.gaussians],
             scales=[g.expanded_scale() for g in run.gaussians],
-            sites=sites,
+            sites=observed.sites,
             precision_limits=lambda: _precision_limits(run, kl_weight),
-            factors=factors,
-            local=frozenset(_local_names(run)),
+            factors=observed.factors,
             recorder=run.recorder,
             model=run.call.model,
             subset=subset,
         )
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "curvature": self.curvature.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        if "curvature" not in state:
-            raise CheckpointError("not the state of a TaylorELBO: the entry 'curvature' is missing")
-        self.curvature.load_state_dict(state["curvature"])
-
-
-def _local_names(run: PosteriorRun) -> Iterator[str]:
-    for latent in run.latents:
-        if latent.source is not None and run.model_trace.nodes[latent.name]["cond_indep_stack"]:
-            yield latent.source.name
 
 
 def _precision_limits(run: PosteriorRun, kl_weight: float) -> list[Tensor | None]:

@@ -7,8 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_dvi.curvature import example_gradients
-from pyro_dvi.curvature.example_gradients import ExampleGradients
-from pyro_dvi.curvature.gauss_newton_matrix import add_gauss_newton_matrix
+from pyro_dvi.curvature.example_gradients import ExampleGradients, add_gauss_newton_matrix
 from pyro_dvi.curvature.squared_gradients import SquaredGradients
 from pyro_dvi.errors import DviWarning
 from tests.curvature.per_example_cases import CASES, M

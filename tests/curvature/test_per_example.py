@@ -12,8 +12,7 @@ from pyro_dvi.curvature import EmpiricalFisher, fisher
 from pyro_dvi.curvature.fisher import summed_squared_gradients
 from pyro_dvi.curvature.per_example import per_example_rule
 from pyro_dvi.curvature.per_example.example_rules import _RULES
-from pyro_dvi.curvature.per_example.proof import examined, with_rows
-from pyro_dvi.curvature.per_example.uses import WeightUses
+from pyro_dvi.curvature.squared_gradients import SquaredGradients
 from tests.curvature.per_example_cases import CASES, M, head, loop
 
 # An even kernel pads one side more than the other.
@@ -24,19 +23,19 @@ every_case = pytest.mark.parametrize(
 
 
 def fast(call: Callable[..., Tensor], x: Tensor, weights: list[Tensor], cotangent: Tensor) -> list[Tensor]:
-    noted = WeightUses(weights)
+    noted = SquaredGradients(weights, differentiable=True)
     with noted:
         outputs = call(x, *weights)
     served = noted.served(len(outputs)) if outputs.dim() == 1 else {}
-    served = with_rows(served, examined(served, weights, outputs).rows)
-    return summed_squared_gradients(weights, outputs, cotangent, served)
+    served = noted.examined(served, outputs).kept(served)
+    return summed_squared_gradients(weights, outputs, cotangent, noted, served)
 
 
 def test_every_rule_has_a_case():
     used = set()
     for case in CASES:
         x, weights = case.inputs()
-        noted = WeightUses(weights)
+        noted = SquaredGradients(weights)
         with noted:
             outputs = case.call(x, *weights)
         used |= {use.function for uses in noted.served(len(outputs)).values() for use in uses}
@@ -151,6 +150,8 @@ def test_a_second_rule_for_a_function_is_refused():
 
 def test_without_rules_squares_are_exact_as_well():
     x, w = torch.randn(M, 3, dtype=torch.float64), torch.randn(3, dtype=torch.float64, requires_grad=True)
-    squares = summed_squared_gradients([w], torch.tanh(x @ w), torch.ones(M, dtype=torch.float64), {})
+    squares = summed_squared_gradients(
+        [w], torch.tanh(x @ w), torch.ones(M, dtype=torch.float64), SquaredGradients([]), {}
+    )
     torch.testing.assert_close(squares, loop(lambda x, w: torch.tanh(x @ w), x, [w], torch.ones(M)))
-    assert isinstance(EmpiricalFisher().recorder([w]), WeightUses)
+    assert isinstance(EmpiricalFisher().recorder([w]), SquaredGradients)

@@ -6,7 +6,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pyro_dvi.curvature.per_example.proof import mixed_rows, row_weights
+from pyro_dvi.curvature.per_example.proof import kept_apart, row_weights
+
+
+def mixed_rows(places: list[Tensor], outputs: Tensor) -> set[int]:
+    """Return which of ``places`` have rows that other examples than their own depend on."""
+    weights = row_weights(len(outputs), outputs)
+    seeds = (torch.ones_like(outputs), weights)
+    found = [torch.autograd.grad(outputs, places, seed, retain_graph=True) for seed in seeds]
+    pairs = enumerate(zip(*found, strict=True))
+    return {n for n, (plain, weighted) in pairs if not kept_apart(plain, weighted, weights)}
 
 
 def test_two_of_up_to_32_rows_have_weights_of_their_own():

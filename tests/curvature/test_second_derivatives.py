@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
 
 from pyro_dvi.curvature import second_derivatives
-from pyro_dvi.curvature.second_derivatives import FastSecondDerivatives, fast_second_derivative
+from pyro_dvi.curvature.second_derivatives import FastSecondDerivatives
 from pyro_dvi.errors import UnsupportedError
 
 
@@ -45,10 +45,6 @@ def batch_norm(shape: tuple[int, ...]) -> Case:
     return Case(f"batch_norm{len(shape)}", (F.batch_norm,), call, (shape, (shape[1],), (shape[1],)))
 
 
-def activation(function: Callable[..., Tensor], **options: Any) -> Case:
-    return Case(function.__name__, (function,), lambda x: function(x * 3, **options), ((4, 3, 5),))
-
-
 CASES = [
     conv(1, (3, 2, 7), (4, 2, 3), bias=True),
     conv(1, (3, 4, 9), (6, 2, 3), stride=2, padding=1, groups=2),
@@ -64,8 +60,6 @@ CASES = [
     batch_norm((4, 3, 5)),
     batch_norm((3, 2, 4, 3)),
     batch_norm((2, 2, 3, 2, 3)),
-    activation(F.softplus),
-    activation(F.silu),
 ]
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 
@@ -89,7 +83,7 @@ def derivatives(call: Callable[..., Tensor], inputs: list[Tensor]) -> tuple[Tens
 
 
 def test_every_replaced_function_has_a_case():
-    assert {f for case in CASES for f in case.functions} == set(second_derivatives._RULES)
+    assert {f for case in CASES for f in case.functions} == set(second_derivatives._REPLACED)
 
 
 @every_case
@@ -104,10 +98,10 @@ def test_value_first_and_second_derivatives_are_those_of_pytorch(case):
 @every_case
 def test_the_replacement_is_used(case):
     node = fast(case.call)(*case.inputs()).grad_fn
-    assert node is not None and type(node).__name__.startswith(("_Convolution", "_BatchNorm", "_Activation"))
+    assert node is not None and type(node).__name__.startswith(("_Convolution", "_BatchNorm"))
 
 
-@pytest.mark.parametrize("case", [CASES[k] for k in (1, 5, 8, 10, 12, 14, 15)], ids=lambda c: c.name)
+@pytest.mark.parametrize("case", [CASES[k] for k in (1, 5, 8, 10, 12)], ids=lambda c: c.name)
 def test_numerical_derivatives(case):
     inputs = case.inputs()
     assert gradcheck(fast(case.call), inputs)
@@ -174,9 +168,6 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "no affine": (lambda: nn.BatchNorm2d(2, affine=False), (3, 2, 4, 4)),
     "no running statistics": (lambda: nn.BatchNorm1d(2, track_running_stats=False), (6, 2)),
     "cumulative average": (lambda: nn.BatchNorm1d(2, momentum=None), (6, 2)),
-    "softplus of another slope": (lambda: nn.Softplus(beta=2), (4, 3)),
-    "softplus with a low threshold": (lambda: nn.Softplus(threshold=1), (4, 3)),
-    "silu in place": (lambda: nn.Sequential(nn.Linear(3, 3), nn.SiLU(inplace=True)), (4, 3)),
     "evaluation": (lambda: nn.BatchNorm1d(2).eval(), (6, 2)),
     "block": (
         lambda: nn.Sequential(
@@ -224,11 +215,6 @@ def test_unwatched_computation_and_no_grad_run_natively():
     assert layer(x).grad_fn.name() == "ConvolutionBackward0"
     with torch.no_grad(), FastSecondDerivatives():
         assert layer(x).grad_fn is None
-
-
-def test_a_second_rule_for_a_function_is_refused():
-    with pytest.raises(ValueError, match="conv2d.*already has the rule _convolution"):
-        fast_second_derivative(F.conv2d)(lambda *a: NotImplemented)
 
 
 @pytest.mark.filterwarnings("ignore:.*vmap.*:UserWarning")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import pyro_dvi as dvi
 from pyro_dvi.curvature import EmpiricalFisher, GGNDiagonal, HessianDiagonal, MinibatchGradient
-from pyro_dvi.curvature.per_example.proof import with_rows
+from pyro_dvi.curvature.per_example.proof import Finding
 from pyro_dvi.curvature.squared_gradients import SquaredGradients
 from pyro_dvi.errors import DviWarning, UnsupportedError
 from pyro_dvi.natural_gradients.updates import OGN
@@ -206,7 +206,7 @@ def self_proof(seed: int) -> None:
             outputs = outputs + outputs.roll(seed % EXAMPLES).sin()
     served = recorder.served(EXAMPLES)
     found = recorder.examined(served, outputs)
-    served = with_rows(served, found.rows)
+    served = Finding(set(), set(), found.rows).kept(served)
     single = torch.eye(EXAMPLES).to(outputs)
     for k, (value, uses) in enumerate(zip(values.values(), map(served.get, range(len(values))), strict=True)):
         if not uses:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import pyro_dvi as dvi
 from pyro_dvi.bayesian import init_to_module
-from pyro_dvi.curvature import Fisher
+from pyro_dvi.curvature import Fisher, GGNDiagonal
 from pyro_dvi.guides import MeanFieldGuide
 from pyro_dvi.moment_propagation.elbo import MomentPropagationELBO
 from pyro_dvi.moment_propagation.multiplicative_noise import MultiplicativeNoiseGuide
@@ -41,7 +41,7 @@ def test_torch_optimizers_take_the_same_steps_as_svi():
         model = small_net()
         guide = MeanFieldGuide(model)
         guide.initialize(x, y)
-        return model, guide, TaylorELBO(curvature=Fisher(generator=torch.Generator().manual_seed(1)))
+        return model, guide, TaylorELBO()
 
     model, guide, elbo = start()
     svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), loss=elbo)
@@ -105,14 +105,13 @@ def test_terms_add_up():
     assert loss == pytest.approx((t["penalty"] - t["log_likelihood"] + 0.3 * t["kl"]).item(), rel=1e-5)
 
 
-def test_a_resumed_elbo_continues_its_schedule_and_label_draws():
+def test_a_resumed_elbo_continues_its_schedule():
     x, y = images(pixels=8)
     model = small_net()
     guide = MeanFieldGuide(model)
 
     def make() -> TaylorELBO:
-        curvature = Fisher(generator=torch.Generator().manual_seed(4))
-        return TaylorELBO(kl_weight=lambda step: 0.1 * (step + 1), curvature=curvature)
+        return TaylorELBO(kl_weight=lambda step: 0.1 * (step + 1), curvature=GGNDiagonal())
 
     elbo = make()
     for _ in range(3):

@@ -111,7 +111,6 @@ MISTAKES = [
         r"one batch: pass \[\(x, y\)\]",
     ),
     ("not iterable", lambda: run(3), ArgumentError, "must yield batches"),
-    ("keys that are no names", lambda: run([{0: torch.ones(1)}]), DataError, "keys must be strings"),
     (
         "model instead of SVI",
         lambda: fit(Net(), sequence(), 1),

@@ -101,21 +101,6 @@ def test_num_label_samples_shrinks_the_noise(problem):
     assert losses.std().item() == pytest.approx(single / 4, rel=0.32)  # 4.3 errors of 0.075
 
 
-def test_a_generator_makes_label_draws_reproducible_and_private(problem):
-    guide = GUIDES[0].start(problem)
-
-    def losses() -> list[float]:
-        elbo = TaylorELBO(curvature=Fisher(generator=torch.Generator().manual_seed(3)))
-        return [elbo.loss(problem.model, guide, problem.x, problem.y) for _ in range(3)]
-
-    first = losses()
-    torch.rand(5)
-    state = torch.get_rng_state()
-    assert losses() == first
-    assert len(set(first)) == 3
-    assert torch.equal(torch.get_rng_state(), state)
-
-
 def test_point_masses_give_map_estimation(problem):
     guide = POINT_GUIDE.start(problem)
     elbo = TaylorELBO()

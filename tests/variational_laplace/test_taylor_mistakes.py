@@ -162,12 +162,6 @@ def local(x: Tensor, y: Tensor) -> None:
         pyro.sample("y", dist.Normal(x @ w + z, 1.0), obs=y)
 
 
-def fixed_subsample(x: Tensor, y: Tensor) -> None:
-    w = pyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
-    with pyro.plate("data", 60, subsample_size=6):
-        pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
-
-
 def scale_without_plate(x: Tensor, y: Tensor) -> None:
     """Rows can be left out, but the likelihood's weight does not follow."""
     w = pyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
@@ -464,25 +458,13 @@ MISTAKES = [
         "fraction of local latents",
         lambda: evaluate(local, curvature=Fisher(fraction=0.5)),
         UnsupportedError,
-        r"has a value of latent site 'z'.*every=k",
-    ),
-    Mistake(
-        "fraction of a fixed subsample",
-        lambda: evaluate(fixed_subsample, curvature=Fisher(fraction=0.5)),
-        ModelError,
-        r"failed on 3 of 6 rows.*subsample_size=len\(x\)",
+        r"no latent site with a value for each row.*every=k",
     ),
     Mistake(
         "fraction without tensors",
         lambda: evaluate(lambda: regression(X, Y), args=(), curvature=Fisher(fraction=0.5)),
         UnsupportedError,
-        r"no tensor of rows.*slice_args",
-    ),
-    Mistake(
-        "generator elsewhere",
-        lambda: evaluate(curvature=Fisher(generator=_foreign_generator())),
-        ValueError,
-        r"generator lives on .* but the model on cpu",
+        r"arguments are tensors of rows",
     ),
     # Likelihoods
     Mistake(
@@ -528,16 +510,6 @@ def initialised() -> MeanFieldGuide:
     guide = MeanFieldGuide(regression)
     guide.initialize(X, Y)
     return guide
-
-
-class _ForeignGenerator(torch.Generator):
-    """Stands for a generator on a GPU, where there is none."""
-
-    device = torch.device("cuda")  # type: ignore[assignment]
-
-
-def _foreign_generator() -> torch.Generator:
-    return _ForeignGenerator()
 
 
 def test_the_table_is_long_enough():
@@ -674,9 +646,6 @@ def test_a_users_own_curvature():
     mine.loss(regression, guide, X, Y)
     whole.loss(regression, guide, X, Y)
     torch.testing.assert_close(2 * mine.terms["penalty"], whole.terms["penalty"])
-    assert Halved().state_dict() == {}
-    with pytest.raises(CheckpointError, match=r"Halved has no state.*\['a'\]"):
-        Halved().load_state_dict({"a": 1})
 
 
 def test_a_function_without_second_derivative_is_refused_with_another():

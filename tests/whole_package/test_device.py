@@ -14,10 +14,9 @@ import torch
 from pyro.infer import SVI
 from torch import Tensor, nn
 from torch import distributions as td
-from torch.utils._pytree import tree_map
 
 import pyro_dvi as dvi
-from pyro_dvi import curvature, metrics
+from pyro_dvi import metrics
 from pyro_dvi.bayesian import HierarchicalScale, LearnedScale
 from pyro_dvi.curvature.information import expected_information
 from pyro_dvi.laplace import Accept, ByEvidence, ByLanczos, Dense, HessianFree, PriorPrecision
@@ -33,7 +32,6 @@ from tests.whole_package.methods import (
     laplace_guide,
     regression,
     small_net,
-    taylor,
 )
 
 
@@ -89,20 +87,6 @@ def test_training_and_prediction(method, device):
 
     expected = results("cpu")
     check_device(results(device), expected, device, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "make", [curvature.HessianDiagonal, lambda: curvature.Fisher(generator=torch.Generator())]
-)
-def test_what_a_curvature_remembers_follows_the_model(make, device):
-    """A checkpoint may be loaded to the device and trained on the CPU, and the other way round."""
-    old = make()
-    model = classifier("cpu", norm=nn.Identity)
-    taylor(old)(model).step(*images("cpu"))
-    new = make()
-    new.load_state_dict(tree_map(lambda t: t.to(device) if isinstance(t, Tensor) else t, old.state_dict()))
-    pyro.clear_param_store()
-    assert taylor(new)(model).step(*images("cpu")) > 0
 
 
 @pytest.mark.parametrize(

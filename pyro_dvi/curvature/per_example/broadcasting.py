@@ -16,7 +16,7 @@ from pyro_dvi.curvature.per_example.example_rules import Contribution, Outer, pe
 
 
 def is_broadcast(shape: torch.Size, against: torch.Size) -> bool:
-    """Whether a weight of the given shape meets every example, in the first dimension of the other operand."""
+    """Return whether every example, in the first dimension of the other operand, meets a weight of this shape."""
     return len(shape) < len(against) or (len(shape) == len(against) and shape[:1] == (1,))
 
 
@@ -29,7 +29,7 @@ def rows_summed_to(gradient: Tensor, shape: torch.Size) -> Tensor:
 
 
 def scaling(shape: torch.Size, x: Tensor, factor: Callable[[Tensor], Tensor] | None = None) -> Contribution:
-    """What is multiplied with x, or with a function of it, one number for each of the output."""
+    """Return the contribution to a weight that is multiplied with x or with a function of it, elementwise."""
 
     def gradients(delta: Tensor, x: Tensor) -> Tensor:
         return rows_summed_to(delta * (x if factor is None else factor(x)), shape)
@@ -38,7 +38,7 @@ def scaling(shape: torch.Size, x: Tensor, factor: Callable[[Tensor], Tensor] | N
 
 
 def shift(shape: torch.Size, activations: Tensor, factor: float = 1) -> Contribution:
-    """What is added, times ``factor``, to ``activations`` or to what a layer makes of them."""
+    """Return the contribution to a weight that is added, times ``factor``, to functions of the activations."""
 
     def scaled(gradient: Tensor) -> Tensor:
         return gradient if factor == 1 else factor * gradient

@@ -4,7 +4,7 @@ r"""Per-example gradients of convolutions, :math:`g_i = \sum_l \delta_{il} x_{i,
 The transposed convolution exchanges the roles of x and :math:`\delta`, and is served by the same functions.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,12 +13,11 @@ from torch import Tensor
 from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 
 from pyro_dvi.curvature.per_example.broadcasting import over_positions
-from pyro_dvi.curvature.per_example.example_rules import Contribution, Outer, per_example_rule
+from pyro_dvi.curvature.per_example.example_rules import Contribution, Outer, per_example_rule, summed_squares
 
 _OF_WEIGHT = {1: conv1d_weight, 2: conv2d_weight, 3: conv3d_weight}
-_SMALL = 1 << 14  # entries of a weight whose gradients are formed for many examples at once
-_BUDGET = 1 << 19  # entries of such gradients at a time: about a processor's cache
-_FEW_POSITIONS = 32  # below, a matrix product is faster than torch's own gradient of a convolution
+_SMALL = 1 << 14  # entries of a weight
+_FEW_POSITIONS = 32
 Size = int | Sequence[int]
 
 
@@ -40,44 +39,27 @@ class _Layer:
         return (delta @ patches.mT).reshape(len(x), *self.shape)
 
     def squares(self, x: Tensor, delta: Tensor) -> Tensor:
-        """Their sum of squares, formed for a few examples at a time."""
-        size, positions = self.shape.numel(), delta.shape[2:].numel()
-        if size <= _SMALL or x.device.type != "cpu":
-            chunk = max(1, (_BUDGET if x.device.type == "cpu" else 128 * _BUDGET) // size)
-            total = delta.new_zeros(self.shape)
-            for inputs, deltas in zip(x.split(chunk), delta.split(chunk), strict=True):
-                total += self.gradients(inputs, deltas).square_().sum(0)
-            return total
-        total = delta.new_zeros(self.shape)
-        one_by_one = self._by_product if positions <= _FEW_POSITIONS and self.groups == 1 else self._by_torch
-        for gradient in one_by_one(x, delta):
-            total.addcmul_(gradient, gradient)
-        return total
+        """Their sum of squares."""
+        # Torch's own gradient of a convolution is faster than a matrix product for large weights with many positions.
+        large = self.shape.numel() > _SMALL and delta.shape[2:].numel() > _FEW_POSITIONS
+        if large and x.device.type == "cpu":
+            return summed_squares(self._by_torch, x, delta, self.shape, 1)
+        return summed_squares(self.gradients, x, delta, self.shape)
 
-    def _by_product(self, x: Tensor, delta: Tensor) -> Iterator[Tensor]:
-        """Gradients of one example after the other, in the same memory."""
-        chunk = max(1, _BUDGET // (self.shape[1:].numel() * delta.shape[2:].numel()))
-        gradient = delta.new_empty(self.shape)
-        matrix = gradient.view(len(gradient), -1)
-        for inputs, deltas in zip(x.split(chunk), delta.flatten(2).split(chunk), strict=True):
-            patches = self._patches(inputs, delta.shape[2:]).mT
-            for one, columns in zip(deltas.unbind(), patches.unbind(), strict=True):
-                torch.mm(one, columns, out=matrix)
-                yield gradient
-
-    def _by_torch(self, x: Tensor, delta: Tensor) -> Iterator[Tensor]:
+    def _by_torch(self, x: Tensor, delta: Tensor) -> Tensor:
+        """The gradient of one example, ``[1, *shape]``."""
         function = _OF_WEIGHT[len(self.shape) - 2]
-        for one, d in zip(x.split(1), delta.split(1), strict=True):
-            yield function(one, self.shape, d, self.stride, self.padding, self.dilation, self.groups)
+        options = self.stride, self.padding, self.dilation, self.groups
+        return function(x, self.shape, delta, *options).unsqueeze(0)
 
     def patches_of(self, x: Tensor) -> Tensor:
-        """What each position of the output sees, ``[M, channels * kernel, positions]``."""
+        """Return the input of each position of the output, ``[M, channels * kernel, positions]``."""
         sizes = zip(x.shape[2:], self.padding, self.dilation, self.shape[2:], self.stride, strict=True)
         positions = torch.Size((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, p, d, k, s in sizes)
         return self._patches(x, positions)
 
     def _patches(self, x: Tensor, positions: torch.Size) -> Tensor:
-        """What each position sees, ``[M, channels * kernel, positions]``."""
+        """Return the input of each of these positions, ``[M, channels * kernel, positions]``."""
         if x.requires_grad and len(positions) == 2:  # slower, but its derivative is faster
             return F.unfold(x, tuple(self.shape[2:]), self.dilation, self.padding, self.stride)
         if any(self.padding):
@@ -153,7 +135,7 @@ def _transposed(
         return None
     if wanted == "bias":
         return Contribution(over_positions)
-    # Padding of a transposed convolution takes away from its output, what is put back here.
+    # Padding of a transposed convolution cuts its output; put the edges back.
     ends = zip(per_dimension(padding, n), per_dimension(output_padding, n), strict=True)
     sides = [side for size, extra in reversed(list(ends)) for side in (size, size - extra)]
     layer = _Layer(weight.shape, per_dimension(stride, n), (0,) * n, per_dimension(dilation, n), groups)

@@ -15,11 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_dvi.curvature.per_example.broadcasting import is_broadcast, rows_summed_to, shift
-from pyro_dvi.curvature.per_example.example_rules import Contribution, Outer, per_example_rule
+from pyro_dvi.curvature.per_example.example_rules import Contribution, Outer, per_example_rule, summed_squares
 from pyro_dvi.errors import UnsupportedError
 
 _MAX_ROWS_IN_PAIRS = 4
-_BUDGET = 1 << 19  # entries of per-example gradients at a time: about a processor's cache
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -35,7 +34,6 @@ def summed_outer_squares(left: Tensor, right: Tensor) -> Tensor:
         right: b, of shape ``[M, T, q]``.
     """
     rows = left.shape[1]
-    size = left.shape[-1] * right.shape[-1]
     if rows == 1:
         return left[:, 0].square().mT @ right[:, 0].square()
     if rows <= _MAX_ROWS_IN_PAIRS:
@@ -43,21 +41,12 @@ def summed_outer_squares(left: Tensor, right: Tensor) -> Tensor:
         twice = torch.where(first == second, 1.0, 2.0).to(left).unsqueeze(-1)
         a = (left[:, first] * left[:, second] * twice).flatten(0, 1)
         return a.mT @ (right[:, first] * right[:, second]).flatten(0, 1)
-    chunk = max(1, (_BUDGET if left.device.type == "cpu" else 128 * _BUDGET) // size)
-    total = left.new_zeros(left.shape[-1], right.shape[-1])
-    if chunk == 1:
-        buffer = torch.empty_like(total)
-        for a, b in zip(left, right, strict=True):
-            torch.mm(a.mT, b, out=buffer)
-            total.addcmul_(buffer, buffer)
-        return total
-    for a, b in zip(left.split(chunk), right.split(chunk), strict=True):
-        total += torch.bmm(a.mT, b).square_().sum(0)
-    return total
+    shape = torch.Size((left.shape[-1], right.shape[-1]))
+    return summed_squares(lambda a, b: torch.bmm(a.mT, b), left, right, shape)
 
 
 def _products(x: Tensor, inputs_first: bool = False) -> Contribution:
-    """A matrix that is multiplied with x, laid out as ``[out, in]`` or with the inputs first."""
+    """Return the contribution to a matrix that multiplies x, laid out as ``[out, in]`` or with the inputs first."""
 
     def gradients(delta: Tensor, x: Tensor) -> Tensor:
         return _rows(x).mT @ _rows(delta) if inputs_first else _rows(delta).mT @ _rows(x)
@@ -71,7 +60,7 @@ def _products(x: Tensor, inputs_first: bool = False) -> Contribution:
 
 @per_example_rule(F.linear)
 def _linear(wanted: str, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Contribution | None:
-    if input.dim() < 2:  # a single row: the output's first dimension is that of the layer
+    if input.dim() < 2:  # a single row: the output's first dimension counts features
         return None
     if wanted == "bias":
         assert bias is not None

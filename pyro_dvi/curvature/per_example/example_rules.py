@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of rules that say what an example contributes to the gradient of a weight."""
+"""The rules for the contribution of an example to the gradient of a weight, by function, and uses of weights."""
 
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from pyro_dvi.core.registry import registering
 from pyro_dvi.core.weight_parts import Part
 
+_BUDGET = 1 << 19  # entries of gradients at a time
 _RULES: dict[Callable, Callable] = {}
 _PARAMETERS: dict[Callable, tuple[str, ...]] = {}
 
@@ -49,18 +51,18 @@ class Outer:
 
 @dataclass(frozen=True)
 class Contribution:
-    r"""What each example adds to the gradient of a weight, :math:`g_i = f(\delta_i, x_i)`.
+    r"""The contribution of each example to the gradient of a weight, :math:`g_i = f(\delta_i, x_i)`.
 
     Attributes:
         function: f, from the gradient :math:`\delta` of the output and the operands to ``[M, *weight.shape]``. Some
             curvatures differentiate what it returns, so it consists of differentiable functions.
-        operands: what :math:`\delta` is multiplied with, with examples in the first dimension as there.
+        operands: the tensors that :math:`\delta` is multiplied with, examples first.
         sum_of_squares: :math:`\sum_i g_i^2` from the same arguments, where that is cheaper than squares of the
             gradients. It need not be differentiable.
-        outer: what gradients are made of where they are sums of outer products. It spares others the gradients
-            themselves: Kronecker factors, products between layers, the rows of some examples only.
+        outer: the factors of gradients that are sums of outer products, for Kronecker factors, products between
+            layers and rows of some examples.
         bilinear: whether the output is linear in the operands and linear in the weight, so that both may stand for
-            means. That of an activation function with a learned slope is not.
+            means. An activation function with a learned slope is not.
     """
 
     function: Callable[..., Tensor]
@@ -70,7 +72,7 @@ class Contribution:
     bilinear: bool = True
 
     def part(self, rows: slice) -> "Contribution":
-        """Return what some examples add."""
+        """Return the contribution of some examples."""
         return replace(self, operands=tuple(operand[rows] for operand in self.operands))
 
     def gradients(self, delta: Tensor) -> Tensor:
@@ -87,6 +89,29 @@ class Contribution:
         """Return a of some examples, ``[m, T, q]``."""
         assert self.outer is not None
         return self.outer.inputs(*self.part(part).operands)
+
+
+def summed_squares(
+    gradients: Callable[[Tensor, Tensor], Tensor], x: Tensor, delta: Tensor, shape: torch.Size, count: int = 0
+) -> Tensor:
+    """Return the sum of squares of gradients, formed for a few examples at a time.
+
+    Args:
+        gradients: ``[m, *shape]`` from x and delta of m examples.
+        x: examples first.
+        delta: likewise.
+        shape: of a gradient.
+        count: examples at a time; 0: as many as about fill a processor's cache.
+    """
+    count = count or max(1, (_BUDGET if x.device.type == "cpu" else 128 * _BUDGET) // shape.numel())
+    total = delta.new_zeros(shape)
+    for part, delta_of_part in zip(x.split(count), delta.split(count), strict=True):
+        found = gradients(part, delta_of_part)
+        if len(found) == 1:
+            total.addcmul_(found[0], found[0])
+        else:
+            total += found.square_().sum(0)
+    return total
 
 
 @dataclass(frozen=True)
@@ -128,7 +153,7 @@ def possible_rows(shape: torch.Size, examples: int) -> Iterator[Rows]:
 
 
 def has_rule(function: Callable) -> bool:
-    """Whether a function has a rule, which may still refuse its arguments."""
+    """Return whether a function has a rule, which may still refuse its arguments."""
     return function in _RULES
 
 
@@ -146,6 +171,17 @@ class Arguments:
     kwargs: dict[str, Any]
     weights: tuple[int | str | None, ...] = ()
 
+    def prepared(self, detached: bool) -> "Arguments":
+        """Return the arguments as rules shall see them: in single precision at least, and maybe detached."""
+
+        def of(argument: Any) -> Any:
+            if not isinstance(argument, Tensor):
+                return argument
+            return at_least_single(argument.detach() if detached else argument)
+
+        kwargs = {name: of(argument) for name, argument in self.kwargs.items()}
+        return Arguments(tuple(map(of, self.args)), kwargs, self.weights)
+
     @property
     def named(self) -> list[tuple[int | str, Any]]:
         """All of them with their position or name."""
@@ -161,10 +197,10 @@ class Arguments:
 def contribution(
     function: Callable, place: int | str, arguments: Arguments, rows: Rows, shape: torch.Size
 ) -> Contribution | None:
-    """Return what examples add to the gradient of one argument of a call; None if no rule says so.
+    """Return the contribution of examples to the gradient of one argument of a call; None without a rule.
 
     Args:
-        function: what was called.
+        function: the called function.
         place: position or name of the argument that is the weight.
         arguments: of the call.
         rows: where examples are in the output; gradients of it are to come as ``rows.first(delta)``.
@@ -191,7 +227,7 @@ def contribution(
 
 
 def _of_several_rows(of_row: Contribution, each: int) -> Contribution:
-    """Add up what the rows of an example contribute."""
+    """Add up the contributions of the rows of an example."""
 
     def gradients(delta: Tensor, *operands: Tensor) -> Tensor:
         flat = (x.flatten(0, 1) for x in (delta, *operands))
@@ -240,3 +276,68 @@ def _parameters(rule: Callable) -> tuple[str, ...]:
             names = (*names[:-1], *(f"{names[-1]}{k}" for k in range(16)))
         _PARAMETERS[rule] = names
     return names
+
+
+# Uses of weights ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Use:
+    """One use of a weight by a function that has a rule.
+
+    Attributes:
+        function: the torch function.
+        place: position or name of the weight among its arguments.
+        arguments: all arguments, as rules shall see them.
+        part: the elements of the weight that were used.
+        shape: shape of the output.
+        output: the place in the graph: an edge, since a later in-place function would move the tensor on; or means.
+        rows: where examples are in the output; None: not decided.
+    """
+
+    function: Callable
+    place: int | str
+    arguments: Arguments
+    part: Part
+    shape: torch.Size
+    output: Any
+    rows: Rows | None = None
+
+    def at(self, rows: Rows) -> "Use":
+        """Return the use with another place of the examples."""
+        return self if rows == self.rows else replace(self, rows=rows)
+
+    def candidates(self, examples: int) -> "Iterator[Use]":
+        """Give the use with each place of the examples for which it has a rule."""
+        for rows in possible_rows(self.shape, examples):
+            use = self.at(rows)
+            if use._contribution is not None:
+                yield use
+
+    @property
+    def contribution(self) -> Contribution:
+        """The contribution of each example to the weight's gradient, from ``arranged`` gradients of the output."""
+        assert self._contribution is not None
+        return self._contribution
+
+    @cached_property
+    def _contribution(self) -> Contribution | None:
+        assert self.rows is not None
+        found = contribution(self.function, self.place, self.arguments, self.rows, self.shape)
+        return None if found is None else to_whole_weight(found, self.part)
+
+    def arranged(self, delta: Tensor) -> Tensor:
+        """Return the gradient of the output with examples in its first dimension, in single precision at least."""
+        assert self.rows is not None
+        return self.rows.first(at_least_single(delta))
+
+
+def with_rows_of_examples(uses: dict[int, list[Use]], num_examples: int) -> dict[int, list[Use]]:
+    """Keep the tensors whose every use has so many examples in a dimension, the likeliest; a proof decides."""
+    found = {k: [next(use.candidates(num_examples), None) for use in calls] for k, calls in uses.items()}
+    return {k: [use for use in calls if use is not None] for k, calls in found.items() if all(calls)}
+
+
+def at_least_single(x: Tensor) -> Tensor:
+    """Half-precision numbers, as under autocast, in single precision: squares would overflow or vanish."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x

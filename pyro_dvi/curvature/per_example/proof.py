@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Proofs that the gradients of single examples, as layers give them, are those of the model.
+r"""Proofs that layers give the gradients of single examples as the model has them.
 
 The table of rules believes what it recognises: that a dimension of a layer's output counts examples, and that the uses
 of a weight which were seen are all of them. With a weight :math:`c_i` for each output,
@@ -12,14 +12,13 @@ model that mixes examples, repeats a table for each, or takes gradients inside o
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from pyro_dvi.curvature.per_example.example_rules import Rows
-from pyro_dvi.curvature.per_example.uses import Use, at_least_single
+from pyro_dvi.curvature.per_example.example_rules import Rows, Use, at_least_single
 from pyro_dvi.errors import ModelError, warn
 
 _BUDGET = 1 << 22  # entries of gradients of examples at a time
@@ -72,41 +71,14 @@ def kept_apart(plain: Tensor, weighted: Tensor, weights: Tensor) -> Tensor:
     return ~(error > rounding**0.5 * size + rounding**2 * plain.abs().max()).any()  # NaN shows nothing
 
 
-def mixed_rows(places: Sequence[Any], outputs: Tensor, seed: int = 0) -> set[int]:
-    r"""Return which of ``places`` have rows that other examples than their own depend on.
-
-    Costs two backward passes. An example that alone reads a single other one is overlooked with probability 1/32 among
-    more than 32 examples, n such pairs with probability :math:`32^{-n}`.
-    Batch normalisation in training mode mixes all rows: ask under
-    :func:`~pyro_dvi.curvature.per_example.uses.constant_statistics`.
-
-    Args:
-        places: tensors or edges of the graph with examples in their first dimension.
-        outputs: f, one entry for each of B examples.
-        seed: of the order of the weights, so that another look sees what the first has overlooked.
-    """
-    if not places or not outputs.requires_grad or len(outputs) < 2:
-        return set()
-    weights = row_weights(len(outputs), outputs, seed)
-    plain, weighted = (
-        torch.autograd.grad(outputs, places, seeds, retain_graph=True, allow_unused=True)
-        for seeds in (torch.ones_like(outputs), weights)
-    )
-    reached = [n for n, d in enumerate(plain) if d is not None]
-    if not reached:
-        return set()
-    apart = torch.stack([kept_apart(plain[n], weighted[n], weights) for n in reached]).tolist()
-    return {n for n, alone in zip(reached, apart, strict=True) if not alone}
-
-
 # Gradients of examples -------------------------------------------------------------------------------------------
 
 
 class Finding(NamedTuple):
-    """What a proof found.
+    """The result of a proof.
 
     Attributes:
-        wrong: numbers of the weights whose gradients of examples are not those of the model.
+        wrong: numbers of the weights for which rules and model disagree.
         unproven: those that gradients, all zero or rounding errors, do not tell anything about.
         rows: where the examples are in the outputs of each use of a weight, if not in the likeliest dimension.
     """
@@ -115,23 +87,29 @@ class Finding(NamedTuple):
     unproven: set[int]
     rows: Mapping[int, tuple[Rows, ...]] = {}
 
+    def kept(self, uses: Served) -> Served:
+        """Return the uses of the weights that are not wrong, with the rows that were found."""
+        found = {k: calls for k, calls in uses.items() if k not in self.wrong}
+        for k in self.rows.keys() & found.keys():
+            found[k] = [use.at(rows) for use, rows in zip(found[k], self.rows[k], strict=True)]
+        return found
 
-def examined(
-    uses: Served, values: Sequence[Tensor] | dict[int, Tensor], outputs: Tensor, seed: int = 0
-) -> Finding:
-    """Compare the gradients of examples with those of plain autograd, by two backward passes.
 
-    Batch normalisation in training mode mixes examples: ask under
-    :func:`~pyro_dvi.curvature.per_example.uses.constant_statistics`.
+def examined(uses: Served, values: Mapping[int, Tensor], outputs: Tensor, seed: int = 0) -> Finding:
+    """Compare the gradients of examples with plain autograd, by two backward passes.
 
     Args:
         uses: of the weights to be proved, by their numbers.
         values: the weights by their numbers.
-        outputs: f, one entry for each example.
+        outputs: f, one entry or row for each example.
         seed: of the weights c.
     """
     if not uses or not outputs.requires_grad:
         return Finding(set(), set(uses))
+    if outputs.dim() > 1:  # unequal weights, under which log-probabilities do not cancel
+        outputs = (
+            outputs @ torch.arange(1, outputs.shape[1] + 1, device=outputs.device).to(outputs).sqrt().sin()
+        )
     edges = list(dict.fromkeys(use.output for calls in uses.values() for use in calls))
     c = row_weights(len(outputs), outputs, seed)
     places: list[Any] = [*edges, *(values[k] for k in uses)]
@@ -201,8 +179,8 @@ def _comparison(
             apart = torch.zeros_like(apart)
         largest = [x.abs().max() for x in use.contribution.operands if x.is_floating_point() and x.numel()]
         terms = terms + delta.norm() * (torch.stack(largest).max() if largest else 1.0)
-    # Where terms cancel, a sum is a few roundings of their size, and normalisation makes these larger. Below this bound
-    # a gradient tells nothing; above it, wrong ones are off by far more than the cube root of the rounding.
+    # A sum of terms that cancel is a few roundings of their size, more after normalisation. Below this bound
+    # a gradient tells nothing; above it, wrong gradients are off by far more than the cube root of the rounding.
     rounding = 1000 * coarsest * terms
     size, error = torch.maximum(total.norm(), whole.norm()), (total - whole).norm()
     wrong = ~apart | (error > coarsest ** (1 / 3) * size + rounding)
@@ -236,7 +214,7 @@ class Proofs:
         model: Any,
         key: Any,
         uses: Served,
-        look: Callable[[int], Finding],
+        look: Callable[..., Finding],
         site: str,
         names: Sequence[str] = (),
     ) -> Served:
@@ -244,7 +222,7 @@ class Proofs:
 
         Args:
             model: the model, remembered as long as it lives.
-            key: the layout of the minibatch.
+            key: the layout of the minibatch, beside the functions and shapes of the uses.
             uses: the uses of the weights, by their numbers.
             look: examines them, given a seed.
             site: the observed site, for messages.
@@ -253,13 +231,14 @@ class Proofs:
         Raises:
             ModelError: a layout that was proved before is no longer right.
         """
-        verdict = self._verdicts_on(model).setdefault(key, _Verdict())
+        # Minibatches with the same graph have these in common.
+        layout = tuple((k, use.function, use.shape) for k, calls in uses.items() for use in calls)
+        verdict = self._verdicts_on(model).setdefault((key, layout), _Verdict())
         if verdict.is_due():
-            before = verdict.wrong
+            before = verdict.known.wrong
             verdict.renew(look(verdict.looks), site)
-            warn_of_disproved(uses, verdict.wrong - before, names)
-        kept = {k: calls for k, calls in uses.items() if k not in verdict.wrong}
-        return with_rows(kept, verdict.rows)
+            warn_of_disproved(uses, verdict.known.wrong - before, names)
+        return verdict.known.kept(uses)
 
     def _verdicts_on(self, model: Any) -> "dict[Any, _Verdict]":
         owner = getattr(model, "__self__", model)  # a bound method is a new object at every access
@@ -273,54 +252,36 @@ class Proofs:
 
 @dataclass
 class _Verdict:
-    """What is known of the weights of a layout.
+    """Everything known of the weights of a layout.
 
     Attributes:
-        wrong: weights whose gradients of examples are not those of the model.
-        unproven: weights of which nothing is known yet.
-        rows: where the examples were found.
+        known: all findings together.
         calls: how often the question was asked.
         looks: how often it was examined.
     """
 
-    wrong: set[int] = field(default_factory=set)
-    unproven: set[int] = field(default_factory=set)
-    rows: dict[int, tuple[Rows, ...]] = field(default_factory=dict)
+    known: Finding = Finding(set(), set())  # noqa: RUF009 (never written to)
     calls: int = 0
     looks: int = 0
 
     def is_due(self) -> bool:
         """Count a call, and say whether to examine it."""
         self.calls += 1
-        waiting = bool(self.unproven) and self.calls <= _AT_ONCE
+        waiting = bool(self.known.unproven) and self.calls <= _AT_ONCE
         return waiting or self.calls & (self.calls - 1) == 0 or self.calls % _INTERVAL == 0
 
     def renew(self, found: Finding, site: str) -> None:
         """Compare with what was found before."""
-        news = found.wrong - self.wrong - self.unproven
+        news = found.wrong - self.known.wrong - self.known.unproven
         first, self.looks = self.looks == 0, self.looks + 1
-        self.wrong, self.unproven = self.wrong | found.wrong, found.unproven - self.wrong
-        self.rows.update(found.rows)
+        wrong = self.known.wrong | found.wrong
+        self.known = Finding(wrong, found.unproven - wrong, {**self.known.rows, **found.rows})
         if news and not first:
             raise ModelError(
-                f"examples of observed site {site!r} depend on rows of other examples, which they did not in an "
-                "earlier step with a minibatch of the same shape. Squared gradients since then were those of the rows, "
-                "not of the examples. Train a model that mixes examples at times with IVON, which needs no gradients "
-                "of examples; if the model was changed on purpose, go on with a new objective."
+                f"examples of observed site {site!r} depend on rows of other examples, unlike in an earlier step, and "
+                "squared gradients since then are wrong: train a model that mixes examples at times with IVON; if the "
+                "model was changed on purpose, use a new objective"
             )
-
-
-def with_rows(uses: Served, rows: Mapping[int, tuple[Rows, ...]]) -> Served:
-    """Return uses with the rows that a proof has found."""
-    return {
-        k: [use.at(found) for use, found in zip(calls, rows[k], strict=True)] if k in rows else calls
-        for k, calls in uses.items()
-    }
-
-
-def layout_of(uses: Served) -> tuple:
-    """Return what minibatches with the same graph have in common."""
-    return tuple((k, use.function, use.shape) for k, calls in uses.items() for use in calls)
 
 
 def warn_of_disproved(uses: Served, wrong: set[int], names: Sequence[str]) -> None:

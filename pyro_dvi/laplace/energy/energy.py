@@ -19,9 +19,9 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from pyro_dvi.core.undisturbed import constant_parameters, evaluating, widest
+from pyro_dvi.core.undisturbed import constant_parameters, evaluating, forked, seeder, widest
 from pyro_dvi.curvature.example_gradients import ExampleGradients, by_examples
-from pyro_dvi.curvature.linearisation import ObservedSite, private_random_state
+from pyro_dvi.curvature.linearisation import ObservedSite
 from pyro_dvi.curvature.products import SavedBytes, information_pairs, vectors_together
 from pyro_dvi.curvature.squared_gradients import SquaredGradients
 from pyro_dvi.errors import DataError, NonFiniteError, UnsupportedError, warn
@@ -196,10 +196,8 @@ class Energy:
                 f"Gauss-Newton matrix is estimated from {_LABELS} drawn labels for each observation. Use "
                 "precision=Hessian(), or register it with pyro_dvi.curvature.information.information_rule"
             )
-        generator = torch.Generator(device=site.value.device).manual_seed(
-            crc32(f"0/{batch}/{site.name}".encode())
-        )
-        with private_random_state(generator, site.value.device):
+        with forked(site.value.device):
+            seeder()(crc32(f"0/{batch}/{site.name}".encode()))
             return [site.sample_labels() for _ in range(_LABELS)]
 
     def batch_gradient(self, batch: Arguments, point: Tensor) -> Tensor:

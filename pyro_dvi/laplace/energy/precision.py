@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pyro_dvi.curvature.gauss_newton_matrix import add_gauss_newton_matrix
+from pyro_dvi.curvature.example_gradients import add_gauss_newton_matrix
 from pyro_dvi.errors import NotPositiveDefiniteError, UnsupportedError
 from pyro_dvi.laplace.energy.energy import LocalEnergy
 from pyro_dvi.linalg.operator import identity_rows
