@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.errors import UnsupportedError
-from pyro_dvi.moments.tensor_like import Uncertain, call, name_of
+from pyro_dvi.moments.tensor_like import call, name_of
 from pyro_dvi.moments.value import GaussianMoments, Link
 
 
@@ -131,12 +131,10 @@ def _check(func: Callable, rule: Callable, result: Any) -> None:
 
 def _with_link(entry: Entry, func: Callable, args: tuple, kwargs: dict[str, Any], result: Any) -> Any:
     """Remember the Gaussian behind the one argument that is uncertain."""
-    uncertain = [k for k, a in enumerate(args) if isinstance(a, Uncertain)]
-    if len(uncertain) != 1 or any(isinstance(a, Uncertain) for a in kwargs.values()):
+    uncertain = [k for k, a in enumerate(args) if isinstance(a, GaussianMoments)]
+    if len(uncertain) != 1 or any(isinstance(a, GaussianMoments) for a in kwargs.values()):
         return result
     k = uncertain[0]
-    if not isinstance(args[k], GaussianMoments):
-        return result
     return _LINKS[entry.kind](_Call(func, entry, args[:k], args[k + 1 :], kwargs), args[k], result)
 
 

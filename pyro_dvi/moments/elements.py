@@ -16,7 +16,6 @@ from torch import Tensor
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.moments.dispatch import Kind
 from pyro_dvi.moments.rules import functions_of, moment_rule
-from pyro_dvi.moments.tensor_like import Uncertain, call
 from pyro_dvi.moments.value import GaussianMoments, loc_of, variance_of
 
 _VIEWS = [
@@ -152,6 +151,35 @@ for _function in _JOINING:
     moment_rule(_function)(_joining(_function))
 
 
+# Choosing -----------------------------------------------------------------------------------------------------
+
+
+@moment_rule(torch.where, kind=Kind.AFFINE)
+def where(condition: Any, input: Any = None, other: Any = None) -> GaussianMoments:
+    """Moments chosen element by element, by a condition that is certain."""
+    if isinstance(condition, GaussianMoments):
+        raise UnsupportedError("torch.where takes a condition that is certain, such as x.loc > 0")
+    loc = torch.where(condition, loc_of(input), loc_of(other))
+    zero = loc.new_zeros(())
+    first, second = (
+        x.variance.to(loc.dtype) if isinstance(x, GaussianMoments) else zero for x in (input, other)
+    )
+    return GaussianMoments(loc, torch.where(condition, first, second))
+
+
+@moment_rule(torch.Tensor.where, kind=Kind.AFFINE)
+def where_method(input: Any, condition: Any, other: Any) -> GaussianMoments:
+    """Moments of ``x.where(condition, other)``, whose arguments come in another order."""
+    return where(condition, input, other)
+
+
+@moment_rule(torch.masked_fill, kind=Kind.AFFINE)
+def masked_fill(input: Any, mask: Tensor, value: Any) -> GaussianMoments:
+    """Moments where the mask is False, and a certain value where it is True."""
+    _certain("masked_fill", (mask, value), {})
+    return GaussianMoments(input.loc.masked_fill(mask, value), input.variance.masked_fill(mask, 0))
+
+
 # Reading and writing by index ---------------------------------------------------------------------------------
 
 
@@ -172,9 +200,6 @@ def setitem(input: Any, index: Any, value: Any) -> None:
 
     Status: exact.
     """
-    if isinstance(input, GaussianMoments) and isinstance(index, Uncertain):
-        input.become(call(torch.where, (index, value, input.snapshot()), {}))
-        return
     _check(index)
     if not isinstance(input, GaussianMoments):
         raise UnsupportedError(
@@ -212,7 +237,7 @@ def zero_(input: Any) -> Any:
 
 def _check(index: Any) -> None:
     for part in index if isinstance(index, tuple | list) else (index,):
-        if isinstance(part, Uncertain):
+        if isinstance(part, GaussianMoments):
             raise UnsupportedError("an index has to be certain: index by a tensor, such as x.loc.argmax()")
 
 

@@ -16,7 +16,7 @@ Status: exact to 1e-8 (float64), 1e-4 (float32).
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -78,12 +78,8 @@ def column(numbers: Any) -> Column:
     return tuple((float(x),) for x in numbers)
 
 
+# How many deviations count on one side of zero, in float64 and float32, with nodes and weights on [0, 1].
 _HALF_LINES = (9.0, gauss_legendre(48)), (6.5, gauss_legendre(26))
-
-
-def half_line(dtype: torch.dtype) -> tuple[float, Nodes]:
-    """Return how many deviations count, and nodes and weights on [0, 1] for one side of a cut."""
-    return _HALF_LINES[dtype is not torch.float64]
 
 
 def distribution(z: Tensor) -> Tensor:
@@ -193,7 +189,7 @@ class BothSides:
         """Return mean, variance and their slopes."""
         sigma = variance.sqrt()
         first, second = ([torch.zeros_like(mu) for _ in range(3)] for _ in range(2))  # E[d z^k], E[d² z^k]
-        reach, columns = half_line(mu.dtype)
+        reach, columns = _HALF_LINES[mu.dtype is not torch.float64]
         nodes, weights = (constants(c, mu) for c in columns)
         for side in (1.0, -1.0):
             centre = side * mu
@@ -215,20 +211,6 @@ class BothSides:
                 second[k].add_((weight * d).sum(0), alpha=sign)
                 weight.mul_(z)
         return from_scores(self.function(mu), sigma, variance, first, second, slopes)
-
-
-def averaged(centre: Tensor, values: Iterable[tuple[Tensor, Any]]) -> GaussianMoments:
-    """Return mean and variance of values at nodes, given with their weights.
-
-    Args:
-        centre: a value near all of them, which is subtracted so that differences keep their digits.
-        values: the value at each node, and its weight.
-    """
-    first, second = torch.zeros_like(centre), torch.zeros_like(centre)
-    for value, weight in values:
-        shift = value - centre
-        first, second = first + weight * shift, second + weight * shift.square()
-    return GaussianMoments(centre + first, (second - first.square()).clamp_min(0))
 
 
 def through_link(x: GaussianMoments, function: Callable[[Tensor], Tensor]) -> GaussianMoments | None:
@@ -254,5 +236,9 @@ def through_link(x: GaussianMoments, function: Callable[[Tensor], Tensor]) -> Ga
         return None
     loc, scale = link.inner.loc, floored(link.inner.variance).sqrt()
     nodes, weights = gauss_hermite(32)
-    values = (function(link.function(loc + node * scale)) for (node,) in nodes)
-    return averaged(function(link.function(loc)), zip(values, (w for (w,) in weights), strict=True))
+    centre = function(link.function(loc))  # differences from it keep their digits
+    first, second = torch.zeros_like(centre), torch.zeros_like(centre)
+    for (node,), (weight,) in zip(nodes, weights, strict=True):
+        shift = function(link.function(loc + node * scale)) - centre
+        first, second = first + weight * shift, second + weight * shift.square()
+    return GaussianMoments(centre + first, (second - first.square()).clamp_min(0))

@@ -81,8 +81,11 @@ def _reflected(function: Callable) -> Callable[..., Any]:
     return operator
 
 
-class Uncertain:
-    """Has a distribution and no value: what needs a number is refused."""
+class TensorLike:
+    """Has the operators, methods and attributes of a tensor, but no value: what needs a number is refused.
+
+    Subclasses say by ``loc`` what their shape, dtype and device are.
+    """
 
     __slots__ = ()
 
@@ -96,15 +99,6 @@ class Uncertain:
 
     __bool__ = __float__ = __int__ = __index__ = __complex__ = __array__ = _refuse_value  # type: ignore[assignment]
     item = tolist = numpy = _refuse_value
-
-
-class TensorLike(Uncertain):
-    """Has the operators, methods and attributes of a tensor, but no value.
-
-    Subclasses say by ``loc`` what their shape, dtype and device are.
-    """
-
-    __slots__ = ()
 
     @property
     def loc(self) -> Tensor:
