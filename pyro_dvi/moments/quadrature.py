@@ -28,6 +28,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from pyro_dvi.core.recording import is_recording
+from pyro_dvi.moments.dispatch import Kind
+from pyro_dvi.moments.rules import moment_rule
 from pyro_dvi.moments.value import GaussianMoments, floored
 
 ROOT_HALF = math.sqrt(0.5)
@@ -103,6 +105,16 @@ def through(compute: Compute, x: GaussianMoments) -> GaussianMoments:
     mu, variance = x.loc.to(wide), x.variance.to(wide)
     mean, spread = _Through.apply(mu, floored(variance), compute, torch.is_grad_enabled())
     return GaussianMoments(mean.to(dtype), spread.to(dtype))
+
+
+def elementwise_rule(compute: Compute, *functions: Callable) -> Callable[[GaussianMoments], GaussianMoments]:
+    """Register torch functions of one argument by what computes their moments."""
+
+    def rule(input: GaussianMoments) -> GaussianMoments:
+        """Moments of a function of each element."""
+        return through(compute, input)
+
+    return moment_rule(*functions, kind=Kind.ELEMENTWISE)(rule)
 
 
 class _Through(Function):

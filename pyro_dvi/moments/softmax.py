@@ -40,8 +40,8 @@ from torch import Tensor
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.moments.activations import sigmoid, softplus
 from pyro_dvi.moments.dispatch import Composed, Kind
+from pyro_dvi.moments.piecewise import relu
 from pyro_dvi.moments.quadrature import distribution
-from pyro_dvi.moments.rectifiers import relu
 from pyro_dvi.moments.rules import moment_rule
 from pyro_dvi.moments.value import GaussianMoments, Link, floored, loc_of, variance_of
 

@@ -40,6 +40,9 @@ KINKED = [
 ]  # fmt: skip
 
 
+WITHOUT_MOMENTS = ("Tanhshrink", "Softshrink", "CELU", "RReLU", "EmbeddingBag")
+
+
 class Grower:
     """Adds layers to a network and keeps account of the shape behind them."""
 
