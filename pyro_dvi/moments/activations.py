@@ -10,8 +10,8 @@ r"""Activations that bend smoothly, exponentials and waves.
 and the same with sine and cosine exchanged: sums of terms that are not negative, so that no digits cancel.
 
 **Steps and ramps** (sigmoid, tanh, erf, softplus, SiLU, GELU) share the fast rule of :mod:`pyro_dvi.moments.smooth`;
-ELU, mish and softsign share the quadrature of :class:`~pyro_dvi.moments.quadrature.BothSides`, several times the work of
-a sigmoid. Both are exact to 1e-8 (float64) and 1e-4 (float32).
+ELU, mish and softsign share the quadrature of :class:`~pyro_dvi.moments.quadrature.BothSides`, which costs several
+times as much as a sigmoid. Both are exact to 1e-8 (float64) and 1e-4 (float32).
 """
 
 import math

@@ -22,15 +22,10 @@ _VIEWS = [
     *functions_of(
         torch,
         "reshape flatten ravel unflatten permute transpose swapaxes swapdims movedim moveaxis t adjoint "
-        "squeeze unsqueeze broadcast_to narrow select diagonal atleast_1d atleast_2d atleast_3d",
+        "squeeze unsqueeze broadcast_to narrow select diagonal atleast_1d atleast_2d atleast_3d "
+        "split split_with_sizes chunk tensor_split hsplit vsplit dsplit unbind",  # these give tuples
     ),
-    *functions_of(torch.Tensor, "reshape unflatten permute squeeze expand unfold"),
-]
-
-# Views too, as tuples.
-_PARTS = [
-    *functions_of(torch, "split split_with_sizes chunk tensor_split hsplit vsplit dsplit unbind"),
-    *functions_of(torch.Tensor, "split"),
+    *functions_of(torch.Tensor, "reshape unflatten permute squeeze expand unfold split"),
 ]
 
 _COPIES = [
@@ -42,8 +37,12 @@ _COPIES = [
     *functions_of(torch.Tensor, "repeat tile flip"),
 ]
 
-# Elements besides those that move are zero, or elements are added, so a link to the Gaussian behind them is lost.
-_OTHERS: tuple[Callable, ...] = (torch.tril, torch.triu, torch.diag, torch.diag_embed, F.unfold, F.fold)
+# Elements besides those that move are zero, or elements are added, so a link to the Gaussian behind them is lost. Sums
+# are exact for independent elements; running sums are correlated, which is dropped.
+_OTHERS: list[Callable] = [
+    *functions_of(torch, "sum cumsum tril triu diag diag_embed"),
+    *functions_of(F, "unfold fold"),
+]
 
 
 def _certain(name: str, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -56,26 +55,16 @@ def _certain(name: str, args: tuple, kwargs: dict[str, Any]) -> None:
 def _moving(function: Callable, view: bool) -> Callable:
     name = function.__name__
 
-    def move(input: Any, *args: Any, **kwargs: Any) -> GaussianMoments:
+    def move(input: Any, *args: Any, **kwargs: Any) -> Any:
         _certain(name, args, kwargs)
-        result = GaussianMoments(
-            function(input.loc, *args, **kwargs), function(input.variance, *args, **kwargs)
-        )
-        return result.alias(input) if view else result
+        loc, variance = (function(t, *args, **kwargs) for t in (input.loc, input.variance))
+        if isinstance(loc, Tensor):
+            result = GaussianMoments(loc, variance)
+            return result.alias(input) if view else result
+        return tuple(GaussianMoments(*pair).alias(input) for pair in zip(loc, variance, strict=True))
 
     move.__doc__ = f"Moments of ``{name}``."
     return move
-
-
-def _parting(function: Callable) -> Callable:
-    def part(input: GaussianMoments, *args: Any, **kwargs: Any) -> tuple[GaussianMoments, ...]:
-        _certain(function.__name__, args, kwargs)
-        values = function(input.loc, *args, **kwargs), function(input.variance, *args, **kwargs)
-        parts = tuple(GaussianMoments(*pair).alias(input) for pair in zip(*values, strict=True))
-        return parts
-
-    part.__doc__ = f"Moments of the parts of ``{function.__name__}``."
-    return part
 
 
 for _function in _VIEWS:
@@ -84,8 +73,6 @@ for _function in _COPIES:
     moment_rule(_function, kind=Kind.REARRANGEMENT)(_moving(_function, view=False))
 for _function in _OTHERS:
     moment_rule(_function)(_moving(_function, view=False))
-for _function in _PARTS:
-    moment_rule(_function, kind=Kind.REARRANGEMENT)(_parting(_function))
 
 
 @moment_rule(torch.Tensor.view, kind=Kind.REARRANGEMENT)

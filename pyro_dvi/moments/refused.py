@@ -57,6 +57,7 @@ for _instead, _functions in {
         + functions_of(torch.Tensor, "__mod__ __rmod__ __floordiv__ __rfloordiv__")
     ),
     "It draws samples, which moments replace: use F.softmax": [F.gumbel_softmax],
+    "Write F.embedding(indices, weight) with a sum or mean over the bag": [F.embedding_bag],
     "Call the function of this name in torch.nn.functional": functions_of(torch, "batch_norm instance_norm"),
 }.items():
     for _function in dict.fromkeys(_functions):

@@ -253,7 +253,7 @@ class Given(Messenger):
 
 
 @pytest.mark.parametrize("uncertain", [False, True])
-@pytest.mark.parametrize("layer", [name for name in LAYERS if name != "attention"])
+@pytest.mark.parametrize("layer", [name for name in LAYERS if name not in ("attention", "embedding bag")])
 def test_layers_read_the_noise_as_the_guide_lays_it_out(layer, uncertain):
     """Rules that use the factor of each input unit give what the variances of the single weights give."""
     make, x, _ = LAYERS[layer]
