@@ -200,26 +200,11 @@ def setitem(input: Any, index: Any, value: Any) -> None:
     input.become(GaussianMoments(loc, variance))
 
 
-@moment_rule(torch.Tensor.copy_)
-def copy_(input: Any, src: Any, non_blocking: bool = False) -> Any:
-    """Overwrite moments by moments or certain numbers.
-
-    Status: exact.
-    """
-    setitem(input, ..., src)
+@moment_rule(torch.Tensor.copy_, torch.Tensor.fill_, torch.fill_, torch.Tensor.zero_, torch.zero_)
+def overwrite(input: Any, value: Any = 0, non_blocking: bool = False) -> Any:
+    """Overwrite moments by moments or certain numbers."""
+    setitem(input, ..., value)
     return input
-
-
-@moment_rule(torch.Tensor.fill_, torch.fill_)
-def fill_(input: Any, value: Any) -> Any:
-    """Overwrite moments by a certain number."""
-    return copy_(input, value)
-
-
-@moment_rule(torch.Tensor.zero_, torch.zero_)
-def zero_(input: Any) -> Any:
-    """Overwrite moments by zero, for certain."""
-    return copy_(input, 0)
 
 
 def _check(index: Any) -> None:

@@ -70,12 +70,6 @@ def functions_of(owner: Any, names: str) -> list[Callable]:
     return [getattr(owner, name) for name in names.split()]
 
 
-def rule_for(func: Callable) -> Callable | None:
-    """Return the rule that a call of ``func`` uses, or None."""
-    found = ENTRIES.get(func)
-    return None if found is None else found.rule
-
-
 def _spellings(function: Callable) -> Iterator[Callable]:
     """Yield the functions that a rule for this one serves, or may serve."""
     yield function

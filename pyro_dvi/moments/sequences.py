@@ -27,7 +27,7 @@ A shift of all keys cancels in the softmax, so keys are centred; and with uncert
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -83,29 +83,19 @@ def _rnn_step(activation: Callable, x: Any, state: State, w_hh: Any, b_hh: Any) 
 # --- sequences -----------------------------------------------------------------------------------------------
 
 
-class _Options(NamedTuple):
-    """Arguments of torch's recurrent functions after weights and biases."""
-
-    has_biases: bool
-    num_layers: int
-    dropout: float
-    train: bool
-    bidirectional: bool
-    batch_first: bool
-
-
-def _sequence(step: Callable[..., State], input: Any, state: State, params: Any, options: _Options) -> State:
+def _sequence(step: Callable[..., State], input: Any, state: State, params: Any, options: tuple) -> State:
     """Run all layers and directions; return outputs ``[L, B, H]`` (or batch first) and the last states."""
-    directions = 2 if options.bidirectional else 1
-    number = len(params) // (options.num_layers * directions)
-    x = input.transpose(0, 1) if options.batch_first else input
+    has_biases, num_layers, dropout, train, bidirectional, batch_first = options
+    directions = 2 if bidirectional else 1
+    number = len(params) // (num_layers * directions)
+    x = input.transpose(0, 1) if batch_first else input
     last = []
-    for layer in range(options.num_layers):
+    for layer in range(num_layers):
         outputs = []
         for direction in range(directions):
             index = layer * directions + direction
             w_ih, w_hh, *rest = params[index * number : (index + 1) * number]
-            b_ih, b_hh = (rest.pop(0), rest.pop(0)) if options.has_biases else (None, None)
+            b_ih, b_hh = (rest.pop(0), rest.pop(0)) if has_biases else (None, None)
             steps = F.linear(x, w_ih, b_ih).unbind(0)
             now = tuple(s[index] for s in state)
             hidden = []
@@ -114,10 +104,10 @@ def _sequence(step: Callable[..., State], input: Any, state: State, params: Any,
                 hidden.append(now[0])
             outputs.append(torch.stack(hidden[::-1] if direction else hidden))
             last.append(now)
-        x = torch.cat(outputs, -1) if options.bidirectional else outputs[0]
-        if layer < options.num_layers - 1:
-            x = F.dropout(x, options.dropout, options.train)
-    output = x.transpose(0, 1) if options.batch_first else x
+        x = torch.cat(outputs, -1) if bidirectional else outputs[0]
+        if layer < num_layers - 1:
+            x = F.dropout(x, dropout, train)
+    output = x.transpose(0, 1) if batch_first else x
     return (output, *(torch.stack(parts) for parts in zip(*last, strict=True)))
 
 
@@ -142,7 +132,7 @@ def _network(name: str, step: Callable[..., State]) -> Callable[..., State]:
                 "mask what is padded in the likelihood"
             )
         state = tuple(hx) if isinstance(hx, tuple | list) else (hx,)
-        return _sequence(step, input, state, params, _Options(*options))
+        return _sequence(step, input, state, params, options)
 
     network.__doc__ = f"""Moments of the outputs and last states of ``torch.{name}``.
 

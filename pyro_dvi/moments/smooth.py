@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Smooth functions that are straight far from zero: sigmoid, tanh, erf, softplus, SiLU, GELU.
+r"""Smooth functions that are straight far from zero: sigmoid, tanh, erf, softplus, SiLU, GELU by tanh.
 
 Two quadratures share the work; which one holds is decided for each element.
 
@@ -64,9 +64,7 @@ class _Nodes(NamedTuple):
 
 
 _LOGISTIC = _Nodes((((0.3, 14), (1.0, 28)), ((0.5, 8), (1.0, 13))), (28.0, 14.0), (0.55, 0.9))
-_STEEP = _Nodes(
-    (((0.25, 14), (0.8, 30), (1.0, 40)), ((0.4, 8), (0.8, 14), (1.0, 18))), (9.0, 7.0), (0.45, 0.65)
-)
+_STEEP = _Nodes((((0.25, 14), (0.8, 30)), ((0.4, 8), (0.8, 14))), (9.0, 7.0), (0.45, 0.65))
 
 
 @dataclass(frozen=True, eq=False)
