@@ -201,8 +201,7 @@ def _check_shape(site: ObservedSite, expected: torch.Size | None) -> None:
     if expected is not None and shape != expected:
         raise ModelError(
             f"observed site {site.name!r} has the shape {tuple(expected)} when latents are tensors, and {tuple(shape)} "
-            "when they are moments. Does the model ask isinstance(x, torch.Tensor) or torch.is_tensor(x)? Moments are "
-            'no instances of it; ask hasattr(x, "shape") instead.'
+            'when they are moments, for which torch.is_tensor is False: ask hasattr(x, "shape") in the model'
         )
 
 
@@ -243,8 +242,7 @@ def _check_reached(call: Call, log_likelihood: Tensor, latents: list[Latent], st
     lost = sorted(missing & structure.reached)
     if lost:
         raise ModelError(
-            f"gradients of the likelihood do not reach latent site {lost[0]!r} when it enters as moments, though they "
-            "do when it is a tensor. A custom torch.autograd.Function or a reentrant checkpoint runs without gradients "
-            "for what is no tensor: call torch functions directly (or write a moment rule for a function that calls "
-            "yours), and use checkpoint(..., use_reentrant=False)."
+            f"gradients of the likelihood do not reach latent site {lost[0]!r} when it enters as moments. A custom "
+            "torch.autograd.Function or a reentrant checkpoint drops them: call torch functions directly (or write a "
+            "moment rule for a function that calls yours), and use checkpoint(..., use_reentrant=False)."
         )

@@ -115,8 +115,7 @@ class MultiplicativeNoiseGuide(FactorisedGuide):
         is_number = isinstance(initial_rho, int | float) and not isinstance(initial_rho, bool)
         if not is_number or not -30 <= initial_rho <= 10:
             raise ArgumentError(
-                "initial_rho is the inverse softplus of the relative variance at the start, a number from -30 to 10, "
-                f"got {initial_rho!r}: try -3"
+                f"initial_rho, inverse softplus of the relative variance, must lie in [-30, 10], got {initial_rho!r}"
             )
         biases = Deterministic() if biases is None else biases
         if not isinstance(biases, Factor) or biases.store not in (None, "scales"):
@@ -150,8 +149,7 @@ class MultiplicativeNoiseGuide(FactorisedGuide):
         if isinstance(units, InputUnits):
             if constrained:
                 raise ModelError(
-                    f"input_axis makes a weight of site {name!r}, whose support {site['fn'].support} is constrained; "
-                    "multiplicative noise needs a latent on the whole real line"
+                    f"input_axis makes a weight of site {name!r}, whose support {site['fn'].support} is not all reals"
                 )
             return MultiplicativeNoise(units, self.initial_rho, self.eps)
         if local or constrained:

@@ -221,10 +221,9 @@ def _expanded_power(x: GaussianMoments, p: float) -> GaussianMoments:
     c2 = x.variance / m.square()
     if not bool((c2 <= _LARGEST_VARIATION**2).all()) or (not p.is_integer() and bool((m <= 0).any())):
         raise UnsupportedError(
-            f"the power {p:g} of something uncertain is expanded around its mean, which needs a deviation of at most "
-            f"{_LARGEST_VARIATION} of the mean (and a positive mean if the exponent is not an integer); here it is "
-            f"{math.sqrt(c2.max().item()):.3g}. Reduce the uncertainty of the denominator, divide by x.loc if its mean "
-            "may stand for it, or use exp(-log) of something that is Gaussian on the log scale."
+            f"the power {p:g} of something uncertain needs a deviation of at most {_LARGEST_VARIATION} of the mean "
+            f"(and a positive mean, or an integer exponent), here {math.sqrt(c2.max().item()):.3g}: divide by x.loc if "
+            "the mean may stand for x, or use exp(-log) of something that is Gaussian on the log scale."
         )
     power = m.pow(p)
     second, fourth = p * (p - 1) / 2, p * (p - 1) * (p - 2) * (p - 3) / 8

@@ -69,8 +69,7 @@ class MultiplicativeMoments(GaussianMoments):
     def become(self, other: GaussianMoments) -> GaussianMoments:
         """Refuse to change weights."""
         raise UnsupportedError(
-            "a weight is changed in place, which would change the model for its next use: write w = f(w) with the "
-            "function that returns a new tensor"
+            "a weight is changed in place: write w = f(w) with the function that returns a new tensor"
         )
 
 
@@ -117,8 +116,7 @@ def bilinear_moments(
     """
     if x is weight:
         raise UnsupportedError(
-            "the product of uncertain x with itself (as x @ x, torch.outer(x, x)) has no rule: the factors are not "
-            "independent. For a sum of squares write x.square().sum()."
+            "the product of uncertain x with itself (x @ x, outer(x, x)) has no rule: a sum of squares is x.square().sum()"
         )
     if any(isinstance(factor, JointMoments) for factor in (x, weight, bias)):
         return joint_product(product, x, weight, bias)

@@ -124,8 +124,7 @@ def _check(func: Callable, rule: Callable, result: Any) -> None:
         if isinstance(part, GaussianMoments) and bool((part.variance < 0).any()):
             worst = part.variance.min().item()
             raise UnsupportedError(
-                f"{where} returned a negative variance ({worst:.3g}). Differences such as E[f²] - E[f]² lose their "
-                "digits where the mean is much larger than the deviation: centre them around f(mean), or clamp."
+                f"{where} returned a negative variance ({worst:.3g}): centre E[f²] - E[f]² around f(mean), or clamp"
             )
 
 
@@ -269,6 +268,5 @@ def _written(func: Callable, target: Any, result: Any) -> Any:
     if isinstance(target, GaussianMoments) and isinstance(result, GaussianMoments):
         return target.become(result)
     raise _NotWritable(
-        f"{name_of(func)} writes moments into a tensor, which has no variance: use the form that returns a new value, "
-        "or start from moments"
+        f"{name_of(func)} writes moments into a tensor, which has no variance: use the form that returns a new value"
     )

@@ -190,8 +190,7 @@ def setitem(input: Any, index: Any, value: Any) -> None:
     _check(index)
     if not isinstance(input, GaussianMoments):
         raise UnsupportedError(
-            "moments are written into a tensor, which has no variance (x[index] = moments). Join the parts by "
-            "torch.stack or torch.cat instead"
+            "moments are written into a tensor, which has no variance: join the parts with torch.stack or torch.cat"
         )
     spread = variance_of(value)
     loc, variance = input.loc.clone(), input.variance.clone()

@@ -120,8 +120,7 @@ def norm(
     order = named.get("p", named.get("ord", order))
     if order not in (None, 2, "fro"):
         raise UnsupportedError(
-            f"the norm of order {order} of moments has no rule, only the Euclidean norm has: write x.abs().sum() or "
-            "x.abs().amax()"
+            f"the norm of order {order} of moments has no rule: write x.abs().sum() or x.abs().amax()"
         )
     x = x if dtype is None else x.to(dtype)
     squares = x.square().sum(tuple(range(x.dim())) if dim is None else dim, keepdim)

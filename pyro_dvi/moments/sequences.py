@@ -128,8 +128,7 @@ def _network(name: str, step: Callable[..., State]) -> Callable[..., State]:
     def network(input: Any, hx: Any, params: Any, *options: Any) -> State:
         if isinstance(hx, Tensor) and not hx.is_floating_point():  # the batch sizes of a packed sequence
             raise UnsupportedError(
-                f"torch.{name} of moments has no rule for packed sequences: pass padded ones (pad_packed_sequence) and "
-                "mask what is padded in the likelihood"
+                f"torch.{name} of moments has no rule for packed sequences: pass padded ones and mask the likelihood"
             )
         state = tuple(hx) if isinstance(hx, tuple | list) else (hx,)
         return _sequence(step, input, state, params, options)
@@ -276,8 +275,7 @@ def multi_head_attention(
     """
     if add_zero_attn or any(t is not None for t in (bias_k, bias_v, static_k, static_v)):
         raise UnsupportedError(
-            "attention of moments has no rule for add_bias_kv, add_zero_attn, static_k and static_v: build "
-            "nn.MultiheadAttention without them"
+            "attention of moments has no rule for add_bias_kv and add_zero_attn: build nn.MultiheadAttention without"
         )
     batched = query.dim() == 3
     if not batched:

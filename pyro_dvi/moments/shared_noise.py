@@ -273,8 +273,7 @@ def _gaussian(x: GaussianMoments) -> Any:
 def _refuse(joint: JointMoments, what: str) -> NoReturn:
     subject = "weights" if joint.of_weights else "outputs of the layer"
     raise UnsupportedError(
-        f"the posterior of {joint.noise.sites} has covariances, and its {subject} {what}, for which no rule keeps "
-        "them. They have to be the last layer: linear in its inputs (F.linear, a matrix product, a convolution), with "
-        "only shifts, scaling and views between it and the likelihood. Give the other sites a MeanFieldGuide of their "
-        "own (as LastLayerGuide does), or train with Pyro's Trace_ELBO and predict with Samples(n)."
+        f"the posterior of {joint.noise.sites} has covariances, and its {subject} {what}. Only a last layer may have "
+        "them: a linear layer with only shifts, scaling and views between it and the likelihood. Use LastLayerGuide, "
+        "or train with Pyro's Trace_ELBO and predict with Samples(n)."
     )

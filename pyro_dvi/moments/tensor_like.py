@@ -91,10 +91,9 @@ class TensorLike:
 
     def _refuse_value(self, *args: Any) -> NoReturn:
         raise UnsupportedError(
-            "the code asks for the value of something uncertain (a comparison, an if, .item(), a conversion to a "
-            "number or array). Moments have a mean and a variance but no value: decide on a tensor that is certain, on "
-            "x.loc if the mean may decide, or write the function as a rule with pyro_dvi.moments.moment_rule. If a "
-            "class of torch.distributions asked for it, use the class of the same name in pyro.distributions."
+            "the code asks for the value of something uncertain (an if, .item(), a conversion to a number or array): "
+            "decide on x.loc if the mean may decide, or write a rule with pyro_dvi.moments.moment_rule. If a class of "
+            "torch.distributions asked for it, use the class of the same name in pyro.distributions."
         )
 
     __bool__ = __float__ = __int__ = __index__ = __complex__ = __array__ = _refuse_value  # type: ignore[assignment]
@@ -140,8 +139,7 @@ class TensorLike:
     def __len__(self) -> int:
         if not self.shape:
             raise TypeError(
-                "an uncertain number has no length. If torch.tensor or torch.as_tensor asked for it: they hold certain "
-                "numbers, take x.loc"
+                "an uncertain number has no length; torch.tensor and torch.as_tensor hold certain numbers: take x.loc"
             )
         return len(self.loc)
 

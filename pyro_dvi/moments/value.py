@@ -192,9 +192,8 @@ def _fitted(loc: Tensor, variance: Tensor) -> Tensor:
 
 def _refuse_stale() -> NoReturn:
     raise UnsupportedError(
-        "moments are used after a view of them (or what they are a view of) was changed in place; their mean and "
-        "variance do not share memory as tensors do. Use the function that returns a new tensor: relu(x) instead of "
-        "relu_(x), nn.ReLU(inplace=False)."
+        "moments are used after a view of them (or their base) was changed in place: use the function that returns a "
+        "new tensor, relu(x) instead of relu_(x), nn.ReLU(inplace=False)"
     )
 
 
