@@ -116,7 +116,7 @@ def bilinear_moments(
     """
     if x is weight:
         raise UnsupportedError(
-            "the product of uncertain x with itself (x @ x, outer(x, x)) has no rule: a sum of squares is x.square().sum()"
+            "the product of uncertain x with itself (as outer(x, x)) has no rule: x.square().sum() sums squares"
         )
     if any(isinstance(factor, JointMoments) for factor in (x, weight, bias)):
         return joint_product(product, x, weight, bias)
