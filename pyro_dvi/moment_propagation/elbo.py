@@ -87,8 +87,8 @@ class MomentPropagationELBO(Objective):
             + \beta\, \mathrm{KL}(q \,\|\, p)
 
     Each Gaussian latent enters the model as a mean and a variance; every function of the model passes these on
-    (:mod:`pyro_dvi.moments`), and the likelihood is integrated over what arrives (:mod:`pyro_dvi.expectations`). The
-    model is not rewritten. One pass costs two to three times a deterministic one.
+    (:mod:`pyro_dvi.moments`), and the likelihood is integrated over the outputs
+    (:mod:`pyro_dvi.expectations`). The model is not rewritten. One pass costs two to three times a deterministic one.
 
     Status: units are treated as independent Gaussians, as the paper does. Exact where every weight enters each output
     once: for linear models ``x @ w``, and for the moments of networks with one hidden layer. Deeper networks, kernels
@@ -109,7 +109,7 @@ class MomentPropagationELBO(Objective):
             sampling.
         weighting: weights of the log-likelihood of single observations, as ``VarianceWeighted()`` or a function of an
             observed site's distribution at certain parameters and of the training steps done; None: equal weights.
-        variance_floor: least variance of what enters a nonlinearity; the paper has 1e-5 (Appendix A).
+        variance_floor: smallest variance of the inputs of nonlinearities; the paper has 1e-5 (Appendix A).
         num_data: size of the data set, compared with the plate's scale; None skips the check.
         num_particles: runs to average if some latents are sampled.
 
@@ -224,7 +224,7 @@ def _warn_of_shared_outputs(site: ObservedSite) -> None:
 
 
 def _root(gaussian: GaussianMoments) -> Tensor:
-    """Return the means that those of a Gaussian are a part of, before it was shifted and scaled."""
+    """Return the whole tensor of means that a Gaussian's means were taken from, before a shift or scaling."""
     while gaussian.origin is not None:
         gaussian = gaussian.origin.inner
     return gaussian.loc if gaussian.loc._base is None else gaussian.loc._base

@@ -32,7 +32,7 @@ class InputUnits:
     groups: int = 1
 
     def shape(self, weight: torch.Size) -> tuple[int, ...]:
-        """Return the shape in which the numbers are stored: that of the weight, 1 where they are shared."""
+        """Return the shape of the stored numbers: the weight's shape, with 1 for axes that share a number."""
         first = (self.groups,) if self.groups > 1 else ()
         kept = [size if axis in self.axes else 1 for axis, size in enumerate(weight)]
         return (*first, *kept[len(first) :])

@@ -85,8 +85,8 @@ class LastLayerGuide(AutoGuideList):
         ArgumentError: no site belongs to ``layer``, or ``covariance`` is no object of its kind; outputs are no first
             dimension of all sites of the layer where each has a covariance of its own.
 
-    Source: Harrison, Willes & Snoek (2024), "Variational Bayesian last layers", whose dense covariance is that of
-    ``PerOutput()``; the bound on class probabilities, the priors and the noise are those of the model here.
+    Source: Harrison, Willes & Snoek (2024), "Variational Bayesian last layers". ``PerOutput()`` is the
+    paper's dense covariance; the likelihood, the priors and the noise are given by the Pyro model here.
 
     Example:
         >>> import pyro_dvi as dvi
@@ -178,7 +178,7 @@ def _initial_scales(guide: AutoContinuous, log_offset: float) -> Tensor:
 
 
 class _RowsGuide(AutoContinuous):
-    """A dense covariance of a vector, or of each row of what it consists of."""
+    """A dense covariance of all numbers of a layer, or of the numbers of each output."""
 
     def __init__(self, model: Callable, covariance: LayerCovariance) -> None:
         start = FollowedStart(init_to_module)
@@ -226,7 +226,7 @@ class _RowsGuide(AutoContinuous):
 
 
 class _LowRankGuide(AutoLowRankMultivariateNormal):
-    """Pyro's, with scales that start from those of the prior."""
+    """Pyro's low-rank guide, with scales that start at a fraction of the prior's scales."""
 
     def __init__(self, model: Callable, covariance: LowRank) -> None:
         super().__init__(model, init_loc_fn=init_to_module, rank=covariance.rank)

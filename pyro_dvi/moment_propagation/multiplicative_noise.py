@@ -45,7 +45,7 @@ class MultiplicativeNoiseGuide(FactorisedGuide):
     found from the functions that use it when the guide first runs the model: the columns of linear, attention and
     recurrent layers; the input channels of convolutions, separately for each group; the rows of embeddings and
     look-ups; the dimension that ``x @ w`` or einsum sums over. Where these do not tell, axis 1 is taken, with a
-    warning. ``input_axis`` overrides what was found. ``biases`` chooses the
+    warning. ``input_axis`` overrides the result. ``biases`` chooses the
     posterior of biases, normalisation parameters and other real latents. Latents inside plates, and those with a
     constrained support (a noise scale, say), are mean-field Gaussians in unconstrained space.
 
@@ -182,7 +182,7 @@ class MultiplicativeNoise(Factor):
     Args:
         units: where its input units are.
         initial_rho: inverse softplus of the relative variance at the start.
-        eps: what is added to variances.
+        eps: added to the variances.
     """
 
     units: InputUnits

@@ -15,7 +15,7 @@ the deviation is wrong by 7 %. Logarithms use the tangent at the mean,
 .. math:: m = f(\mu), \qquad v = f'(\mu)^2\,\sigma^2.
 
 Status: logarithms are exact to first order; the relative error of the variance is of the order of
-:math:`\sigma^2/\mu^2`. A mean outside the domain gives what the function gives there, nan or inf.
+:math:`\sigma^2/\mu^2`. A mean outside the domain gives the value of the function there, nan or inf.
 """
 
 import math
@@ -116,16 +116,6 @@ def square(input: GaussianMoments) -> GaussianMoments:
     """
     m2, v = input.loc.square(), input.variance
     return GaussianMoments(m2 + v, 2 * v * torch.add(v, m2, alpha=2))
-
-
-def plus(x: Any, y: Any) -> Any:
-    """Return the sum of two things, of which any may be uncertain."""
-    return add(x, y) if isinstance(x, GaussianMoments) or isinstance(y, GaussianMoments) else x + y
-
-
-def times(x: Any, y: Any) -> Any:
-    """Return the product of two things, of which any may be uncertain."""
-    return mul(x, y) if isinstance(x, GaussianMoments) or isinstance(y, GaussianMoments) else x * y
 
 
 _LARGEST_VARIATION = 0.2

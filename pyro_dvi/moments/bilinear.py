@@ -109,7 +109,7 @@ def bilinear_moments(
         weight: likewise; at least one of the two has to be uncertain.
         alpha: relative variance of the weight, of a shape that multiplies ``x``: only given where the noise of
             :class:`~pyro_dvi.moments.bilinear.MultiplicativeMoments` belongs to inputs.
-        bias: what the product adds at the end, certain or not. Layers add it on the way, at no cost.
+        bias: added to the product, certain or not, at no extra cost in layers.
 
     Raises:
         UnsupportedError: x is the weight.

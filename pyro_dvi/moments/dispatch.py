@@ -19,7 +19,7 @@ from pyro_dvi.moments.value import GaussianMoments, Link
 
 
 class Observer(Protocol):
-    """Sees every function of moments with its result, and returns what shall be the result.
+    """Sees every function of moments with its result, and returns the result to go on with.
 
     One with an attribute ``outermost`` that is true does not see functions that the rule of another one calls. One
     with a method ``entering`` is told when a rule is about to be called, so that it knows which lie inside of others.
@@ -171,7 +171,7 @@ def _elementwise(step: _Call, x: GaussianMoments, result: Any) -> Any:
     if link is None:
         inner = broadcast(x.snapshot(), result)  # a copy of x, which may be changed in place later
         return result.linked(Link(inner, step, step.entry.name, uniform=step.uniform))
-    # A link of elements that moved is not broadcast: what it gives has the shape of x.
+    # A link of elements that moved is not broadcast: its function returns the shape of x.
     inner = broadcast(link.inner, result) if link.elementwise else link.inner
     uniform = link.uniform and step.uniform
     return result.linked(
@@ -207,7 +207,7 @@ def _rearranged(step: _Call, x: GaussianMoments, result: Any) -> Any:
 
 
 def _converted(step: _Call, x: GaussianMoments, result: Any) -> Any:
-    """Convert the Gaussian if the function is known by its name, else what the function returns."""
+    """Convert the Gaussian if the function is known by its name, else the values of the function."""
     link = x.link
     if link is None or result is x or not isinstance(result, GaussianMoments):
         return result

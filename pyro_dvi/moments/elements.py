@@ -128,9 +128,7 @@ def _joining(function: Callable) -> Callable:
         loc = function([loc_of(t) for t in tensors], *args, **kwargs)
         return GaussianMoments(loc, function(variances, *args, **kwargs))
 
-    join.__doc__ = (
-        f"Moments of ``{function.__name__}`` of moments and tensors; what is certain has variance zero."
-    )
+    join.__doc__ = f"Moments of ``{function.__name__}`` of moments and tensors; tensors have variance zero."
     return join
 
 
@@ -217,7 +215,7 @@ def _is_basic(index: Any) -> bool:
     return all(part is None or part is Ellipsis or type(part) in (int, slice) for part in parts)
 
 
-# Functions that give the same values in another guise: what applies to the mean applies to the variance.
+# Functions that return the same values in another dtype, device or memory, applied to mean and variance alike.
 _CONVERSIONS = [
     *functions_of(torch, "clone detach"),
     *functions_of(torch.Tensor, "to type type_as float double half bfloat16 cpu cuda contiguous"),
@@ -270,13 +268,6 @@ for _func in _LIKE:
     moment_rule(_func)(_describing(_func))
 
 
-@moment_rule(torch.Tensor.requires_grad_)
-def requires_grad_(input: GaussianMoments, requires_grad: bool = True) -> GaussianMoments:
-    """Record gradients with respect to the mean."""
-    input.loc.requires_grad_(requires_grad)
-    return input
-
-
 def _checking(function: Callable, combine: Callable) -> Callable:
     def check(input: GaussianMoments) -> Tensor:
         return combine(function(input.loc), function(input.variance))
@@ -285,6 +276,6 @@ def _checking(function: Callable, combine: Callable) -> Callable:
     return check
 
 
-is_finite = moment_rule(torch.isfinite)(_checking(torch.isfinite, torch.logical_and))
+moment_rule(torch.isfinite)(_checking(torch.isfinite, torch.logical_and))
 moment_rule(torch.isnan)(_checking(torch.isnan, torch.logical_or))
 moment_rule(torch.isinf)(_checking(torch.isinf, torch.logical_or))

@@ -221,7 +221,7 @@ class Piecewise:
         return from_scores(centre, sigma, variance, first, second, slopes)
 
     def _change(self, k: int, x: Tensor) -> Tensor:
-        """Return what the piece after break k has more than the one before, without a difference of large numbers."""
+        """Return the piece after break k minus the piece before, without a difference of large numbers."""
         c, before, after = self.breaks[k], self.pieces[k], self.pieces[k + 1]
         square = after.square - before.square
         slope = after.slope - before.slope + 2 * square * c

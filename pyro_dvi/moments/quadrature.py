@@ -80,7 +80,7 @@ def column(numbers: Any) -> Column:
     return tuple((float(x),) for x in numbers)
 
 
-# How many deviations count on one side of zero, in float64 and float32, with nodes and weights on [0, 1].
+# The number of deviations that count on one side of zero, in float64 and float32; nodes and weights on [0, 1].
 _HALF_LINES = (9.0, gauss_legendre(48)), (6.5, gauss_legendre(26))
 
 
@@ -98,7 +98,7 @@ def through(compute: Compute, x: GaussianMoments) -> GaussianMoments:
         compute: takes means and variances of one dimension, the variance at least the floor, and whether slopes are
             needed; returns mean and variance, then with slopes the four derivatives: of the mean in μ and
             σ², and of the variance in μ and σ².
-        x: moments of what enters.
+        x: moments of the input.
     """
     dtype = x.loc.dtype
     wide = torch.promote_types(dtype, torch.float32)
@@ -108,7 +108,7 @@ def through(compute: Compute, x: GaussianMoments) -> GaussianMoments:
 
 
 def elementwise_rule(compute: Compute, *functions: Callable) -> Callable[[GaussianMoments], GaussianMoments]:
-    """Register torch functions of one argument by what computes their moments."""
+    """Register ``compute`` as the rule of torch functions of one argument."""
 
     def rule(input: GaussianMoments) -> GaussianMoments:
         """Moments of a function of each element."""
@@ -169,7 +169,7 @@ def from_scores(
         variance: σ².
         first: expectations of d, d z and d z².
         second: expectations of d², d² z and d² z².
-        slopes: whether to look beyond the first of each.
+        slopes: True to return slopes as well; the later expectations are needed only for them.
     """
     shift = first[0]
     mean, spread = centre + shift, torch.addcmul(second[0], shift, shift, value=-1)
@@ -232,7 +232,8 @@ def through_link(x: GaussianMoments, function: Callable[[Tensor], Tensor]) -> Ga
     stays positive. The Gaussian h behind it is known (:class:`~pyro_dvi.moments.value.Link`), and the integral over h
     is smooth.
 
-    Status: Gauss-Hermite with 32 nodes, exact to rounding for what is smooth on the scale of the Gaussian's deviation.
+    Status: Gauss-Hermite with 32 nodes, exact to rounding for functions that are smooth on the scale of the
+    deviation.
 
     Args:
         x: moments with a link, each of whose elements depends on one element of the Gaussian.

@@ -260,7 +260,7 @@ def interpolate(
 
 
 def _matrix(like: Tensor, n: int, out: int, scale: Any, mode: str, options: dict[str, Any]) -> Tensor:
-    """Return the matrix ``[n, out]`` of one dimension: what unit vectors become."""
+    """Return the matrix ``[n, out]`` of one dimension: the resized unit vectors."""
     units = torch.eye(n, dtype=like.dtype, device=like.device)[:, None, None, :]
     flat = _FLAT.get(mode, mode)
     if scale is None:

@@ -171,11 +171,11 @@ def scaled_dot_product_attention(
         query: ``[*, L, d]``.
         key: ``[*, S, d]``.
         value: ``[*, S, e]``.
-        attn_mask: True where a query attends, or what is added to the scores, which may be uncertain.
+        attn_mask: True where a query attends, or a tensor or moments that are added to the scores.
         dropout_p: probability of leaving out a weight, whose moments are added; nothing is drawn.
-        is_causal: whether a query attends to no later key.
+        is_causal: True if a query attends to no later key.
         scale: of the scores, by default the inverse root of d.
-        enable_gqa: whether several heads of queries share one of keys.
+        enable_gqa: True if several heads of queries share one head of keys.
     """
     if enable_gqa:
         key, value = (torch.repeat_interleave(t, query.shape[-3] // t.shape[-3], -3) for t in (key, value))
@@ -205,7 +205,7 @@ def _masked(scores: Any, mask: Any, is_causal: bool) -> Any:
 
 
 def _weights(scores: Any) -> tuple[Tensor, Tensor | None]:
-    """Mean of the attention weights, and what multiplies squared differences of values; None if certain."""
+    """Return the mean q of the attention weights, and the factors a of squared differences; None if certain."""
     if not isinstance(scores, GaussianMoments):
         return torch.softmax(scores, -1), None
     s = scores.variance
@@ -229,7 +229,7 @@ def _averaged(q: Tensor, a: Tensor | None, values: Any) -> Any:
 
 
 def _with_dropout(result: Any, q: Tensor, a: Tensor | None, values: Any, p: float) -> Any:
-    """Add what dropout of attention weights brings: p / (1 - p) times the second moment of each product."""
+    """Add the variance from dropout of attention weights: p / (1 - p) times the second moment of each product."""
     if p == 0:
         return result
     square = q.square() if a is None else q.square() + a
@@ -288,7 +288,7 @@ def multi_head_attention(
     biases = (None,) * 3 if in_proj_bias is None else in_proj_bias.chunk(3)
     query, key, value = (t.transpose(0, 1) for t in (query, key, value))  # [B, L, E]
 
-    # A key bias, and what all keys share, cancel in the softmax, also where the weights are uncertain.
+    # A key bias, and any shift of all keys, cancel in the softmax, also where the weights are uncertain.
     queries = _heads(F.linear(query, weights[0], biases[0]), num_heads)
     keys = _heads(F.linear(_centred(key), weights[1]), num_heads)
     if attn_mask is not None and attn_mask.dim() == 3:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Objects that pass through torch functions: each call of a function goes to its entry in a table.
 
-The table is filled by :mod:`pyro_dvi.moments.rules`. It lies here, below what flows through it, so that an object need
-not know who answers its calls.
+The table is filled by :mod:`pyro_dvi.moments.rules`. It lies here, below the classes whose calls it answers, so that
+they need not import the rules.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pyro_dvi.errors import UnsupportedError
 
-# What answers a call, by the function as it is called.
+# The entry that answers a call, by the function as it is called.
 ENTRIES: dict[Callable, Any] = {}
 
 # Attributes and methods of a tensor that say nothing about its values.
@@ -82,9 +82,9 @@ def _reflected(function: Callable) -> Callable[..., Any]:
 
 
 class TensorLike:
-    """Has the operators, methods and attributes of a tensor, but no value: what needs a number is refused.
+    """Has the operators, methods and attributes of a tensor, but no value: code that needs a number is refused.
 
-    Subclasses say by ``loc`` what their shape, dtype and device are.
+    The shape, dtype and device are those of ``loc``.
     """
 
     __slots__ = ()

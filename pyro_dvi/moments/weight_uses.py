@@ -82,5 +82,5 @@ class _Uses:
 
 
 def _overlapping(parts: dict[tuple[int, int], Part]) -> bool:
-    """Whether two calls used the same element of a weight."""
+    """Return True if two calls used the same element of a weight."""
     return any(i != j and a.overlaps(b) for ((i, _), a), ((j, _), b) in combinations(parts.items(), 2))
