@@ -84,6 +84,7 @@ class MultiplicativeNoiseGuide(FactorisedGuide):
 
     Example:
         >>> import torch
+        >>> from torch import nn
         >>> from pyro_dvi.bayesian import to_bayesian_
         >>> net = to_bayesian_(
         ...     nn.Sequential(nn.Conv2d(3, 8, 5), nn.ReLU(), nn.Flatten(), nn.Linear(8, 2))

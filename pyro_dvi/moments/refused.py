@@ -21,7 +21,7 @@ def _refusing(function: Callable, instead: str) -> Callable[..., NoReturn]:
 
 
 _WITH_INDICES = [f"{kind}max_pool{dims}d_with_indices" for kind in ("", "adaptive_") for dims in (1, 2, 3)]
-for _instead, _functions in {
+_REMEDIES: dict[str, list[Callable]] = {
     "A comparison of something uncertain has no answer, only a probability. Compare x.loc if the mean may decide (as "
     "in torch.where(x.loc > 0, x, y)), or use the activation that the comparison spells out": (
         functions_of(
@@ -59,6 +59,7 @@ for _instead, _functions in {
     "It draws samples, which moments replace: use F.softmax": [F.gumbel_softmax],
     "Write F.embedding(indices, weight) with a sum or mean over the bag": [F.embedding_bag],
     "Call the function of this name in torch.nn.functional": functions_of(torch, "batch_norm instance_norm"),
-}.items():
+}
+for _instead, _functions in _REMEDIES.items():
     for _function in dict.fromkeys(_functions):
         moment_rule(_function)(_refusing(_function, _instead))

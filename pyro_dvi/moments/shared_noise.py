@@ -5,9 +5,9 @@ r"""Moments of dependent Gaussians: the weights of one layer, and the outputs th
 
 The weights of a posterior with a Cholesky factor or a low-rank factor have this form, and so has everything that is
 linear in them: a function that moves or scales a weight does so to each row of F. A layer :math:`y = Wh + b` with
-certain :math:`h` has exact covariances. With uncertain :math:`h`, independent of the weights, variances are exact, while the
-covariance that outputs have by common noise of :math:`h` is dropped, as in all other layers. A layer that is used twice
-shares :math:`\epsilon` in both, while d counts as independent in each use.
+certain :math:`h` has exact covariances. With uncertain :math:`h`, independent of the weights, variances are exact;
+covariances between outputs that share the noise of :math:`h` are dropped, as in all other layers. A layer that is used
+twice shares :math:`\epsilon` in both uses, while d counts as independent in each.
 """
 
 from collections.abc import Callable, Iterator
