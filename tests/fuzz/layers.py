@@ -40,9 +40,6 @@ KINKED = [
 ]  # fmt: skip
 
 
-WITHOUT_MOMENTS = ("Tanhshrink", "Softshrink", "CELU", "RReLU", "EmbeddingBag")
-
-
 class Grower:
     """Adds layers to a network and keeps account of the shape behind them."""
 
