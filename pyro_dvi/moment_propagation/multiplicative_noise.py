@@ -150,7 +150,7 @@ class MultiplicativeNoiseGuide(FactorisedGuide):
         if isinstance(units, InputUnits):
             if constrained:
                 raise ModelError(
-                    f"input_axis makes a weight of site {name!r}, whose support {site['fn'].support} is not all reals"
+                    f"input_axis makes a weight of site {name!r}, whose support {site['fn'].support} is constrained"
                 )
             return MultiplicativeNoise(units, self.initial_rho, self.eps)
         if local or constrained:

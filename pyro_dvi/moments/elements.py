@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Functions that move, join, convert, read and write elements, applied to mean and variance alike.
+r"""Functions that move, join, choose, add up, convert, read and write elements, for mean and variance alike.
 
 Status: exact. Views of moments do not share memory as views of tensors do: after a change in place the other views
 raise an error (:meth:`~pyro_dvi.moments.GaussianMoments.alias`). Only ``x[index]`` writes through to its base.

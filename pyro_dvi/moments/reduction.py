@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Sums, means, extremes and norms over dimensions, pooling over windows, and resizing of images and signals.
+r"""Means, extremes and norms over dimensions, pooling over windows, and resizing of images and signals.
 
 The largest of many Gaussians has no closed form. It is taken to be the element with the largest mean, which is exact
 where one element is clearly the largest; elsewhere the mean is too small.
