@@ -87,8 +87,8 @@ class MomentPropagationELBO(Objective):
             + \beta\, \mathrm{KL}(q \,\|\, p)
 
     Each Gaussian latent enters the model as a mean and a variance; every function of the model passes these on
-    (:mod:`pyro_dvi.moments`), and the likelihood is integrated over what arrives (:mod:`pyro_dvi.expectations`). The
-    model is not rewritten. One pass costs two to three times a deterministic one.
+    (:mod:`pyro_dvi.moments`), and the likelihood is integrated over the outputs
+    (:mod:`pyro_dvi.expectations`). The model is not rewritten. One pass costs two to three times a deterministic one.
 
     Status: units are treated as independent Gaussians, as the paper does. Exact where every weight enters each output
     once: for linear models ``x @ w``, and for the moments of networks with one hidden layer. Deeper networks, kernels
@@ -109,7 +109,7 @@ class MomentPropagationELBO(Objective):
             sampling.
         weighting: weights of the log-likelihood of single observations, as ``VarianceWeighted()`` or a function of an
             observed site's distribution at certain parameters and of the training steps done; None: equal weights.
-        variance_floor: least variance of what enters a nonlinearity; the paper has 1e-5 (Appendix A).
+        variance_floor: smallest variance of the inputs of nonlinearities; the paper has 1e-5 (Appendix A).
         num_data: size of the data set, compared with the plate's scale; None skips the check.
         num_particles: runs to average if some latents are sampled.
 
@@ -201,8 +201,7 @@ def _check_shape(site: ObservedSite, expected: torch.Size | None) -> None:
     if expected is not None and shape != expected:
         raise ModelError(
             f"observed site {site.name!r} has the shape {tuple(expected)} when latents are tensors, and {tuple(shape)} "
-            "when they are moments. Does the model ask isinstance(x, torch.Tensor) or torch.is_tensor(x)? Moments are "
-            'no instances of it; ask hasattr(x, "shape") instead.'
+            'when they are moments, for which torch.is_tensor is False: ask hasattr(x, "shape") in the model'
         )
 
 
@@ -225,7 +224,7 @@ def _warn_of_shared_outputs(site: ObservedSite) -> None:
 
 
 def _root(gaussian: GaussianMoments) -> Tensor:
-    """Return the means that those of a Gaussian are a part of, before it was shifted and scaled."""
+    """Return the whole tensor of means that a Gaussian's means were taken from, before a shift or scaling."""
     while gaussian.origin is not None:
         gaussian = gaussian.origin.inner
     return gaussian.loc if gaussian.loc._base is None else gaussian.loc._base
@@ -243,8 +242,7 @@ def _check_reached(call: Call, log_likelihood: Tensor, latents: list[Latent], st
     lost = sorted(missing & structure.reached)
     if lost:
         raise ModelError(
-            f"gradients of the likelihood do not reach latent site {lost[0]!r} when it enters as moments, though they "
-            "do when it is a tensor. A custom torch.autograd.Function or a reentrant checkpoint runs without gradients "
-            "for what is no tensor: call torch functions directly (or write a moment rule for a function that calls "
-            "yours), and use checkpoint(..., use_reentrant=False)."
+            f"gradients of the likelihood do not reach latent site {lost[0]!r} when it enters as moments. A custom "
+            "torch.autograd.Function or a reentrant checkpoint drops them: call torch functions directly (or write a "
+            "moment rule for a function that calls yours), and use checkpoint(..., use_reentrant=False)."
         )

@@ -1,20 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The axes of a weight that count input units: from products in a run of the model, its layer, or the user."""
+"""The axes of a weight that count input units: from its uses in a run of the model, or from the user."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import cached_property
 from typing import Any
 
 import torch
-from pyro.nn import PyroModule
-from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from pyro_dvi.core.undisturbed import modules_met
 from pyro_dvi.core.weight_parts import Part, Places, WeightRecorder, name_of
 from pyro_dvi.errors import ArgumentError
 
@@ -36,7 +31,7 @@ class InputUnits:
     groups: int = 1
 
     def shape(self, weight: torch.Size) -> tuple[int, ...]:
-        """Return the shape in which the numbers are stored: that of the weight, 1 where they are shared."""
+        """Return the shape of the stored numbers: the weight's shape, with 1 for axes that share a number."""
         first = (self.groups,) if self.groups > 1 else ()
         kept = [size if axis in self.axes else 1 for axis, size in enumerate(weight)]
         return (*first, *kept[len(first) :])
@@ -46,70 +41,8 @@ class InputUnits:
         return numbers if self.groups == 1 else numbers.repeat_interleave(weight[0] // self.groups, 0)
 
 
-# Owners of weights ---------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Layers:
-    """Modules that a run called, and their parts, as the owners of its sample sites.
-
-    Attributes:
-        called: the modules by identity.
-    """
-
-    called: dict[int, nn.Module] = field(default_factory=dict)
-
-    @cached_property
-    def owners(self) -> dict[str, tuple[nn.Module, str]]:
-        """By site name, the module that samples a site and the name of the attribute; asked for after the run."""
-        found: dict[str, tuple[nn.Module, str]] = {}
-        seen: set[int] = set()
-        for root in self.called.values():
-            for part in root.modules():
-                if id(part) in seen or not isinstance(part, PyroModule) or not part._pyro_context.used:
-                    continue
-                seen.add(id(part))
-                for attribute in part._pyro_samples:
-                    found.setdefault(part._pyro_get_fullname(attribute), (part, attribute))
-        return found
-
-
-@contextmanager
-def layers_called() -> Iterator[Layers]:
-    """Note every module that is called inside the context, also by a model that is a plain function."""
-    layers = Layers()
-
-    def note(module: nn.Module) -> None:
-        layers.called[id(module)] = module
-
-    with modules_met(note):
-        yield layers
-
-
-_NORMALISATIONS: tuple[type, ...] = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
-
-
-def units_of_layer(layer: nn.Module | None, attribute: str) -> InputUnits | None:
-    """Return the layout of a weight that no product of the model shows, or several; None where it has no input units.
-
-    Args:
-        layer: the module that owns the weight; None for a model without modules.
-        attribute: its name there.
-    """
-    if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
-        return InputUnits((0,))  # a row belongs to one entry of a one-hot input
-    if isinstance(layer, _NORMALISATIONS):
-        return None
-    if isinstance(layer, nn.MultiheadAttention) and attribute in ("bias_k", "bias_v"):
-        return None
-    return InputUnits((1,))
-
-
-# The user's choice ---------------------------------------------------------------------------------------------
-
-
 def chosen_units(input_axis: Mapping[str, Axes], name: str, dims: int) -> InputUnits | None | bool:
-    """Return what the user chose for a site: a layout, None for no weight, or False for no choice.
+    """Return the user's choice for a site: a layout, None for no weight, or False for no choice.
 
     Args:
         input_axis: the option of the guide.
@@ -120,29 +53,17 @@ def chosen_units(input_axis: Mapping[str, Axes], name: str, dims: int) -> InputU
         ArgumentError: the choice is no axis of the site.
     """
     chosen = [axes for pattern, axes in input_axis.items() if fnmatchcase(name, pattern)]
-    return _checked(chosen[0], name, dims) if chosen else False
-
-
-def check_input_axis(input_axis: Any) -> None:
-    """Raise ArgumentError if the option of the guide has a form that it cannot have."""
-    if not isinstance(input_axis, Mapping) or not all(isinstance(name, str) for name in input_axis):
-        raise ArgumentError(f"input_axis maps site names to axes, as {{'w': 0}}; got {input_axis!r}")
-
-
-def _checked(axes: Any, name: str, dims: int) -> InputUnits | None:
-    if axes is None:
-        return None
+    if not chosen or chosen[0] is None:
+        return None if chosen else False
+    axes = chosen[0]
     several = axes if isinstance(axes, tuple) else (axes,)
-    if not several or not all(isinstance(axis, int) and not isinstance(axis, bool) for axis in several):
+    valid = [a % dims for a in several if type(a) is int and -dims <= a < dims]
+    if not several or len(set(valid)) < len(several):
         raise ArgumentError(
-            f"input_axis of site {name!r} must be an axis, a tuple of axes, or None for no weight; got {axes!r}"
+            f"input_axis of site {name!r} is {axes!r}, but its values have {dims} dimensions: say an axis, a tuple of "
+            "different axes, or None for no weight"
         )
-    if not all(-dims <= axis < dims for axis in several) or len({a % dims for a in several}) < len(several):
-        raise ArgumentError(
-            f"input_axis of site {name!r} is {axes!r}, but its values have {dims} dimensions: choose different axes "
-            f"from {-dims} to {dims - 1}"
-        )
-    return InputUnits(tuple(sorted(axis % dims for axis in several)))
+    return InputUnits(tuple(sorted(valid)))
 
 
 # Place of the weight among the arguments, and its axes that count inputs.
@@ -154,6 +75,11 @@ _LAYERS: dict[str, tuple[int, tuple[int, ...]]] = {
     **{f"conv{d}d": (1, (1,)) for d in (1, 2, 3)},
     **{f"conv_transpose{d}d": (1, (0,)) for d in (1, 2, 3)},
 }
+# Their weights with two axes have one row for each output.
+_RECURRENT = frozenset(
+    f"{name}{end}" for name in ("lstm", "gru", "rnn_tanh", "rnn_relu") for end in ("", "_cell")
+)
+_NORMALISATIONS = frozenset("batch_norm instance_norm layer_norm group_norm rms_norm".split())
 # Place of the first of two factors.
 _MATRIX_PRODUCTS = {"matmul": 0, "mm": 0, "bmm": 0, "mv": 0, "addmm": 1, "addmv": 1, "baddbmm": 1}
 
@@ -164,20 +90,26 @@ class WeightProducts(WeightRecorder):
     A value is recognised in another order or shape of its elements, and after functions that keep its shape.
 
     Attributes:
-        units: by site name, the layouts that its products ask for.
+        units: by site name, the layouts that its uses ask for; None stands for a use other than as a weight.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.units: dict[str, set[InputUnits]] = {}
+        self.units: dict[str, set[InputUnits | None]] = {}
 
     def used(self, func: Callable, args: tuple, kwargs: dict[str, Any], output: Any, found: Places) -> None:
-        factors = _factors(name_of(func), args, kwargs)
+        function = name_of(func)
+        factors = _factors(function, args, kwargs)
         for _, part in found:
+            units = self.units.setdefault(part.key, set())
+            if function in _NORMALISATIONS:
+                units.add(None)
+            elif function in _RECURRENT and part.value.dim() == 2:
+                units.add(InputUnits(tuple(_axes_along(part, 1))))
             for factor, dims, groups in factors or ():
                 if factor is part.value:
                     axes = set().union(*(_axes_along(part, dim) for dim in dims))
-                    self.units.setdefault(part.key, set()).add(InputUnits(tuple(sorted(axes)), groups))
+                    units.add(InputUnits(tuple(sorted(axes)), groups))
             if factors is None and isinstance(output, Tensor) and output.shape == part.value.shape:
                 self.parts.add_like(part, output)
 

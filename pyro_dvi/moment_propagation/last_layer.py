@@ -2,7 +2,6 @@
 """The posterior of a last layer with covariances, beside any other posterior of the rest."""
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -11,12 +10,7 @@ from typing import Any
 import torch
 from pyro import poutine
 from pyro.distributions import constraints
-from pyro.infer.autoguide import (
-    AutoContinuous,
-    AutoGuide,
-    AutoGuideList,
-    AutoLowRankMultivariateNormal,
-)
+from pyro.infer.autoguide import AutoContinuous, AutoGuide, AutoGuideList, AutoLowRankMultivariateNormal
 from pyro.nn import PyroParam
 from torch import Tensor, nn
 
@@ -33,8 +27,8 @@ from pyro_dvi.runs.sites import is_latent
 
 
 @dataclass(frozen=True)
-class LayerCovariance(ABC):
-    r"""Which covariances the weights and biases of a layer have.
+class LayerCovariance:
+    r"""The covariances between weights and biases of a layer.
 
     Args:
         log_offset: :math:`\log(\sigma/s)` at the start, with the prior's standard deviation s of each weight.
@@ -42,28 +36,16 @@ class LayerCovariance(ABC):
 
     log_offset: float = field(default=-3.0, kw_only=True)
 
-    @abstractmethod
-    def guide(self, model: Callable) -> AutoGuide:
-        """Return the posterior of a model that has the layer's sites only."""
 
-
-@dataclass(frozen=True)
 class PerOutput(LayerCovariance):
     """A dense covariance for the weights and the bias of each output; outputs are independent.
 
     A layer ``[out, in]`` has ``out (in + 1)²`` numbers, and costs ``in`` times its matrix product.
     """
 
-    def guide(self, model: Callable) -> AutoGuide:
-        return _RowsGuide(model, self.log_offset, per_output=True)
 
-
-@dataclass(frozen=True)
 class AllOutputs(LayerCovariance):
     """One dense covariance for the whole layer: the square of its number of weights."""
-
-    def guide(self, model: Callable) -> AutoGuide:
-        return _RowsGuide(model, self.log_offset, per_output=False)
 
 
 @dataclass(frozen=True)
@@ -78,9 +60,6 @@ class LowRank(LayerCovariance):
 
     def __post_init__(self) -> None:
         check_count("rank", self.rank)
-
-    def guide(self, model: Callable) -> AutoGuide:
-        return _LowRankGuide(model, self.log_offset, self.rank)
 
 
 class LastLayerGuide(AutoGuideList):
@@ -106,8 +85,8 @@ class LastLayerGuide(AutoGuideList):
         ArgumentError: no site belongs to ``layer``, or ``covariance`` is no object of its kind; outputs are no first
             dimension of all sites of the layer where each has a covariance of its own.
 
-    Source: Harrison, Willes & Snoek (2024), "Variational Bayesian last layers", whose dense covariance is that of
-    ``PerOutput()``; the bound on class probabilities, the priors and the noise are those of the model here.
+    Source: Harrison, Willes & Snoek (2024), "Variational Bayesian last layers". ``PerOutput()`` is the
+    paper's dense covariance; the likelihood, the priors and the noise are given by the Pyro model here.
 
     Example:
         >>> import pyro_dvi as dvi
@@ -149,9 +128,9 @@ class LastLayerGuide(AutoGuideList):
             try:
                 if not any(inside):
                     raise ArgumentError(f"layer={self.layer} has no site; the sites of the model are {names}")
-                if not all(inside) and len(self) == 0:
-                    self.append(self.rest(poutine.block(self.model, hide_fn=self._is_layer)))
-                if len(self) == (not all(inside)):
+                if len(self) == 0:
+                    if not all(inside):
+                        self.append(self.rest(poutine.block(self.model, hide_fn=self._is_layer)))
                     self.append(self._of_layer(poutine.block(self.model, hide_fn=self._is_rest)))
                 self._create_plates(*args, **kwargs)
                 for part in self:
@@ -164,7 +143,9 @@ class LastLayerGuide(AutoGuideList):
     def _of_layer(self, model: Callable) -> AutoGuide:
         if isinstance(self.covariance, MeanField):
             return MeanFieldGuide(model, scale=self.covariance.scale)
-        return self.covariance.guide(model)
+        if isinstance(self.covariance, LowRank):
+            return _LowRankGuide(model, self.covariance)
+        return _RowsGuide(model, self.covariance)
 
     def _is_inside(self, name: str) -> bool:
         return any(name.startswith(f"{p}.") or fnmatchcase(name, p) for p in self.layer)
@@ -197,12 +178,13 @@ def _initial_scales(guide: AutoContinuous, log_offset: float) -> Tensor:
 
 
 class _RowsGuide(AutoContinuous):
-    """A dense covariance of a vector, or of each row of what it consists of."""
+    """A dense covariance of all numbers of a layer, or of the numbers of each output."""
 
-    def __init__(self, model: Callable, log_offset: float, per_output: bool) -> None:
+    def __init__(self, model: Callable, covariance: LayerCovariance) -> None:
         start = FollowedStart(init_to_module)
         super().__init__(model, init_loc_fn=start)
-        self.log_offset, self.per_output, self._start = log_offset, per_output, start
+        self.log_offset, self._start = covariance.log_offset, start
+        self.per_output = isinstance(covariance, PerOutput)
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
         with WeightProducts() as products:
@@ -244,11 +226,11 @@ class _RowsGuide(AutoContinuous):
 
 
 class _LowRankGuide(AutoLowRankMultivariateNormal):
-    """Pyro's, with scales that start from those of the prior."""
+    """Pyro's low-rank guide, with scales that start at a fraction of the prior's scales."""
 
-    def __init__(self, model: Callable, log_offset: float, rank: int) -> None:
-        super().__init__(model, init_loc_fn=init_to_module, rank=rank)
-        self.log_offset = log_offset
+    def __init__(self, model: Callable, covariance: LowRank) -> None:
+        super().__init__(model, init_loc_fn=init_to_module, rank=covariance.rank)
+        self.log_offset = covariance.log_offset
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
         super()._setup_prototype(*args, **kwargs)

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import torch.nn.functional as F
 from pyro.distributions import constraints as pyro_constraints
-from torch import Tensor, nn
+from torch import Tensor
 
 from pyro_dvi.bayesian import init_to_module
 from pyro_dvi.core.arguments import check_positive
@@ -19,12 +19,8 @@ from pyro_dvi.moment_propagation.input_units import (
     Axes,
     FollowedStart,
     InputUnits,
-    Layers,
     WeightProducts,
-    check_input_axis,
     chosen_units,
-    layers_called,
-    units_of_layer,
 )
 from pyro_dvi.runs.latents import unconstraining_transform
 from pyro_dvi.runs.sites import sites_named
@@ -45,11 +41,11 @@ class MultiplicativeNoiseGuide(FactorisedGuide):
         \mathrm{KL} = \sum_{ij} \tfrac12\Bigl(\frac{(1 + \alpha_j) m_{ij}^2 + \varepsilon}{s^2} - 1
             - \log\frac{\alpha_j m_{ij}^2 + \varepsilon}{s^2}\Bigr).
 
-    A latent counts as a weight if it is real, has two or more dimensions, and is not inside a plate. Its layer says
-    where its inputs are: the columns of linear, attention and recurrent layers; the input channels of convolutions,
-    separately for each group; the rows of embeddings. A weight that no torch layer owns is looked up in the products
-    that it takes part in when the guide first runs the model (``x @ w``, einsum, convolutions, look-ups); where these
-    do not tell, axis 1 is taken, with a warning. ``input_axis`` overrides what was found. ``biases`` chooses the
+    A latent counts as a weight if it is real, has two or more dimensions, and is not inside a plate. Its inputs are
+    found from the functions that use it when the guide first runs the model: the columns of linear, attention and
+    recurrent layers; the input channels of convolutions, separately for each group; the rows of embeddings and
+    look-ups; the dimension that ``x @ w`` or einsum sums over. Where these do not tell, axis 1 is taken, with a
+    warning. ``input_axis`` overrides the result. ``biases`` chooses the
     posterior of biases, normalisation parameters and other real latents. Latents inside plates, and those with a
     constrained support (a noise scale, say), are mean-field Gaussians in unconstrained space.
 
@@ -88,6 +84,7 @@ class MultiplicativeNoiseGuide(FactorisedGuide):
 
     Example:
         >>> import torch
+        >>> from torch import nn
         >>> from pyro_dvi.bayesian import to_bayesian_
         >>> net = to_bayesian_(
         ...     nn.Sequential(nn.Conv2d(3, 8, 5), nn.ReLU(), nn.Flatten(), nn.Linear(8, 2))
@@ -119,14 +116,14 @@ class MultiplicativeNoiseGuide(FactorisedGuide):
         is_number = isinstance(initial_rho, int | float) and not isinstance(initial_rho, bool)
         if not is_number or not -30 <= initial_rho <= 10:
             raise ArgumentError(
-                "initial_rho is the inverse softplus of the relative variance at the start, a number from -30 to 10, "
-                f"got {initial_rho!r}: try -3"
+                f"initial_rho, inverse softplus of the relative variance, must lie in [-30, 10], got {initial_rho!r}"
             )
         biases = Deterministic() if biases is None else biases
         if not isinstance(biases, Factor) or biases.store not in (None, "scales"):
             raise TypeError(f"biases must be Deterministic() or MeanField(), got {biases!r}")
         input_axis = {} if input_axis is None else input_axis
-        check_input_axis(input_axis)
+        if not isinstance(input_axis, Mapping) or not all(isinstance(name, str) for name in input_axis):
+            raise ArgumentError(f"input_axis maps site names to axes, as {{'w': 0}}; got {input_axis!r}")
         check_positive("eps", eps)
         start = FollowedStart(init_loc_fn)
         super().__init__(model, init_loc_fn=start, create_plates=create_plates)
@@ -135,52 +132,48 @@ class MultiplicativeNoiseGuide(FactorisedGuide):
         self.biases = biases
         self.input_axis = input_axis
         self.eps = eps
-        self._layers = Layers()
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
-        with layers_called() as self._layers, WeightProducts() as self._start.products:
+        with WeightProducts() as self._start.products:
             try:
                 super()._setup_prototype(*args, **kwargs)
-            finally:  # a guide must not keep the network
-                self._layers, self._start.products = Layers(), None
+            finally:  # a guide must not keep values of the run
+                self._start.products = None
 
     def _check_sites(self, sites: dict[str, Any]) -> None:
         sites_named("input_axis", self.input_axis, list(sites))
 
     def _factor_of(self, name: str, site: Any, loc: Tensor) -> Factor:
-        owner, attribute = self._layers.owners.get(name, (None, name))
         local = any(frame.vectorized for frame in site["cond_indep_stack"])
         constrained = unconstraining_transform(site["fn"].support) is not None
         units = chosen_units(self.input_axis, name, loc.dim())
         if isinstance(units, InputUnits):
             if constrained:
                 raise ModelError(
-                    f"input_axis makes a weight of site {name!r}, whose support {site['fn'].support} is constrained; "
-                    "multiplicative noise needs a latent on the whole real line"
+                    f"input_axis makes a weight of site {name!r}, whose support {site['fn'].support} is constrained"
                 )
             return MultiplicativeNoise(units, self.initial_rho, self.eps)
         if local or constrained:
             return self.biases if isinstance(self.biases, MeanField) else MeanField()
         if units is False and loc.dim() >= 2:
-            units = self._units_of(name, loc, owner, attribute)
+            units = self._units_of(name, loc)
             if units is not None:
                 return MultiplicativeNoise(units, self.initial_rho, self.eps)
         return self.biases
 
-    def _units_of(self, name: str, loc: Tensor, owner: nn.Module | None, attribute: str) -> InputUnits | None:
-        """Return the layout of a weight, by its use in the model or by its layer."""
+    def _units_of(self, name: str, loc: Tensor) -> InputUnits | None:
+        """Return the layout of a weight, by its uses in the model."""
         assert self._start.products is not None
-        seen = self._start.products.units.get(name, set())
+        seen = list(self._start.products.units.get(name, set()))
         if len(seen) == 1:
-            return next(iter(seen))
-        if not _is_torch_layer(owner):
-            axes = f"several, {[units.axes for units in seen]}" if seen else "none"
-            warn(
-                f"which axis of site {name!r}, of shape {tuple(loc.shape)}, counts the inputs of a layer? The products "
-                f"in the model say {axes}; its noise is per entry of axis 1. Say input_axis={{{name!r}: 0}}, the "
-                "axis that is right, or None in its place if the site is no weight."
-            )
-        return units_of_layer(owner, attribute)
+            return seen[0]
+        axes = f"several, {[units and units.axes for units in seen]}" if seen else "none"
+        warn(
+            f"which axis of site {name!r}, of shape {tuple(loc.shape)}, counts the inputs of a layer? The products in "
+            f"the model say {axes}; its noise is per entry of axis 1. Say input_axis={{{name!r}: 0}}, the axis that is "
+            "right, or None in its place if the site is no weight."
+        )
+        return InputUnits((1,))
 
 
 @dataclass(frozen=True)
@@ -190,7 +183,7 @@ class MultiplicativeNoise(Factor):
     Args:
         units: where its input units are.
         initial_rho: inverse softplus of the relative variance at the start.
-        eps: what is added to variances.
+        eps: added to the variances.
     """
 
     units: InputUnits
@@ -204,8 +197,3 @@ class MultiplicativeNoise(Factor):
     def distribution(self, loc: Tensor, spread: Tensor | None) -> MultiplicativeNormal:
         assert spread is not None
         return MultiplicativeNormal(loc, self.units.along(spread, loc.shape), self.eps, validate_args=False)
-
-
-def _is_torch_layer(owner: nn.Module | None) -> bool:
-    """Whether a module is one of torch's or derived from it, so that its layout is known."""
-    return any(c.__module__.startswith("torch.nn.") and c is not nn.Module for c in type(owner).__mro__)

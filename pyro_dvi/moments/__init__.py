@@ -5,12 +5,12 @@ from pyro_dvi.moments import (  # noqa: F401  # they register their rules
     activations,
     affine,
     arithmetic,
-    condition,
     elements,
     layers,
     normalisation,
     piecewise,
     reduction,
+    refused,
     sequences,
     softmax,
 )

@@ -34,9 +34,9 @@ Source: for T, Owen (1956), "Tables for computing bivariate normal probabilities
 
 and the same with sine and cosine exchanged: sums of terms that are not negative, so that no digits cancel.
 
-**Steps and ramps** (sigmoid, tanh, erf, softplus, SiLU) share the fast rule of :mod:`pyro_dvi.moments.smooth`;
-all other functions (ELU, mish, softsign, arctangent, tanhshrink) share the quadrature of
-:class:`~pyro_dvi.moments.quadrature.BothSides`.
+**Steps and ramps** (sigmoid, tanh, erf, softplus, SiLU, GELU by tanh) share the quadrature of
+:mod:`pyro_dvi.moments.smooth`; ELU, mish and softsign share :class:`~pyro_dvi.moments.quadrature.BothSides`, which
+costs several times as much as a sigmoid. Both are exact to 1e-8 (float64) and 1e-4 (float32).
 """
 
 import math
@@ -54,6 +54,7 @@ from pyro_dvi.moments.quadrature import (
     BothSides,
     constants,
     distribution,
+    elementwise_rule,
     gauss_legendre,
     through,
 )
@@ -98,53 +99,23 @@ def _normal(x: Tensor) -> tuple[Tensor, Tensor]:
 _STEP, _NORMAL_STEP = Smooth(_sigmoid, ramp=False), Smooth(_normal, ramp=False, steep=True)
 _RAMP = Smooth(_softplus, ramp=True)
 
-_SIGMOID = Rescaled(torch.sigmoid, _STEP)
-_TANH = Rescaled(torch.tanh, _STEP, inner=2.0, outer=2.0)
-_ERF = Rescaled(torch.erf, _NORMAL_STEP, inner=math.sqrt(2), outer=2.0)
+sigmoid = elementwise_rule(Rescaled(torch.sigmoid, _STEP), F.sigmoid, torch.sigmoid, torch.special.expit)
+elementwise_rule(Rescaled(torch.tanh, _STEP, inner=2.0, outer=2.0), F.tanh, torch.tanh)
+elementwise_rule(
+    Rescaled(torch.erf, _NORMAL_STEP, inner=math.sqrt(2), outer=2.0), torch.erf, torch.special.erf
+)
+elementwise_rule(Rescaled(F.logsigmoid, _RAMP, inner=-1.0, outer=-1.0), F.logsigmoid)
+elementwise_rule(Rescaled(F.silu, Smooth(_silu, ramp=True)), F.silu)
+
 _SOFTPLUS = Rescaled(F.softplus, _RAMP)
-_LOGSIGMOID = Rescaled(F.logsigmoid, _RAMP, inner=-1.0, outer=-1.0)
-_SILU = Rescaled(F.silu, Smooth(_silu, ramp=True))
 _GELU_TANH = Rescaled(partial(F.gelu, approximate="tanh"), Smooth(_gelu_tanh, ramp=True, steep=True))
-
-
-@moment_rule(F.sigmoid, torch.sigmoid, torch.special.expit, kind=Kind.ELEMENTWISE)
-def sigmoid(input: GaussianMoments) -> GaussianMoments:
-    """Moments of the logistic function.
-
-    Status: exact to 1e-8 (float64), 1e-4 (float32): :mod:`pyro_dvi.moments.smooth`.
-
-    Example:
-        >>> sigmoid(GaussianMoments(torch.zeros(1), torch.ones(1))).variance
-        tensor([0.0434])
-    """
-    return through(_SIGMOID, input)
-
-
-@moment_rule(F.tanh, torch.tanh, kind=Kind.ELEMENTWISE)
-def tanh(input: GaussianMoments) -> GaussianMoments:
-    r"""Moments of :math:`\tanh x = 2\,\mathrm{sigmoid}(2x) - 1`.
-
-    Status: as :func:`sigmoid`.
-
-    Example:
-        >>> tanh(GaussianMoments(torch.zeros(1), torch.ones(1))).variance
-        tensor([0.3943])
-    """
-    return through(_TANH, input)
-
-
-@moment_rule(torch.erf, torch.special.erf, kind=Kind.ELEMENTWISE)
-def erf(input: GaussianMoments) -> GaussianMoments:
-    """Moments of the error function. Status: as :func:`sigmoid`."""
-    return through(_ERF, input)
 
 
 @moment_rule(F.softplus, kind=Kind.ELEMENTWISE)
 def softplus(input: GaussianMoments, beta: float = 1, threshold: float = 20) -> GaussianMoments:
     r"""Moments of :math:`\log(1 + e^{\beta x}) / \beta`.
 
-    Status: exact to 1e-8 (float64), 1e-4 (float32): :mod:`pyro_dvi.moments.smooth`. Torch replaces
-    the function by x where :math:`\beta x` exceeds the threshold; the rule does not, a difference of
+    Torch replaces the function by x where :math:`\beta x` exceeds the threshold; the rule does not, a difference of
     :math:`e^{-\mathrm{threshold}}/\beta` at most.
 
     Example:
@@ -155,28 +126,6 @@ def softplus(input: GaussianMoments, beta: float = 1, threshold: float = 20) -> 
         return through(_SOFTPLUS, input)
     centre = partial(F.softplus, beta=beta, threshold=threshold)
     return through(Rescaled(centre, _RAMP, inner=float(beta), outer=1 / beta), input)
-
-
-@moment_rule(F.logsigmoid, kind=Kind.ELEMENTWISE)
-def logsigmoid(input: GaussianMoments) -> GaussianMoments:
-    r"""Moments of :math:`-\mathrm{softplus}(-x)`.
-
-    Status: as :func:`softplus`.
-    """
-    return through(_LOGSIGMOID, input)
-
-
-@moment_rule(F.silu, kind=Kind.ELEMENTWISE)
-def silu(input: GaussianMoments) -> GaussianMoments:
-    r"""Moments of :math:`x\,\mathrm{sigmoid}(x)`.
-
-    Status: as :func:`softplus`.
-
-    Example:
-        >>> silu(GaussianMoments(torch.zeros(1), torch.ones(1))).loc
-        tensor([0.2066])
-    """
-    return through(_SILU, input)
 
 
 @moment_rule(F.gelu, kind=Kind.ELEMENTWISE)
@@ -283,15 +232,6 @@ def _softsign_difference(x: Tensor, mu: Tensor, delta: Tensor) -> Tensor:
     return (delta + across) / ((1 + size) * (1 + size_of_mean))
 
 
-def _tanhshrink_difference(x: Tensor, mu: Tensor, delta: Tensor) -> Tensor:
-    tanh = torch.tanh(delta)
-    return torch.addcmul(delta - tanh, tanh, torch.tanh(x) * torch.tanh(mu))
-
-
-def _atan_difference(x: Tensor, mu: Tensor, delta: Tensor) -> Tensor:
-    return torch.atan2(delta, torch.addcmul(torch.ones_like(x), x, mu))  # the angle between (1, μ) and (1, x)
-
-
 def _mish_difference(x: Tensor, mu: Tensor, delta: Tensor) -> Tensor:
     # mish(x) = x (1 - 2/n), n = (1 + e^x)² + 1; beyond 20 it is x to rounding.
     e, at_mean = torch.exp(x.clamp_max(20.0)), torch.exp(mu.clamp_max(20.0))
@@ -300,32 +240,21 @@ def _mish_difference(x: Tensor, mu: Tensor, delta: Tensor) -> Tensor:
     return delta * (e * (e + 2) / n) + 2 * mu * rise * (e + at_mean + 2) / n / n_at_mean
 
 
-def _elu_difference(x: Tensor, mu: Tensor, delta: Tensor, alpha: float = 1.0, rate: float = 1.0) -> Tensor:
-    # The distance from μ to x is split at zero: α(e^(rate x) - 1) to the left, x to the right.
+def _elu_difference(x: Tensor, mu: Tensor, delta: Tensor, alpha: float) -> Tensor:
+    # The distance from μ to x is split at zero: α(e^x - 1) to the left, x to the right.
     left = torch.minimum(delta, -mu) - (-mu).clamp_max(0)
     right = torch.maximum(delta, -mu) - (-mu).clamp_min(0)
-    highest = torch.exp(rate * torch.maximum(x, mu).clamp_max(0))
-    return right + alpha * highest * torch.copysign(torch.expm1(-rate * left.abs()), left)
+    highest = torch.exp(torch.maximum(x, mu).clamp_max(0))
+    return right + alpha * highest * torch.copysign(torch.expm1(-left.abs()), left)
 
 
-_SOFTSIGN = BothSides(F.softsign, _softsign_difference)
-_ATAN = BothSides(torch.atan, _atan_difference)
-_TANHSHRINK = BothSides(F.tanhshrink, _tanhshrink_difference, width=10.0)
-_MISH = BothSides(F.mish, _mish_difference, width=8.0)
-
-
-@moment_rule(F.mish, kind=Kind.ELEMENTWISE)
-def mish(input: GaussianMoments) -> GaussianMoments:
-    r"""Moments of :math:`x\tanh(\mathrm{softplus}(x))`.
-
-    Status: exact to 1e-8 (float64), 1e-4 (float32), as all functions below. Several times the work of a sigmoid.
-    """
-    return through(_MISH, input)
+elementwise_rule(BothSides(F.mish, _mish_difference, width=8.0), F.mish)
+elementwise_rule(BothSides(F.softsign, _softsign_difference), F.softsign)
 
 
 @moment_rule(F.elu, kind=Kind.ELEMENTWISE)
 def elu(input: GaussianMoments, alpha: float = 1.0) -> GaussianMoments:
-    r"""Moments of x where it is positive, and :math:`\alpha(e^x - 1)` elsewhere. Status: as :func:`mish`.
+    r"""Moments of x where it is positive, and :math:`\alpha(e^x - 1)` elsewhere.
 
     Example:
         >>> elu(GaussianMoments(torch.zeros(1), torch.ones(1))).loc
@@ -335,42 +264,12 @@ def elu(input: GaussianMoments, alpha: float = 1.0) -> GaussianMoments:
     return through(BothSides(partial(F.elu, alpha=alpha), difference, width=8.0), input)
 
 
-@moment_rule(F.celu, torch.celu, kind=Kind.ELEMENTWISE)
-def celu(input: GaussianMoments, alpha: float = 1.0) -> GaussianMoments:
-    r"""Moments of x where it is positive, and :math:`\alpha(e^{x/\alpha} - 1)` elsewhere. Status: as :func:`mish`."""
-    difference = partial(_elu_difference, alpha=float(alpha), rate=1 / alpha)
-    return through(BothSides(partial(F.celu, alpha=alpha), difference, width=8 * float(alpha)), input)
-
-
 @moment_rule(F.selu, torch.selu, kind=Kind.ELEMENTWISE)
 def selu(input: GaussianMoments) -> GaussianMoments:
-    """Moments of the scaled ELU of self-normalising networks. Status: as :func:`mish`."""
+    """Moments of the scaled ELU of self-normalising networks."""
     y = elu(input, 1.6732632423543772)
     scale = 1.0507009873554805
     return GaussianMoments(scale * y.loc, scale**2 * y.variance)
-
-
-@moment_rule(F.softsign, kind=Kind.ELEMENTWISE)
-def softsign(input: GaussianMoments) -> GaussianMoments:
-    """Moments of x / (1 + abs(x)). Status: as :func:`mish`.
-
-    Example:
-        >>> softsign(GaussianMoments(torch.zeros(1), torch.ones(1))).variance
-        tensor([0.1830])
-    """
-    return through(_SOFTSIGN, input)
-
-
-@moment_rule(F.tanhshrink, kind=Kind.ELEMENTWISE)
-def tanhshrink(input: GaussianMoments) -> GaussianMoments:
-    """Moments of x - tanh(x). Status: as :func:`mish`."""
-    return through(_TANHSHRINK, input)
-
-
-@moment_rule(torch.atan, torch.arctan, kind=Kind.ELEMENTWISE)
-def atan(input: GaussianMoments) -> GaussianMoments:
-    """Moments of the arctangent. Status: as :func:`mish`."""
-    return through(_ATAN, input)
 
 
 # Exponentials and waves -----------------------------------------------------------------------------------------
@@ -390,13 +289,6 @@ def exp(input: GaussianMoments) -> GaussianMoments:
     """
     mean = torch.exp(torch.add(input.loc, input.variance, alpha=0.5))
     return GaussianMoments(mean, mean.square() * torch.expm1(input.variance))
-
-
-@moment_rule(torch.expm1, torch.special.expm1, kind=Kind.ELEMENTWISE)
-def expm1(input: GaussianMoments) -> GaussianMoments:
-    r"""Moments of :math:`e^x - 1`. Status: exact, as :func:`exp`."""
-    exponent = torch.add(input.loc, input.variance, alpha=0.5)
-    return GaussianMoments(torch.expm1(exponent), torch.exp(2 * exponent) * torch.expm1(input.variance))
 
 
 @moment_rule(torch.sin, kind=Kind.ELEMENTWISE)

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_dvi.errors import UnsupportedError
-from pyro_dvi.moments.arithmetic import plus, times
 from pyro_dvi.moments.bilinear import Gradients, Layer, MultiplicativeMoments, bilinear_moments
 from pyro_dvi.moments.rules import moment_rule
 from pyro_dvi.moments.value import GaussianMoments, loc_of, second_moment_of, variance_of
@@ -139,7 +138,7 @@ def add_product(input: Any, *factors: Any, beta: Any = 1, alpha: Any = 1, **name
     first, second = (*factors, *(named[name] for name in sorted(named)))
     is_uncertain = isinstance(first, GaussianMoments) or isinstance(second, GaussianMoments)
     product = matmul(first, second) if is_uncertain else torch.matmul(first, second)
-    return plus(times(input, beta), times(product, alpha))
+    return input * beta + product * alpha
 
 
 @moment_rule(F.bilinear)
@@ -177,7 +176,8 @@ def bilinear_form(input1: Any, input2: Any, weight: Any, bias: Any = None) -> Ga
     )
     variance = variance + (torch.einsum("...j,oij->...oi", z, a).square() @ vx[..., None])[..., 0]
     variance = variance + (torch.einsum("...i,oij->...oj", x, a).square() @ vz[..., None])[..., 0]
-    return plus(GaussianMoments(F.bilinear(x, z, a), variance), 0 if bias is None else bias)
+    y = GaussianMoments(F.bilinear(x, z, a), variance)
+    return y if bias is None else y + bias
 
 
 @moment_rule(torch.einsum)
@@ -188,8 +188,7 @@ def einsum(equation: str, *operands: Any) -> GaussianMoments:
     uncertain occurs twice in a sum.
 
     Raises:
-        UnsupportedError: more than two operands, twice the same uncertain one, a repeated index of different sizes,
-            or an ellipsis that is summed over.
+        UnsupportedError: more than two operands, twice the same uncertain one, or an ellipsis that is summed over.
 
     Example:
         >>> x = GaussianMoments(torch.ones(2, 3), torch.ones(2, 3))
@@ -200,7 +199,7 @@ def einsum(equation: str, *operands: Any) -> GaussianMoments:
     reduced = []
     for k, (term, operand) in enumerate(zip(terms, operands, strict=True)):
         others = output + "".join(terms[:k] + terms[k + 1 :])
-        # Each index once: this takes diagonals, and sums over what nothing else has.
+        # Each index once: this takes diagonals, and sums over indices that occur nowhere else.
         kept = "".join(i for i in dict.fromkeys(term.replace("...", "")) if i in others)
         kept = "..." + kept if "..." in term else kept
         if kept != term:
@@ -214,7 +213,7 @@ def einsum(equation: str, *operands: Any) -> GaussianMoments:
 
 
 def _subscripts(equation: str, operands: tuple) -> tuple[list[str], str]:
-    """Split an equation and refuse what its rule does not cover."""
+    """Split an equation, and refuse equations that the rule does not cover."""
     left, arrow, output = equation.replace(" ", "").partition("->")
     terms = left.split(",")
     letters = left.replace("...", "").replace(",", "")
@@ -230,22 +229,9 @@ def _subscripts(equation: str, operands: tuple) -> tuple[list[str], str]:
         )
     elif "..." in left and "..." not in output:
         reason = "a sum over an ellipsis: name its indices"
-    elif _sizes_differ(terms, operands):
-        reason = "an index of size 1 in one operand and larger in another: expand the operand first"
     if reason is not None:
         raise UnsupportedError(f'torch.einsum("{equation}") of moments with {reason}.')
     return terms, output
-
-
-def _sizes_differ(terms: list[str], operands: tuple) -> bool:
-    sizes: dict[str, int] = {}
-    for term, operand in zip(terms, operands, strict=True):
-        before, _, after = term.partition("...")
-        pairs = [*zip(before, operand.shape, strict=False)]
-        pairs += zip(reversed(after), reversed(operand.shape), strict=False)
-        if any(sizes.setdefault(index, size) != size for index, size in pairs):
-            return True
-    return False
 
 
 def _linear_in_one(function: Any, x: Any) -> Any:

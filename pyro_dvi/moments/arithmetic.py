@@ -15,7 +15,7 @@ the deviation is wrong by 7 %. Logarithms use the tangent at the mean,
 .. math:: m = f(\mu), \qquad v = f'(\mu)^2\,\sigma^2.
 
 Status: logarithms are exact to first order; the relative error of the variance is of the order of
-:math:`\sigma^2/\mu^2`. A mean outside the domain gives what the function gives there, nan or inf.
+:math:`\sigma^2/\mu^2`. A mean outside the domain gives the value of the function there, nan or inf.
 """
 
 import math
@@ -118,16 +118,6 @@ def square(input: GaussianMoments) -> GaussianMoments:
     return GaussianMoments(m2 + v, 2 * v * torch.add(v, m2, alpha=2))
 
 
-def plus(x: Any, y: Any) -> Any:
-    """Return the sum of two things, of which any may be uncertain."""
-    return add(x, y) if isinstance(x, GaussianMoments) or isinstance(y, GaussianMoments) else x + y
-
-
-def times(x: Any, y: Any) -> Any:
-    """Return the product of two things, of which any may be uncertain."""
-    return mul(x, y) if isinstance(x, GaussianMoments) or isinstance(y, GaussianMoments) else x * y
-
-
 _LARGEST_VARIATION = 0.2
 
 
@@ -221,10 +211,9 @@ def _expanded_power(x: GaussianMoments, p: float) -> GaussianMoments:
     c2 = x.variance / m.square()
     if not bool((c2 <= _LARGEST_VARIATION**2).all()) or (not p.is_integer() and bool((m <= 0).any())):
         raise UnsupportedError(
-            f"the power {p:g} of something uncertain is expanded around its mean, which needs a deviation of at most "
-            f"{_LARGEST_VARIATION} of the mean (and a positive mean if the exponent is not an integer); here it is "
-            f"{math.sqrt(c2.max().item()):.3g}. Reduce the uncertainty of the denominator, divide by x.loc if its mean "
-            "may stand for it, or use exp(-log) of something that is Gaussian on the log scale."
+            f"the power {p:g} of something uncertain needs a deviation of at most {_LARGEST_VARIATION} of the mean "
+            f"(and a positive mean, or an integer exponent), here {math.sqrt(c2.max().item()):.3g}: divide by x.loc if "
+            "the mean may stand for x, or use exp(-log) of something that is Gaussian on the log scale."
         )
     power = m.pow(p)
     second, fourth = p * (p - 1) / 2, p * (p - 1) * (p - 2) * (p - 3) / 8

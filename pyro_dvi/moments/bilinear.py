@@ -69,8 +69,7 @@ class MultiplicativeMoments(GaussianMoments):
     def become(self, other: GaussianMoments) -> GaussianMoments:
         """Refuse to change weights."""
         raise UnsupportedError(
-            "a weight is changed in place, which would change the model for its next use: write w = f(w) with the "
-            "function that returns a new tensor"
+            "a weight is changed in place: write w = f(w) with the function that returns a new tensor"
         )
 
 
@@ -110,15 +109,14 @@ def bilinear_moments(
         weight: likewise; at least one of the two has to be uncertain.
         alpha: relative variance of the weight, of a shape that multiplies ``x``: only given where the noise of
             :class:`~pyro_dvi.moments.bilinear.MultiplicativeMoments` belongs to inputs.
-        bias: what the product adds at the end, certain or not. Layers add it on the way, at no cost.
+        bias: added to the product, certain or not, at no extra cost in layers.
 
     Raises:
         UnsupportedError: x is the weight.
     """
     if x is weight:
         raise UnsupportedError(
-            "the product of uncertain x with itself (as x @ x, torch.outer(x, x)) has no rule: the factors are not "
-            "independent. For a sum of squares write x.square().sum()."
+            "the product of uncertain x with itself (as outer(x, x)) has no rule: x.square().sum() sums squares"
         )
     if any(isinstance(factor, JointMoments) for factor in (x, weight, bias)):
         return joint_product(product, x, weight, bias)

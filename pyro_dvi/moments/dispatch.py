@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.errors import UnsupportedError
-from pyro_dvi.moments.tensor_like import Uncertain, call, name_of
+from pyro_dvi.moments.tensor_like import call, name_of
 from pyro_dvi.moments.value import GaussianMoments, Link
 
 
 class Observer(Protocol):
-    """Sees every function of moments with its result, and returns what shall be the result.
+    """Sees every function of moments with its result, and returns the result to go on with.
 
     One with an attribute ``outermost`` that is true does not see functions that the rule of another one calls. One
     with a method ``entering`` is told when a rule is about to be called, so that it knows which lie inside of others.
@@ -124,19 +124,16 @@ def _check(func: Callable, rule: Callable, result: Any) -> None:
         if isinstance(part, GaussianMoments) and bool((part.variance < 0).any()):
             worst = part.variance.min().item()
             raise UnsupportedError(
-                f"{where} returned a negative variance ({worst:.3g}). Differences such as E[f²] - E[f]² lose their "
-                "digits where the mean is much larger than the deviation: centre them around f(mean), or clamp."
+                f"{where} returned a negative variance ({worst:.3g}): centre E[f²] - E[f]² around f(mean), or clamp"
             )
 
 
 def _with_link(entry: Entry, func: Callable, args: tuple, kwargs: dict[str, Any], result: Any) -> Any:
     """Remember the Gaussian behind the one argument that is uncertain."""
-    uncertain = [k for k, a in enumerate(args) if isinstance(a, Uncertain)]
-    if len(uncertain) != 1 or any(isinstance(a, Uncertain) for a in kwargs.values()):
+    uncertain = [k for k, a in enumerate(args) if isinstance(a, GaussianMoments)]
+    if len(uncertain) != 1 or any(isinstance(a, GaussianMoments) for a in kwargs.values()):
         return result
     k = uncertain[0]
-    if not isinstance(args[k], GaussianMoments):
-        return result
     return _LINKS[entry.kind](_Call(func, entry, args[:k], args[k + 1 :], kwargs), args[k], result)
 
 
@@ -174,7 +171,7 @@ def _elementwise(step: _Call, x: GaussianMoments, result: Any) -> Any:
     if link is None:
         inner = broadcast(x.snapshot(), result)  # a copy of x, which may be changed in place later
         return result.linked(Link(inner, step, step.entry.name, uniform=step.uniform))
-    # A link of elements that moved is not broadcast: what it gives has the shape of x.
+    # A link of elements that moved is not broadcast: its function returns the shape of x.
     inner = broadcast(link.inner, result) if link.elementwise else link.inner
     uniform = link.uniform and step.uniform
     return result.linked(
@@ -210,7 +207,7 @@ def _rearranged(step: _Call, x: GaussianMoments, result: Any) -> Any:
 
 
 def _converted(step: _Call, x: GaussianMoments, result: Any) -> Any:
-    """Convert the Gaussian if the function is known by its name, else what the function returns."""
+    """Convert the Gaussian if the function is known by its name, else the values of the function."""
     link = x.link
     if link is None or result is x or not isinstance(result, GaussianMoments):
         return result
@@ -271,6 +268,5 @@ def _written(func: Callable, target: Any, result: Any) -> Any:
     if isinstance(target, GaussianMoments) and isinstance(result, GaussianMoments):
         return target.become(result)
     raise _NotWritable(
-        f"{name_of(func)} writes moments into a tensor, which has no variance: use the form that returns a new value, "
-        "or start from moments"
+        f"{name_of(func)} writes moments into a tensor, which has no variance: use the form that returns a new value"
     )

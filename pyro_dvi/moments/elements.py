@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Functions that move, join, convert, read and write elements, applied to mean and variance alike.
+r"""Functions that move, join, choose, add up, convert, read and write elements, for mean and variance alike.
 
 Status: exact. Views of moments do not share memory as views of tensors do: after a change in place the other views
 raise an error (:meth:`~pyro_dvi.moments.GaussianMoments.alias`). Only ``x[index]`` writes through to its base.
@@ -16,22 +16,16 @@ from torch import Tensor
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.moments.dispatch import Kind
 from pyro_dvi.moments.rules import functions_of, moment_rule
-from pyro_dvi.moments.tensor_like import Uncertain, call
 from pyro_dvi.moments.value import GaussianMoments, loc_of, variance_of
 
 _VIEWS = [
     *functions_of(
         torch,
         "reshape flatten ravel unflatten permute transpose swapaxes swapdims movedim moveaxis t adjoint "
-        "squeeze unsqueeze broadcast_to narrow select diagonal atleast_1d atleast_2d atleast_3d",
+        "squeeze unsqueeze broadcast_to narrow select diagonal atleast_1d atleast_2d atleast_3d "
+        "split split_with_sizes chunk tensor_split hsplit vsplit dsplit unbind",  # these give tuples
     ),
-    *functions_of(torch.Tensor, "reshape unflatten permute squeeze expand unfold"),
-]
-
-# Views too, as tuples.
-_PARTS = [
-    *functions_of(torch, "split split_with_sizes chunk tensor_split hsplit vsplit dsplit unbind"),
-    *functions_of(torch.Tensor, "split"),
+    *functions_of(torch.Tensor, "reshape unflatten permute squeeze expand unfold split"),
 ]
 
 _COPIES = [
@@ -43,8 +37,12 @@ _COPIES = [
     *functions_of(torch.Tensor, "repeat tile flip"),
 ]
 
-# Elements besides those that move are zero, or elements are added, so a link to the Gaussian behind them is lost.
-_OTHERS: tuple[Callable, ...] = (torch.tril, torch.triu, torch.diag, torch.diag_embed, F.unfold, F.fold)
+# Elements besides those that move are zero, or elements are added, so a link to the Gaussian behind them is lost. Sums
+# are exact for independent elements; running sums are correlated, which is dropped.
+_OTHERS: list[Callable] = [
+    *functions_of(torch, "sum cumsum tril triu diag diag_embed"),
+    *functions_of(F, "unfold fold"),
+]
 
 
 def _certain(name: str, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -57,26 +55,16 @@ def _certain(name: str, args: tuple, kwargs: dict[str, Any]) -> None:
 def _moving(function: Callable, view: bool) -> Callable:
     name = function.__name__
 
-    def move(input: Any, *args: Any, **kwargs: Any) -> GaussianMoments:
+    def move(input: Any, *args: Any, **kwargs: Any) -> Any:
         _certain(name, args, kwargs)
-        result = GaussianMoments(
-            function(input.loc, *args, **kwargs), function(input.variance, *args, **kwargs)
-        )
-        return result.alias(input) if view else result
+        loc, variance = (function(t, *args, **kwargs) for t in (input.loc, input.variance))
+        if isinstance(loc, Tensor):
+            result = GaussianMoments(loc, variance)
+            return result.alias(input) if view else result
+        return tuple(GaussianMoments(*pair).alias(input) for pair in zip(loc, variance, strict=True))
 
     move.__doc__ = f"Moments of ``{name}``."
     return move
-
-
-def _parting(function: Callable) -> Callable:
-    def part(input: GaussianMoments, *args: Any, **kwargs: Any) -> tuple[GaussianMoments, ...]:
-        _certain(function.__name__, args, kwargs)
-        values = function(input.loc, *args, **kwargs), function(input.variance, *args, **kwargs)
-        parts = tuple(GaussianMoments(*pair).alias(input) for pair in zip(*values, strict=True))
-        return parts
-
-    part.__doc__ = f"Moments of the parts of ``{function.__name__}``."
-    return part
 
 
 for _function in _VIEWS:
@@ -85,8 +73,6 @@ for _function in _COPIES:
     moment_rule(_function, kind=Kind.REARRANGEMENT)(_moving(_function, view=False))
 for _function in _OTHERS:
     moment_rule(_function)(_moving(_function, view=False))
-for _function in _PARTS:
-    moment_rule(_function, kind=Kind.REARRANGEMENT)(_parting(_function))
 
 
 @moment_rule(torch.Tensor.view, kind=Kind.REARRANGEMENT)
@@ -142,14 +128,41 @@ def _joining(function: Callable) -> Callable:
         loc = function([loc_of(t) for t in tensors], *args, **kwargs)
         return GaussianMoments(loc, function(variances, *args, **kwargs))
 
-    join.__doc__ = (
-        f"Moments of ``{function.__name__}`` of moments and tensors; what is certain has variance zero."
-    )
+    join.__doc__ = f"Moments of ``{function.__name__}`` of moments and tensors; tensors have variance zero."
     return join
 
 
 for _function in _JOINING:
     moment_rule(_function)(_joining(_function))
+
+
+# Choosing -----------------------------------------------------------------------------------------------------
+
+
+@moment_rule(torch.where, kind=Kind.AFFINE)
+def where(condition: Any, input: Any = None, other: Any = None) -> GaussianMoments:
+    """Moments chosen element by element, by a condition that is certain."""
+    if isinstance(condition, GaussianMoments):
+        raise UnsupportedError("torch.where takes a condition that is certain, such as x.loc > 0")
+    loc = torch.where(condition, loc_of(input), loc_of(other))
+    zero = loc.new_zeros(())
+    first, second = (
+        x.variance.to(loc.dtype) if isinstance(x, GaussianMoments) else zero for x in (input, other)
+    )
+    return GaussianMoments(loc, torch.where(condition, first, second))
+
+
+@moment_rule(torch.Tensor.where, kind=Kind.AFFINE)
+def where_method(input: Any, condition: Any, other: Any) -> GaussianMoments:
+    """Moments of ``x.where(condition, other)``, whose arguments come in another order."""
+    return where(condition, input, other)
+
+
+@moment_rule(torch.masked_fill, kind=Kind.AFFINE)
+def masked_fill(input: Any, mask: Tensor, value: Any) -> GaussianMoments:
+    """Moments where the mask is False, and a certain value where it is True."""
+    _certain("masked_fill", (mask, value), {})
+    return GaussianMoments(input.loc.masked_fill(mask, value), input.variance.masked_fill(mask, 0))
 
 
 # Reading and writing by index ---------------------------------------------------------------------------------
@@ -172,14 +185,10 @@ def setitem(input: Any, index: Any, value: Any) -> None:
 
     Status: exact.
     """
-    if isinstance(input, GaussianMoments) and isinstance(index, Uncertain):
-        input.become(call(torch.where, (index, value, input.snapshot()), {}))
-        return
     _check(index)
     if not isinstance(input, GaussianMoments):
         raise UnsupportedError(
-            "moments are written into a tensor, which has no variance (x[index] = moments). Join the parts by "
-            "torch.stack or torch.cat instead"
+            "moments are written into a tensor, which has no variance: join the parts with torch.stack or torch.cat"
         )
     spread = variance_of(value)
     loc, variance = input.loc.clone(), input.variance.clone()
@@ -188,31 +197,16 @@ def setitem(input: Any, index: Any, value: Any) -> None:
     input.become(GaussianMoments(loc, variance))
 
 
-@moment_rule(torch.Tensor.copy_)
-def copy_(input: Any, src: Any, non_blocking: bool = False) -> Any:
-    """Overwrite moments by moments or certain numbers.
-
-    Status: exact.
-    """
-    setitem(input, ..., src)
+@moment_rule(torch.Tensor.copy_, torch.Tensor.fill_, torch.fill_, torch.Tensor.zero_, torch.zero_)
+def overwrite(input: Any, value: Any = 0, non_blocking: bool = False) -> Any:
+    """Overwrite moments by moments or certain numbers."""
+    setitem(input, ..., value)
     return input
-
-
-@moment_rule(torch.Tensor.fill_, torch.fill_)
-def fill_(input: Any, value: Any) -> Any:
-    """Overwrite moments by a certain number."""
-    return copy_(input, value)
-
-
-@moment_rule(torch.Tensor.zero_, torch.zero_)
-def zero_(input: Any) -> Any:
-    """Overwrite moments by zero, for certain."""
-    return copy_(input, 0)
 
 
 def _check(index: Any) -> None:
     for part in index if isinstance(index, tuple | list) else (index,):
-        if isinstance(part, Uncertain):
+        if isinstance(part, GaussianMoments):
             raise UnsupportedError("an index has to be certain: index by a tensor, such as x.loc.argmax()")
 
 
@@ -221,7 +215,7 @@ def _is_basic(index: Any) -> bool:
     return all(part is None or part is Ellipsis or type(part) in (int, slice) for part in parts)
 
 
-# Functions that give the same values in another guise: what applies to the mean applies to the variance.
+# Functions that return the same values in another dtype, device or memory, applied to mean and variance alike.
 _CONVERSIONS = [
     *functions_of(torch, "clone detach"),
     *functions_of(torch.Tensor, "to type type_as float double half bfloat16 cpu cuda contiguous"),
@@ -274,13 +268,6 @@ for _func in _LIKE:
     moment_rule(_func)(_describing(_func))
 
 
-@moment_rule(torch.Tensor.requires_grad_)
-def requires_grad_(input: GaussianMoments, requires_grad: bool = True) -> GaussianMoments:
-    """Record gradients with respect to the mean."""
-    input.loc.requires_grad_(requires_grad)
-    return input
-
-
 def _checking(function: Callable, combine: Callable) -> Callable:
     def check(input: GaussianMoments) -> Tensor:
         return combine(function(input.loc), function(input.variance))
@@ -289,6 +276,6 @@ def _checking(function: Callable, combine: Callable) -> Callable:
     return check
 
 
-is_finite = moment_rule(torch.isfinite)(_checking(torch.isfinite, torch.logical_and))
+moment_rule(torch.isfinite)(_checking(torch.isfinite, torch.logical_and))
 moment_rule(torch.isnan)(_checking(torch.isnan, torch.logical_or))
 moment_rule(torch.isinf)(_checking(torch.isinf, torch.logical_or))

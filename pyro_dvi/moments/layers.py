@@ -15,7 +15,6 @@ No mask is drawn, and the marginals over mask and x are exact. Channels that dro
 Source: Schmitt & Roth (2021), Eq. 9.
 """
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -113,79 +112,15 @@ def embedding(
     Raises:
         UnsupportedError: ``max_norm``, which changes the table in place.
     """
-    _refuse_max_norm(F.embedding, max_norm)
+    if max_norm is not None:
+        raise UnsupportedError(
+            "F.embedding(max_norm=...) changes its table in place: normalise the table in the model instead"
+        )
     options: dict[str, Any] = {"scale_grad_by_freq": scale_grad_by_freq, "sparse": sparse}
     return GaussianMoments(
         F.embedding(input, weight.loc, padding_idx, **options),
         F.embedding(input, weight.variance, padding_idx, **options),
     )
-
-
-@moment_rule(F.embedding_bag)
-def embedding_bag(
-    input: Tensor,
-    weight: GaussianMoments,
-    offsets: Tensor | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2,
-    scale_grad_by_freq: bool = False,
-    mode: str = "mean",
-    sparse: bool = False,
-    per_sample_weights: Tensor | None = None,
-    include_last_offset: bool = False,
-    padding_idx: int | None = None,
-) -> GaussianMoments:
-    r"""Moments of sums or means of rows.
-
-    A row that occurs n times in a bag is the same row each time: with :math:`c_r` the sum of its factors (weights,
-    or one over the size of the bag), :math:`\mathrm{Var} = \sum_r c_r^2 \mathrm{Var}[w_r]`.
-
-    Status: exact for an uncertain table.
-
-    Raises:
-        UnsupportedError: ``mode="max"``, ``max_norm``, or uncertain ``per_sample_weights``.
-    """
-    _refuse_max_norm(F.embedding_bag, max_norm)
-    if mode == "max":
-        raise UnsupportedError('F.embedding_bag(mode="max") of moments has no rule: use mode "mean" or "sum"')
-    if isinstance(per_sample_weights, GaussianMoments):
-        raise UnsupportedError("F.embedding_bag has no rule for uncertain per_sample_weights")
-    options: dict[str, Any] = {"include_last_offset": include_last_offset, "padding_idx": padding_idx}
-    loc = F.embedding_bag(
-        input, weight.loc, offsets, mode=mode, per_sample_weights=per_sample_weights, sparse=sparse, **options
-    )
-    if input.dim() == 2:
-        bags = torch.arange(len(input), device=input.device).repeat_interleave(input.shape[1])
-    else:
-        assert offsets is not None  # or F.embedding_bag would have refused
-        positions = torch.arange(len(input), device=input.device)
-        bags = torch.searchsorted(offsets, positions, right=True) - 1
-    rows = input.flatten()
-    if per_sample_weights is not None:
-        factors = per_sample_weights.flatten()
-    else:
-        factors = torch.ones_like(rows, dtype=loc.dtype)
-    if padding_idx is not None:
-        factors = factors * (rows != padding_idx % weight.shape[0])
-    if mode == "mean":
-        sizes = factors.new_zeros(len(loc)).index_add(0, bags, factors)
-        factors = factors / sizes[bags].clamp_min(1)
-    _, which = torch.unique(bags * weight.shape[0] + rows, return_inverse=True)
-    totals = torch.zeros_like(factors).index_add(0, which, factors)
-    # The factors of a row add to its total, so these add to its square.
-    squares = (factors * totals[which]).reshape(input.shape)
-    variance = F.embedding_bag(
-        input, weight.variance, offsets, mode="sum", per_sample_weights=squares, **options
-    )
-    return GaussianMoments(loc, variance)
-
-
-def _refuse_max_norm(function: Any, max_norm: float | None) -> None:
-    if max_norm is not None:
-        raise UnsupportedError(
-            f"F.{function.__name__}(max_norm=...) changes its table in place, which has no rule for moments: normalise "
-            "the table in the model instead"
-        )
 
 
 @moment_rule(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d)
@@ -204,18 +139,3 @@ def dropout(input: GaussianMoments, p: float = 0.5, training: bool = True) -> Ga
         return GaussianMoments(torch.zeros_like(input.loc), torch.zeros_like(input.loc))
     odds = p / (1 - p)
     return GaussianMoments(input.loc, input.variance / (1 - p) + odds * input.loc.square())
-
-
-@moment_rule(F.alpha_dropout, F.feature_alpha_dropout)
-def alpha_dropout(input: GaussianMoments, p: float = 0.5, training: bool = False) -> GaussianMoments:
-    r"""Moments of :math:`a(b (x - s) + (1 - p)s)` with :math:`a^2 (1 - p)(1 + ps^2) = 1`, where s is the limit of SELU.
-
-    .. math:: \mathrm E = a(1 - p)m, \qquad \mathrm{Var} = a^2 (1 - p)(v + p(m - s)^2)
-    """
-    limit = -1.7580993408473766
-    shifted = GaussianMoments(input.loc - limit, input.variance)
-    noisy = dropout(shifted, p, training)
-    if noisy is shifted:
-        return input
-    scale = math.sqrt((1 - p) / (1 + p * limit**2))
-    return GaussianMoments(scale * input.loc, scale**2 * noisy.variance)

@@ -59,7 +59,7 @@ def batch_norm(
         running_var: updated in training.
         weight: ``[channels]``, certain or not, as bias.
         bias: ``[channels]``.
-        training: whether to use the statistics of the batch.
+        training: True to use the statistics of the batch.
         momentum: share of the batch in the running statistics.
         eps: added to the variance of the channel.
 
@@ -88,7 +88,7 @@ def batch_norm(
 
 
 class _ScaledChannels(Function):
-    """Variances of channels that are multiplied by what standardises them, a constant, and by their weight.
+    """Variances of channels that are multiplied by a constant factor, which standardises them, and by their weight.
 
     It is batch norm with mean 0 and deviation 1, whose derivative torch has in one pass.
     """

@@ -1,7 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Functions that are a polynomial of degree two at most between breakpoints, in closed form.
+r"""The rectifier, its leaky forms, and other functions with corners, in closed form with their derivatives.
 
-With :math:`x = \mu + \sigma z`, each piece is a polynomial in z, and needs truncated moments of the standard Gaussian
+With :math:`\alpha = \mu/\sigma`, the rectifier has
+
+.. math::
+    m = \mu\Phi(\alpha) + \sigma\phi(\alpha), \qquad v = \sigma^2\Phi(\alpha) + m(\mu - m),
+
+    \frac{\partial m}{\partial\mu} = \Phi, \quad
+    \frac{\partial m}{\partial\sigma^2} = \frac{\phi}{2\sigma}, \quad
+    \frac{\partial v}{\partial\mu} = 2m(1 - \Phi), \quad
+    \frac{\partial v}{\partial\sigma^2} = \Phi - \frac{m\phi}{\sigma}.
+
+Functions with several corners (:class:`Piecewise`) are polynomials of degree two at most between breakpoints. With
+:math:`x = \mu + \sigma z`, each piece is a polynomial in z, and needs truncated moments of the standard Gaussian
 
 .. math:: T_k = \int_a^b z^k \phi(z)\,dz, \qquad T_k = (k-1)\,T_{k-2} + a^{k-1}\phi(a) - b^{k-1}\phi(b).
 
@@ -9,7 +20,7 @@ Polynomials are written around f(μ): with :math:`d = f(x) - f(\mu)`,
 
 .. math:: m = f(\mu) + \mathrm E[d], \qquad v = \mathrm E[d^2] - \mathrm E[d]^2.
 
-Slopes come from the score of the Gaussian, so that functions with jumps are served as well.
+Status: exact for Gaussian x, with the exact slopes.
 """
 
 import math
@@ -21,13 +32,147 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.moments.dispatch import Kind
-from pyro_dvi.moments.quadrature import DENSITY, ROOT_HALF, from_scores, through
-from pyro_dvi.moments.rectifiers import relu
+from pyro_dvi.moments.quadrature import DENSITY, ROOT_HALF, constants, elementwise_rule, from_scores, through
 from pyro_dvi.moments.rules import moment_rule
-from pyro_dvi.moments.value import GaussianMoments
+from pyro_dvi.moments.value import (
+    GaussianMoments,
+    loc_of,
+    raised,
+    second_moment_of,
+    tiny_variance,
+    variance_of,
+)
+
+_FAR = 8.0  # of the argument of erfc: 11.3 deviations, a probability of 1e-29
+_LOG_DENSITY = -0.5 * math.log(2 * math.pi)  # at zero
+
+
+@moment_rule(F.relu, torch.relu, kind=Kind.ELEMENTWISE)
+def relu(input: GaussianMoments) -> GaussianMoments:
+    r"""Moments of ``relu(x)``.
+
+    Status: exact marginals for Gaussian x; correlations between units are dropped.
+
+    Source: Frey & Hinton (1999); Schmitt & Roth (2021), Eq. 11, in a form that stays positive in float32.
+
+    Example:
+        >>> relu(GaussianMoments(torch.zeros(1), torch.ones(1))).loc
+        tensor([0.3989])
+    """
+    return GaussianMoments(*_Rectifier.apply(input.loc, raised(input.variance)))
+
+
+@dataclass(frozen=True)
+class Leaky:
+    r"""The function :math:`ax + (1-a)x_+`, from the moments m and v of the rectifier.
+
+    .. math::
+        \mathrm E = a\mu + (1-a)\,m, \qquad \mathrm{Var} = a^2\sigma^2 + (1-a)^2\,v + 2a(1-a)\,\sigma^2\Phi(\alpha).
+
+    Attributes:
+        negative_slope: a.
+    """
+
+    negative_slope: float
+
+    def __call__(self, mu: Tensor, variance: Tensor, slopes: bool) -> list[Tensor]:
+        """Return mean and variance, and their slopes."""
+        a, b = self.negative_slope, 1 - self.negative_slope
+        m, v, p, density = _rectified(mu, variance)
+        mean, spread = (a * mu).add_(m, alpha=b), (a * a * variance).add_(v, alpha=b * b)
+        spread.addcmul_(variance, p, value=2 * a * b)
+        if not slopes:
+            return [mean, spread]
+        by_mu = torch.addcmul(m, m, p, value=-1).mul_(2 * b * b)
+        by_mu.addcmul_(variance, density, value=2 * a * b)
+        by_variance = (p * (b * b + 2 * a * b)).addcmul_(m, density, value=-b * b)
+        by_variance.addcmul_(mu, density, value=-a * b).add_(a * a)
+        return [mean, spread, (b * p).add_(a), density.mul_(0.5 * b), by_mu, by_variance]
+
+
+def _rectified(mu: Tensor, variance: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    r"""Return m, v, Φ(α) and φ(α)/σ in few passes, all but four of them in place.
+
+    Activations are larger than any cache, and fresh memory costs more than the arithmetic.
+    """
+    inverse = variance.clamp_min(tiny_variance(variance.dtype)).rsqrt_()
+    # Beyond 11 deviations from the kink nothing changes but for denormal numbers, which are slow.
+    z = torch.addcmul(constants(0.0, mu), mu, inverse, value=-ROOT_HALF).clamp_(-_FAR, _FAR)
+    p = torch.special.erfc(z).mul_(0.5)  # by erfc: 1 + erf loses its digits in the left tail
+    slope = torch.addcmul(constants(_LOG_DENSITY, mu), z, z, value=-1, out=z).exp_().mul_(inverse)
+    mean = torch.mul(variance, slope, out=inverse).addcmul_(mu, p).clamp_min_(0)
+    return mean, torch.sub(mu, mean).mul_(mean).addcmul_(variance, p).clamp_min_(0), p, slope
+
+
+class _Rectifier(Function):
+    """Saves two tensors besides its mean, which the next function needs as well."""
+
+    @staticmethod
+    def forward(ctx: Any, mu: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+        # The floor is in the slopes alone, so that there is no mask in the derivative.
+        mean, spread, p, slope = _rectified(mu, variance)
+        ctx.save_for_backward(mean, p, slope)
+        return mean, spread
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g_mean: Tensor, g_spread: Tensor) -> tuple[Tensor, Tensor]:
+        mean, p, slope = ctx.saved_tensors
+        zero = constants(0.0, mean)
+        product = torch.addcmul(zero, g_spread, mean, value=2)  # rounded once: it cancels far to the right
+        rest = torch.sub(g_mean, product)
+        g_mu = product.addcmul_(rest, p)
+        return g_mu, torch.addcmul(zero, rest, slope, value=0.5, out=rest).addcmul_(g_spread, p)
+
+
+elementwise_rule(Leaky(-1.0), torch.abs, torch.absolute)
+
+
+@moment_rule(F.leaky_relu, kind=Kind.ELEMENTWISE)
+def leaky_relu(input: GaussianMoments, negative_slope: float = 0.01) -> GaussianMoments:
+    """Moments of x where it is positive, and a multiple of it elsewhere. Status: exact.
+
+    Example:
+        >>> leaky_relu(GaussianMoments(torch.zeros(1), torch.ones(1)), 0.1).loc
+        tensor([0.3590])
+    """
+    return through(Leaky(float(negative_slope)), input)
+
+
+@moment_rule(torch.prelu)
+def prelu(input: Any, weight: Any) -> GaussianMoments:
+    r"""Moments of :math:`x_+ - a x_-` with a learned slope a, certain or uncertain.
+
+    .. math::
+        m = \mathrm E[x_+] - \bar a\,\mathrm E[x_-], \qquad
+        v = \mathrm{Var}[x_+] + \bar a^2\,\mathrm{Var}[x_-] + 2\bar a\,\mathrm E[x_+]\mathrm E[x_-]
+            + \mathrm{Var}[a]\,\mathrm E[x_-^2].
+
+    Status: exact marginals; that elements share an uncertain slope is dropped as other correlations are.
+
+    Args:
+        input: ``[batch, channels, *]``.
+        weight: ``[1]`` or ``[channels]``.
+    """
+    a, spread = loc_of(weight), variance_of(weight)
+    if a.numel() > 1 and input.dim() > 1:  # along the channels
+        shape = (-1, *(1,) * (input.dim() - 2))
+        a, spread = a.reshape(shape), None if spread is None else spread.reshape(shape)
+    if not isinstance(input, GaussianMoments):
+        input = GaussianMoments(input, torch.zeros_like(input))
+    above, below = relu(input), relu(GaussianMoments(-input.loc, input.variance))
+    variance = above.variance + a.square() * below.variance + 2 * a * above.loc * below.loc
+    if spread is not None:
+        variance = torch.addcmul(variance, spread, second_moment_of(below))
+    return GaussianMoments(above.loc - a * below.loc, variance.clamp_min(0))
+
+
+# Several corners --------------------------------------------------------------------------------------------------
 
 
 class Piece(NamedTuple):
@@ -76,7 +221,7 @@ class Piecewise:
         return from_scores(centre, sigma, variance, first, second, slopes)
 
     def _change(self, k: int, x: Tensor) -> Tensor:
-        """Return what the piece after break k has more than the one before, without a difference of large numbers."""
+        """Return the piece after break k minus the piece before, without a difference of large numbers."""
         c, before, after = self.breaks[k], self.pieces[k], self.pieces[k + 1]
         square = after.square - before.square
         slope = after.slope - before.slope + 2 * square * c
@@ -122,8 +267,6 @@ def _product(p: Sequence[Tensor], q: Sequence[Tensor]) -> list[Tensor]:
 
 def truncated(below: Cut | None, above: Cut | None, highest: int) -> list[Tensor]:
     """Return the moments from 0 to the highest between two breakpoints, None for infinity."""
-    if below is None and above is None:
-        raise ValueError("a piecewise function has a breakpoint")
     if above is None:
         mass = below.above  # type: ignore[union-attr]
     elif below is None:
@@ -140,103 +283,55 @@ def truncated(below: Cut | None, above: Cut | None, highest: int) -> list[Tensor
 
 
 _IDENTITY = Piece(slope=1.0)
-_HARDSIGMOID = Piecewise((-3.0, 3.0), (Piece(), Piece(0.5, 1 / 6), Piece(1.0)), F.hardsigmoid)
-_HARDSWISH = Piecewise((-3.0, 3.0), (Piece(), Piece(0.0, 0.5, 1 / 6), _IDENTITY), F.hardswish)
+_IDENTITY = Piece(slope=1.0)
+elementwise_rule(
+    Piecewise((-3.0, 3.0), (Piece(), Piece(0.5, 1 / 6), Piece(1.0)), F.hardsigmoid), F.hardsigmoid
+)
+elementwise_rule(
+    Piecewise((-3.0, 3.0), (Piece(), Piece(0.0, 0.5, 1 / 6), _IDENTITY), F.hardswish), F.hardswish
+)
 
 
-def _clipped(x: GaussianMoments, low: float, high: float) -> GaussianMoments:
-    if low >= high:
-        return GaussianMoments(torch.full_like(x.loc, high), torch.zeros_like(x.loc))
-    if low == 0 and high == math.inf:
-        return relu(x)
-    breaks, pieces = [], [_IDENTITY]
-    if low > -math.inf:
-        breaks, pieces = [low], [Piece(low), _IDENTITY]
-    if high < math.inf:
-        breaks, pieces = [*breaks, high], [*pieces, Piece(high)]
-    return (
-        through(Piecewise(tuple(breaks), tuple(pieces), partial(torch.clamp, min=low, max=high)), x)
-        if breaks
-        else x
-    )
+@moment_rule(torch.clamp, torch.clip, torch.clamp_min, kind=Kind.ELEMENTWISE)
+def clamp(input: GaussianMoments, min: Any = None, max: Any = None) -> GaussianMoments:
+    """Moments of x cut off at bounds that are numbers.
 
-
-def _bound(value: Any, default: float) -> float:
-    if value is None:
-        return default
-    if isinstance(value, Tensor | GaussianMoments):
+    Raises:
+        UnsupportedError: a bound is a tensor.
+    """
+    if any(isinstance(bound, Tensor | GaussianMoments) for bound in (min, max)):
         raise UnsupportedError(
             "clamp of moments takes numbers as bounds, not tensors: write x.clamp(low, high) with floats"
         )
-    return float(value)
+    if min == 0 and max is None:
+        return relu(input)
+    breaks, pieces = [], [_IDENTITY]
+    if min is not None:
+        breaks, pieces = [float(min)], [Piece(float(min)), _IDENTITY]
+    if max is not None:
+        breaks, pieces = [*breaks, float(max)], [*pieces, Piece(float(max))]
+    function = partial(torch.clamp, min=min, max=max)
+    return through(Piecewise(tuple(breaks), tuple(pieces), function), input)
 
 
-@moment_rule(F.relu6, kind=Kind.ELEMENTWISE)
-def relu6(input: GaussianMoments) -> GaussianMoments:
-    """Moments of x cut off below 0 and above 6.
-
-    Status: exact for Gaussian x, as all rules of this file.
-    """
-    return _clipped(input, 0.0, 6.0)
+@moment_rule(torch.clamp_max, kind=Kind.ELEMENTWISE)
+def clamp_max(input: GaussianMoments, max: Any) -> GaussianMoments:
+    """Moments of x cut off above."""
+    return clamp(input, max=max)
 
 
 @moment_rule(F.hardtanh, kind=Kind.ELEMENTWISE)
 def hardtanh(input: GaussianMoments, min_val: float = -1.0, max_val: float = 1.0) -> GaussianMoments:
-    """Moments of x cut off at two bounds. Status: exact.
+    """Moments of x cut off at two bounds.
 
     Example:
         >>> hardtanh(GaussianMoments(torch.zeros(1), torch.ones(1))).variance
         tensor([0.5161])
     """
-    return _clipped(input, float(min_val), float(max_val))
+    return clamp(input, min_val, max_val)
 
 
-@moment_rule(torch.clamp, torch.clip, torch.clamp_min, kind=Kind.ELEMENTWISE)
-def clamp(input: GaussianMoments, min: Any = None, max: Any = None) -> GaussianMoments:
-    """Moments of x cut off at bounds that are numbers. Status: exact.
-
-    Raises:
-        UnsupportedError: a bound is a tensor.
-    """
-    return _clipped(input, _bound(min, -math.inf), _bound(max, math.inf))
-
-
-@moment_rule(torch.clamp_max, kind=Kind.ELEMENTWISE)
-def clamp_max(input: GaussianMoments, max: Any) -> GaussianMoments:
-    """Moments of x cut off above. Status: exact."""
-    return clamp(input, max=max)
-
-
-@moment_rule(F.threshold, torch.threshold, kind=Kind.ELEMENTWISE)
-def threshold(input: GaussianMoments, threshold: float, value: float) -> GaussianMoments:
-    """Moments of x where it exceeds the threshold, and ``value`` elsewhere. Status: exact."""
-    function = partial(F.threshold, threshold=threshold, value=value)
-    return through(Piecewise((float(threshold),), (Piece(float(value)), _IDENTITY), function), input)
-
-
-@moment_rule(F.hardsigmoid, kind=Kind.ELEMENTWISE)
-def hardsigmoid(input: GaussianMoments) -> GaussianMoments:
-    """Moments of x/6 + 1/2 cut off at 0 and 1. Status: exact."""
-    return through(_HARDSIGMOID, input)
-
-
-@moment_rule(F.hardswish, kind=Kind.ELEMENTWISE)
-def hardswish(input: GaussianMoments) -> GaussianMoments:
-    """Moments of x times hardsigmoid(x). Status: exact."""
-    return through(_HARDSWISH, input)
-
-
-@moment_rule(torch.hardshrink, kind=Kind.ELEMENTWISE)
-def hardshrink(input: GaussianMoments, lambd: float = 0.5) -> GaussianMoments:
-    """Moments of x where abs(x) exceeds lambd, and 0 elsewhere. Status: exact."""
-    at = float(lambd)
-    pieces = (_IDENTITY, Piece(), _IDENTITY)
-    return through(Piecewise((-at, at), pieces, partial(torch.hardshrink, lambd=at)), input)
-
-
-@moment_rule(F.softshrink, kind=Kind.ELEMENTWISE)
-def softshrink(input: GaussianMoments, lambd: float = 0.5) -> GaussianMoments:
-    """Moments of x moved towards 0 by lambd, at most to 0. Status: exact."""
-    at = float(lambd)
-    pieces = (Piece(at, 1.0), Piece(), Piece(-at, 1.0))
-    return through(Piecewise((-at, at), pieces, partial(F.softshrink, lambd=at)), input)
+@moment_rule(F.relu6, kind=Kind.ELEMENTWISE)
+def relu6(input: GaussianMoments) -> GaussianMoments:
+    """Moments of x cut off below 0 and above 6."""
+    return clamp(input, 0.0, 6.0)

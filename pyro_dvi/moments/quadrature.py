@@ -16,7 +16,7 @@ Status: exact to 1e-8 (float64), 1e-4 (float32).
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -28,6 +28,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from pyro_dvi.core.recording import is_recording
+from pyro_dvi.moments.dispatch import Kind
+from pyro_dvi.moments.rules import moment_rule
 from pyro_dvi.moments.value import GaussianMoments, floored
 
 ROOT_HALF = math.sqrt(0.5)
@@ -78,12 +80,8 @@ def column(numbers: Any) -> Column:
     return tuple((float(x),) for x in numbers)
 
 
+# The number of deviations that count on one side of zero, in float64 and float32; nodes and weights on [0, 1].
 _HALF_LINES = (9.0, gauss_legendre(48)), (6.5, gauss_legendre(26))
-
-
-def half_line(dtype: torch.dtype) -> tuple[float, Nodes]:
-    """Return how many deviations count, and nodes and weights on [0, 1] for one side of a cut."""
-    return _HALF_LINES[dtype is not torch.float64]
 
 
 def distribution(z: Tensor) -> Tensor:
@@ -100,13 +98,23 @@ def through(compute: Compute, x: GaussianMoments) -> GaussianMoments:
         compute: takes means and variances of one dimension, the variance at least the floor, and whether slopes are
             needed; returns mean and variance, then with slopes the four derivatives: of the mean in μ and
             σ², and of the variance in μ and σ².
-        x: moments of what enters.
+        x: moments of the input.
     """
     dtype = x.loc.dtype
     wide = torch.promote_types(dtype, torch.float32)
     mu, variance = x.loc.to(wide), x.variance.to(wide)
     mean, spread = _Through.apply(mu, floored(variance), compute, torch.is_grad_enabled())
     return GaussianMoments(mean.to(dtype), spread.to(dtype))
+
+
+def elementwise_rule(compute: Compute, *functions: Callable) -> Callable[[GaussianMoments], GaussianMoments]:
+    """Register ``compute`` as the rule of torch functions of one argument."""
+
+    def rule(input: GaussianMoments) -> GaussianMoments:
+        """Moments of a function of each element."""
+        return through(compute, input)
+
+    return moment_rule(*functions, kind=Kind.ELEMENTWISE)(rule)
 
 
 class _Through(Function):
@@ -161,7 +169,7 @@ def from_scores(
         variance: σ².
         first: expectations of d, d z and d z².
         second: expectations of d², d² z and d² z².
-        slopes: whether to look beyond the first of each.
+        slopes: True to return slopes as well; the later expectations are needed only for them.
     """
     shift = first[0]
     mean, spread = centre + shift, torch.addcmul(second[0], shift, shift, value=-1)
@@ -193,7 +201,7 @@ class BothSides:
         """Return mean, variance and their slopes."""
         sigma = variance.sqrt()
         first, second = ([torch.zeros_like(mu) for _ in range(3)] for _ in range(2))  # E[d z^k], E[d² z^k]
-        reach, columns = half_line(mu.dtype)
+        reach, columns = _HALF_LINES[mu.dtype is not torch.float64]
         nodes, weights = (constants(c, mu) for c in columns)
         for side in (1.0, -1.0):
             centre = side * mu
@@ -217,20 +225,6 @@ class BothSides:
         return from_scores(self.function(mu), sigma, variance, first, second, slopes)
 
 
-def averaged(centre: Tensor, values: Iterable[tuple[Tensor, Any]]) -> GaussianMoments:
-    """Return mean and variance of values at nodes, given with their weights.
-
-    Args:
-        centre: a value near all of them, which is subtracted so that differences keep their digits.
-        values: the value at each node, and its weight.
-    """
-    first, second = torch.zeros_like(centre), torch.zeros_like(centre)
-    for value, weight in values:
-        shift = value - centre
-        first, second = first + weight * shift, second + weight * shift.square()
-    return GaussianMoments(centre + first, (second - first.square()).clamp_min(0))
-
-
 def through_link(x: GaussianMoments, function: Callable[[Tensor], Tensor]) -> GaussianMoments | None:
     r"""Return mean and variance of ``function(x)`` from the Gaussian behind x; None where x has no such Gaussian.
 
@@ -238,7 +232,8 @@ def through_link(x: GaussianMoments, function: Callable[[Tensor], Tensor]) -> Ga
     stays positive. The Gaussian h behind it is known (:class:`~pyro_dvi.moments.value.Link`), and the integral over h
     is smooth.
 
-    Status: Gauss-Hermite with 32 nodes, exact to rounding for what is smooth on the scale of the Gaussian's deviation.
+    Status: Gauss-Hermite with 32 nodes, exact to rounding for functions that are smooth on the scale of the
+    deviation.
 
     Args:
         x: moments with a link, each of whose elements depends on one element of the Gaussian.
@@ -254,5 +249,9 @@ def through_link(x: GaussianMoments, function: Callable[[Tensor], Tensor]) -> Ga
         return None
     loc, scale = link.inner.loc, floored(link.inner.variance).sqrt()
     nodes, weights = gauss_hermite(32)
-    values = (function(link.function(loc + node * scale)) for (node,) in nodes)
-    return averaged(function(link.function(loc)), zip(values, (w for (w,) in weights), strict=True))
+    centre = function(link.function(loc))  # differences from it keep their digits
+    first, second = torch.zeros_like(centre), torch.zeros_like(centre)
+    for (node,), (weight,) in zip(nodes, weights, strict=True):
+        shift = function(link.function(loc + node * scale)) - centre
+        first, second = first + weight * shift, second + weight * shift.square()
+    return GaussianMoments(centre + first, (second - first.square()).clamp_min(0))

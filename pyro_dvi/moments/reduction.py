@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Sums, means, extremes and norms over dimensions, pooling over windows, and resizing of images and signals.
+r"""Means, extremes and norms over dimensions, pooling over windows, and resizing of images and signals.
 
 The largest of many Gaussians has no closed form. It is taken to be the element with the largest mean, which is exact
 where one element is clearly the largest; elsewhere the mean is too small.
@@ -18,15 +18,6 @@ from pyro_dvi.moments.rules import moment_rule
 from pyro_dvi.moments.value import GaussianMoments
 
 
-@moment_rule(torch.sum)
-def sum(input: GaussianMoments, *args: Any, **kwargs: Any) -> GaussianMoments:
-    """Moments of a sum over dimensions.
-
-    Status: exact for independent elements.
-    """
-    return GaussianMoments(torch.sum(input.loc, *args, **kwargs), torch.sum(input.variance, *args, **kwargs))
-
-
 @moment_rule(torch.mean)
 def mean(input: GaussianMoments, *args: Any, **kwargs: Any) -> GaussianMoments:
     """Moments of a mean over n elements, whose variance is their mean variance over n.
@@ -37,17 +28,6 @@ def mean(input: GaussianMoments, *args: Any, **kwargs: Any) -> GaussianMoments:
     loc = torch.mean(input.loc, *args, **kwargs)
     number = input.loc.numel() / max(loc.numel(), 1)
     return GaussianMoments(loc, torch.mean(input.variance, *args, **kwargs) / number)
-
-
-@moment_rule(torch.cumsum)
-def cumsum(input: GaussianMoments, *args: Any, **kwargs: Any) -> GaussianMoments:
-    """Moments of running sums.
-
-    Status: exact marginals for independent elements; the sums are correlated, which is dropped.
-    """
-    return GaussianMoments(
-        torch.cumsum(input.loc, *args, **kwargs), torch.cumsum(input.variance, *args, **kwargs)
-    )
 
 
 # Extremes ----------------------------------------------------------------------------------------------------
@@ -98,25 +78,25 @@ def _extreme_value(
 
 moment_rule(torch.max)(_extreme(torch.max, torch.amax, torch.maximum))
 moment_rule(torch.min)(_extreme(torch.min, torch.amin, torch.minimum))
-amax = moment_rule(torch.amax)(_extreme_value(torch.amax, torch.max))
-amin = moment_rule(torch.amin)(_extreme_value(torch.amin, torch.min))
+moment_rule(torch.amax)(_extreme_value(torch.amax, torch.max))
+moment_rule(torch.amin)(_extreme_value(torch.amin, torch.min))
 
 
 # Norms -------------------------------------------------------------------------------------------------------
 
 
-@moment_rule(torch.linalg.vector_norm)
-def vector_norm(
+@moment_rule(torch.norm, torch.linalg.vector_norm)
+def norm(
     x: GaussianMoments,
-    ord: float = 2,
+    order: Any = 2,
     dim: Any = None,
     keepdim: bool = False,
-    *,
     dtype: torch.dtype | None = None,
+    **named: Any,
 ) -> GaussianMoments:
-    r"""Moments of the norm of vectors.
+    r"""Moments of the Euclidean norm of all elements, or over dimensions.
 
-    Of the Euclidean norm, with :math:`S = \sum_i x_i^2` and :math:`c^2 = \mathrm{Var}[S] / \mathrm E[S]^2 \le 2`,
+    With :math:`S = \sum_i x_i^2` and :math:`c^2 = \mathrm{Var}[S] / \mathrm E[S]^2 \le 2`,
 
     .. math::
         \mathrm E\lVert x\rVert = \sqrt{\mathrm E[S]}\,(1 - u), \qquad
@@ -125,16 +105,8 @@ def vector_norm(
 
     the first terms of the series of a gamma variable S, which S is where all elements have mean 0 and one variance.
 
-    Status: the Euclidean norm approximately, for independent elements with any noise: against sampling, means are
-    within 5 % and deviations within 15 %, both exact to first order in the noise and for noise alone. The sum of
-    absolute values is exact; the largest is as exact as :func:`amax`.
-
-    Args:
-        x: the vectors.
-        ord: 1, 2, or plus or minus infinity.
-        dim: over which dimensions; all by default.
-        keepdim: whether these stay, with size 1.
-        dtype: of the result.
+    Status: approximate, for independent elements with any noise: against sampling, means are within 5 % and deviations
+    within 15 %, both exact to first order in the noise and for noise alone.
 
     Raises:
         UnsupportedError: another norm.
@@ -145,62 +117,17 @@ def vector_norm(
         ... )
         GaussianMoments(loc=5.00100040435791, variance=0.009994005784392357)
     """
-    x = x if dtype is None else x.to(dtype)
-    dim = tuple(range(x.dim())) if dim is None else dim
-    if ord == 1:
-        return x.abs().sum(dim, keepdim)
-    if abs(ord) == math.inf:
-        return (amax if ord > 0 else amin)(x.abs(), dim, keepdim)
-    if ord != 2:
+    order = named.get("p", named.get("ord", order))
+    if order not in (None, 2, "fro"):
         raise UnsupportedError(
-            f"the norm of order {ord} of moments has no rule: orders 1, 2, inf and -inf have. Write x.abs() ** order"
+            f"the norm of order {order} of moments has no rule: write x.abs().sum() or x.abs().amax()"
         )
-    squares = x.square().sum(dim, keepdim)
+    x = x if dtype is None else x.to(dtype)
+    squares = x.square().sum(tuple(range(x.dim())) if dim is None else dim, keepdim)
     mean = squares.loc.clamp_min(torch.finfo(x.dtype).tiny ** 0.5)
     c2 = squares.variance / mean / mean
     u = c2 / 8 * (1 - c2 / 16)
     return GaussianMoments(mean.sqrt() * (1 - u), mean * u * (2 - u))
-
-
-@moment_rule(torch.linalg.norm)
-def linalg_norm(
-    A: GaussianMoments,
-    ord: Any = None,
-    dim: Any = None,
-    keepdim: bool = False,
-    *,
-    dtype: torch.dtype | None = None,
-) -> GaussianMoments:
-    """Moments of the norm of vectors, or the Frobenius norm of matrices. Status: as :func:`vector_norm`.
-
-    Raises:
-        UnsupportedError: any other norm of a matrix.
-    """
-    is_matrix = isinstance(dim, tuple | list) or (dim is None and A.dim() == 2)
-    if is_matrix and ord not in (None, "fro"):
-        raise UnsupportedError(
-            f"the norm of order {ord} of a matrix of moments has no rule: only the Frobenius norm has, and norms of "
-            "its rows or columns (dim=1 or dim=0)"
-        )
-    return vector_norm(A, 2 if ord in (None, "fro") else ord, dim, keepdim, dtype=dtype)
-
-
-@moment_rule(torch.norm)
-def norm(
-    input: GaussianMoments,
-    p: Any = "fro",
-    dim: Any = None,
-    keepdim: bool = False,
-    dtype: torch.dtype | None = None,
-) -> GaussianMoments:
-    """Moments of the norm of all elements, or over dimensions. Status: as :func:`vector_norm`.
-
-    Raises:
-        UnsupportedError: the nuclear norm, or another order without a rule.
-    """
-    if p == "nuc":
-        raise UnsupportedError("the nuclear norm of moments has no rule: only orders 1, 2, inf and -inf have")
-    return vector_norm(input, 2 if p in (None, "fro") else p, dim, keepdim, dtype=dtype)
 
 
 # Maxima ------------------------------------------------------------------------------------------------------
@@ -333,7 +260,7 @@ def interpolate(
 
 
 def _matrix(like: Tensor, n: int, out: int, scale: Any, mode: str, options: dict[str, Any]) -> Tensor:
-    """Return the matrix ``[n, out]`` of one dimension: what unit vectors become."""
+    """Return the matrix ``[n, out]`` of one dimension: the resized unit vectors."""
     units = torch.eye(n, dtype=like.dtype, device=like.device)[:, None, None, :]
     flat = _FLAT.get(mode, mode)
     if scale is None:

@@ -21,7 +21,7 @@ Rule = TypeVar("Rule", bound=Callable[..., Any])
 RULES: dict[Callable, Callable] = {}
 _KINDS: dict[Callable, Kind] = {}
 _OWNERS = (torch.Tensor, torch, torch.nn.functional)
-# What some of their functions call.
+# Modules with the functions that some public functions call.
 _INTERNAL = (torch._C._nn, torch._C.TensorBase, torch._C._VariableFunctions)
 _OPERATORS = frozenset("add sub mul truediv div matmul pow".split())
 
@@ -33,8 +33,8 @@ def moment_rule(*functions: Callable, kind: Kind = Kind.OTHER) -> Callable[[Rule
     ``Tensor.relu`` and forms in place follow from ``torch.relu``.
 
     Args:
-        functions: what the rule is for.
-        kind: what the function does to an argument, so that a likelihood can look through it.
+        functions: the torch functions that the rule is for.
+        kind: the way the function treats elements, so that a likelihood can look through it.
 
     Raises:
         ValueError: a function has a rule already.
@@ -49,9 +49,6 @@ def moment_rule(*functions: Callable, kind: Kind = Kind.OTHER) -> Callable[[Rule
         >>> torch.rad2deg(GaussianMoments(torch.zeros(1), torch.ones(1))).variance
         tensor([3282.8064])
     """
-    for function in functions:
-        if not callable(function):
-            raise TypeError(f"moment_rule takes functions, as in @moment_rule(torch.relu), got {function!r}")
 
     def register(rule: Rule) -> Rule:
         registering(RULES, functions)(rule)
@@ -68,12 +65,6 @@ def moment_rule(*functions: Callable, kind: Kind = Kind.OTHER) -> Callable[[Rule
 def functions_of(owner: Any, names: str) -> list[Callable]:
     """Return functions of a module, or methods of a class, by their names."""
     return [getattr(owner, name) for name in names.split()]
-
-
-def rule_for(func: Callable) -> Callable | None:
-    """Return the rule that a call of ``func`` uses, or None."""
-    found = ENTRIES.get(func)
-    return None if found is None else found.rule
 
 
 def _spellings(function: Callable) -> Iterator[Callable]:

@@ -27,7 +27,7 @@ A shift of all keys cancels in the softmax, so keys are centred; and with uncert
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -83,29 +83,19 @@ def _rnn_step(activation: Callable, x: Any, state: State, w_hh: Any, b_hh: Any) 
 # --- sequences -----------------------------------------------------------------------------------------------
 
 
-class _Options(NamedTuple):
-    """Arguments of torch's recurrent functions after weights and biases."""
-
-    has_biases: bool
-    num_layers: int
-    dropout: float
-    train: bool
-    bidirectional: bool
-    batch_first: bool
-
-
-def _sequence(step: Callable[..., State], input: Any, state: State, params: Any, options: _Options) -> State:
+def _sequence(step: Callable[..., State], input: Any, state: State, params: Any, options: tuple) -> State:
     """Run all layers and directions; return outputs ``[L, B, H]`` (or batch first) and the last states."""
-    directions = 2 if options.bidirectional else 1
-    number = len(params) // (options.num_layers * directions)
-    x = input.transpose(0, 1) if options.batch_first else input
+    has_biases, num_layers, dropout, train, bidirectional, batch_first = options
+    directions = 2 if bidirectional else 1
+    number = len(params) // (num_layers * directions)
+    x = input.transpose(0, 1) if batch_first else input
     last = []
-    for layer in range(options.num_layers):
+    for layer in range(num_layers):
         outputs = []
         for direction in range(directions):
             index = layer * directions + direction
             w_ih, w_hh, *rest = params[index * number : (index + 1) * number]
-            b_ih, b_hh = (rest.pop(0), rest.pop(0)) if options.has_biases else (None, None)
+            b_ih, b_hh = (rest.pop(0), rest.pop(0)) if has_biases else (None, None)
             steps = F.linear(x, w_ih, b_ih).unbind(0)
             now = tuple(s[index] for s in state)
             hidden = []
@@ -114,10 +104,10 @@ def _sequence(step: Callable[..., State], input: Any, state: State, params: Any,
                 hidden.append(now[0])
             outputs.append(torch.stack(hidden[::-1] if direction else hidden))
             last.append(now)
-        x = torch.cat(outputs, -1) if options.bidirectional else outputs[0]
-        if layer < options.num_layers - 1:
-            x = F.dropout(x, options.dropout, options.train)
-    output = x.transpose(0, 1) if options.batch_first else x
+        x = torch.cat(outputs, -1) if bidirectional else outputs[0]
+        if layer < num_layers - 1:
+            x = F.dropout(x, dropout, train)
+    output = x.transpose(0, 1) if batch_first else x
     return (output, *(torch.stack(parts) for parts in zip(*last, strict=True)))
 
 
@@ -138,11 +128,10 @@ def _network(name: str, step: Callable[..., State]) -> Callable[..., State]:
     def network(input: Any, hx: Any, params: Any, *options: Any) -> State:
         if isinstance(hx, Tensor) and not hx.is_floating_point():  # the batch sizes of a packed sequence
             raise UnsupportedError(
-                f"torch.{name} of moments has no rule for packed sequences: pass padded ones (pad_packed_sequence) and "
-                "mask what is padded in the likelihood"
+                f"torch.{name} of moments has no rule for packed sequences: pass padded ones and mask the likelihood"
             )
         state = tuple(hx) if isinstance(hx, tuple | list) else (hx,)
-        return _sequence(step, input, state, params, _Options(*options))
+        return _sequence(step, input, state, params, options)
 
     network.__doc__ = f"""Moments of the outputs and last states of ``torch.{name}``.
 
@@ -182,11 +171,11 @@ def scaled_dot_product_attention(
         query: ``[*, L, d]``.
         key: ``[*, S, d]``.
         value: ``[*, S, e]``.
-        attn_mask: True where a query attends, or what is added to the scores, which may be uncertain.
+        attn_mask: True where a query attends, or a tensor or moments that are added to the scores.
         dropout_p: probability of leaving out a weight, whose moments are added; nothing is drawn.
-        is_causal: whether a query attends to no later key.
+        is_causal: True if a query attends to no later key.
         scale: of the scores, by default the inverse root of d.
-        enable_gqa: whether several heads of queries share one of keys.
+        enable_gqa: True if several heads of queries share one head of keys.
     """
     if enable_gqa:
         key, value = (torch.repeat_interleave(t, query.shape[-3] // t.shape[-3], -3) for t in (key, value))
@@ -216,7 +205,7 @@ def _masked(scores: Any, mask: Any, is_causal: bool) -> Any:
 
 
 def _weights(scores: Any) -> tuple[Tensor, Tensor | None]:
-    """Mean of the attention weights, and what multiplies squared differences of values; None if certain."""
+    """Return the mean q of the attention weights, and the factors a of squared differences; None if certain."""
     if not isinstance(scores, GaussianMoments):
         return torch.softmax(scores, -1), None
     s = scores.variance
@@ -240,7 +229,7 @@ def _averaged(q: Tensor, a: Tensor | None, values: Any) -> Any:
 
 
 def _with_dropout(result: Any, q: Tensor, a: Tensor | None, values: Any, p: float) -> Any:
-    """Add what dropout of attention weights brings: p / (1 - p) times the second moment of each product."""
+    """Add the variance from dropout of attention weights: p / (1 - p) times the second moment of each product."""
     if p == 0:
         return result
     square = q.square() if a is None else q.square() + a
@@ -286,8 +275,7 @@ def multi_head_attention(
     """
     if add_zero_attn or any(t is not None for t in (bias_k, bias_v, static_k, static_v)):
         raise UnsupportedError(
-            "attention of moments has no rule for add_bias_kv, add_zero_attn, static_k and static_v: build "
-            "nn.MultiheadAttention without them"
+            "attention of moments has no rule for add_bias_kv and add_zero_attn: build nn.MultiheadAttention without"
         )
     batched = query.dim() == 3
     if not batched:
@@ -300,7 +288,7 @@ def multi_head_attention(
     biases = (None,) * 3 if in_proj_bias is None else in_proj_bias.chunk(3)
     query, key, value = (t.transpose(0, 1) for t in (query, key, value))  # [B, L, E]
 
-    # A key bias, and what all keys share, cancel in the softmax, also where the weights are uncertain.
+    # A key bias, and any shift of all keys, cancel in the softmax, also where the weights are uncertain.
     queries = _heads(F.linear(query, weights[0], biases[0]), num_heads)
     keys = _heads(F.linear(_centred(key), weights[1]), num_heads)
     if attn_mask is not None and attn_mask.dim() == 3:

@@ -4,10 +4,10 @@ r"""Moments of dependent Gaussians: the weights of one layer, and the outputs th
 .. math:: x_i = \bar x_i + \sum_r F_{ri}\,\epsilon_r + \sqrt{d_i}\,\delta_i, \qquad \epsilon_r, \delta_i \sim N(0, 1)
 
 The weights of a posterior with a Cholesky factor or a low-rank factor have this form, and so has everything that is
-linear in them: what a function does to a weight it does to each row of F. A layer :math:`y = Wh + b` with certain
-:math:`h` has exact covariances. With uncertain :math:`h`, independent of the weights, variances are exact, while the
-covariance that outputs have by common noise of :math:`h` is dropped, as in all other layers. A layer that is used twice
-shares :math:`\epsilon` in both, while d counts as independent in each use.
+linear in them: a function that moves or scales a weight does so to each row of F. A layer :math:`y = Wh + b` with
+certain :math:`h` has exact covariances. With uncertain :math:`h`, independent of the weights, variances are exact;
+covariances between outputs that share the noise of :math:`h` are dropped, as in all other layers. A layer that is used
+twice shares :math:`\epsilon` in both uses, while d counts as independent in each.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,8 +31,8 @@ class SharedNoise:
 
     Attributes:
         factor: F, ``[R, *shape]``.
-        sites: what it belongs to, for messages.
-        between_outputs: whether outputs of the layer share it. If not, every row of a weight has noise of its own.
+        sites: the sites that it belongs to, for messages.
+        between_outputs: True if the outputs of the layer share it; else every row of a weight has noise of its own.
     """
 
     factor: Tensor
@@ -45,9 +45,9 @@ class JointMoments(GaussianMoments):
 
     Args:
         loc: means.
-        rest: variance of what is not shared; None for nothing.
-        noise: what is shared.
-        of_weights: whether these are weights; else they are linear in weights.
+        rest: variance that is not shared; None for zero.
+        noise: the shared noise.
+        of_weights: True for weights; False for outputs that are linear in weights.
         variance: the whole variance if it is known.
     """
 
@@ -67,7 +67,7 @@ class JointMoments(GaussianMoments):
 
     @property
     def rest(self) -> Tensor | None:
-        """Variance of what is not shared; None for nothing."""
+        """Variance that is not shared; None for zero."""
         return self._rest
 
     @property
@@ -96,7 +96,7 @@ class JointMoments(GaussianMoments):
 
 
 def has_covariances(*gaussians: GaussianMoments) -> bool:
-    """Return whether any of them share noise between outputs."""
+    """Return True if any of them share noise between outputs."""
     return any(_noise_between_outputs(gaussian) is not None for gaussian in gaussians)
 
 
@@ -185,7 +185,7 @@ _SUMS = frozenset("add sub subtract rsub radd".split())
 
 @contextmanager
 def joint_noise_followed() -> Iterator[None]:
-    """Let functions that shift, scale or move dependent Gaussians keep what they share, and refuse others."""
+    """Let functions that shift, scale or move dependent Gaussians keep their shared noise, and refuse others."""
     with observed_by(_Followed()):
         yield
 
@@ -226,7 +226,7 @@ class _Followed:
 def _through(
     rule: Callable, joint: list[Any], args: tuple, kwargs: dict[str, Any], parts: list[Any]
 ) -> list[JointMoments]:
-    """Return what a rule makes of dependent Gaussians; it shifts, scales, adds or moves them."""
+    """Return the results of a rule that shifts, scales, adds or moves dependent Gaussians."""
 
     def lanes(*values: Tensor) -> tuple[Tensor, ...]:
         given = args
@@ -273,8 +273,7 @@ def _gaussian(x: GaussianMoments) -> Any:
 def _refuse(joint: JointMoments, what: str) -> NoReturn:
     subject = "weights" if joint.of_weights else "outputs of the layer"
     raise UnsupportedError(
-        f"the posterior of {joint.noise.sites} has covariances, and its {subject} {what}, for which no rule keeps "
-        "them. They have to be the last layer: linear in its inputs (F.linear, a matrix product, a convolution), with "
-        "only shifts, scaling and views between it and the likelihood. Give the other sites a MeanFieldGuide of their "
-        "own (as LastLayerGuide does), or train with Pyro's Trace_ELBO and predict with Samples(n)."
+        f"the posterior of {joint.noise.sites} has covariances, and its {subject} {what}. Only a last layer may have "
+        "them: a linear layer with only shifts, scaling and views between it and the likelihood. Use LastLayerGuide, "
+        "or train with Pyro's Trace_ELBO and predict with Samples(n)."
     )

@@ -73,8 +73,8 @@ class Smooth:
 
     Attributes:
         value_and_slope: f and its derivative.
-        ramp: whether f follows x to the right; else it tends to 1.
-        steep: whether f reaches its ends as a Gaussian decays, else as an exponential.
+        ramp: True if f follows x to the right; else it tends to 1.
+        steep: True if f reaches its ends as fast as a Gaussian decays, else as an exponential does.
         smoothing: s, the width of the smoothed end.
     """
 

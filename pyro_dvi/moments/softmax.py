@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Softmax, its logarithm, the logarithm of a sum of exponentials, and the larger of two.
+r"""Softmax, its logarithm, the logarithm of a sum of exponentials, and the larger of two Gaussians.
 
 With :math:`p = \mathrm{softmax}(m)` at the means, one correction of the logits gives the mean,
 
@@ -14,22 +14,15 @@ a number in [0, 1] of this mean can have, bound the variance together:
 For two classes the softmax is the sigmoid of a Gaussian, and has its moments. A likelihood that takes softmax
 probabilities does not use these moments: it integrates over the logits, to which they are linked.
 
-The larger of two, and the smooth maximum ``logaddexp``, are a function of the difference, added to one of two
-independent x and y,
+The larger of two independent x and y is :math:`\max(x, y) = y + (x - y)_+`. By Stein's lemma, with :math:`d = x - y`,
 
-.. math:: \max(x, y) = y + (x - y)_+, \qquad \log(e^x + e^y) = y + \mathrm{softplus}(x - y).
-
-By Stein's lemma, with :math:`d = x - y`,
-
-.. math:: \mathrm{Var}[y + f(d)] = \mathrm{Var}[f(d)] + \mathrm{Var}[y]\,(1 - 2\,\mathrm E[f'(d)]),
+.. math:: \mathrm{Var}[y + d_+] = \mathrm{Var}[d_+] + \mathrm{Var}[y]\,(1 - 2\,\mathrm P(d > 0)),
 
 where y has the smaller variance, so that no digits are lost.
 
 Source: for the maximum, Clark (1961), "The greatest of a finite set of random variables".
 """
 
-import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -38,10 +31,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_dvi.errors import UnsupportedError
-from pyro_dvi.moments.activations import sigmoid, softplus
+from pyro_dvi.moments.activations import sigmoid
 from pyro_dvi.moments.dispatch import Composed, Kind
+from pyro_dvi.moments.piecewise import relu
 from pyro_dvi.moments.quadrature import distribution
-from pyro_dvi.moments.rectifiers import relu
 from pyro_dvi.moments.rules import moment_rule
 from pyro_dvi.moments.value import GaussianMoments, Link, floored, loc_of, variance_of
 
@@ -115,14 +108,6 @@ def softmax(
     )
 
 
-@moment_rule(F.softmin)
-def softmin(
-    input: GaussianMoments, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
-) -> GaussianMoments:
-    """Moments of the softmax of -x."""
-    return softmax(-input, dim, dtype=dtype)
-
-
 @moment_rule(torch.log_softmax, F.log_softmax)
 def log_softmax(
     input: GaussianMoments, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
@@ -178,37 +163,19 @@ def maximum(input: Any, other: Any) -> GaussianMoments:
     """
     if input is other:
         return input.snapshot()
-    return _above(input, other, relu, lambda d: distribution(d.loc * floored(d.variance).rsqrt()))
+    first, second = loc_of(input), loc_of(other)
+    zero = torch.zeros_like(second if isinstance(other, GaussianMoments) else first)
+    spreads = [zero if spread is None else spread for spread in (variance_of(input), variance_of(other))]
+    swapped = spreads[0] < spreads[1]
+    base, top = torch.where(swapped, first, second), torch.where(swapped, second, first)
+    difference = GaussianMoments(top - base, spreads[0] + spreads[1])
+    excess, smaller = relu(difference), torch.minimum(*spreads)
+    slope = distribution(difference.loc * floored(difference.variance).rsqrt())
+    variance = torch.addcmul(excess.variance + smaller, smaller, slope, value=-2)
+    return GaussianMoments(base + excess.loc, variance.clamp_min(0))
 
 
 @moment_rule(torch.minimum, torch.fmin, kind=Kind.ELEMENTWISE)
 def minimum(input: Any, other: Any) -> GaussianMoments:
     """Moments of the smaller of two. Status: as :func:`maximum`."""
     return input.snapshot() if input is other else -maximum(-input, -other)
-
-
-@moment_rule(torch.logaddexp, kind=Kind.ELEMENTWISE)
-def logaddexp(input: Any, other: Any) -> GaussianMoments:
-    r"""Moments of :math:`\log(e^x + e^y)`.
-
-    Status: as exact as :func:`~pyro_dvi.moments.activations.softplus` for independent Gaussians, and where
-    one is certain.
-    """
-    if input is other:
-        return input + math.log(2)
-    return _above(input, other, softplus, lambda d: sigmoid(d).loc)
-
-
-def _above(
-    x: Any, y: Any, excess: Callable[..., GaussianMoments], slope: Callable[..., Tensor]
-) -> GaussianMoments:
-    """Moments of one plus a function of the difference, whose expected slope is given."""
-    first, second = loc_of(x), loc_of(y)
-    zero = torch.zeros_like(second if isinstance(y, GaussianMoments) else first)
-    spreads = [zero if spread is None else spread for spread in (variance_of(x), variance_of(y))]
-    swapped = spreads[0] < spreads[1]
-    base, top = torch.where(swapped, first, second), torch.where(swapped, second, first)
-    difference = GaussianMoments(top - base, spreads[0] + spreads[1])
-    f, smaller = excess(difference), torch.minimum(*spreads)
-    variance = torch.addcmul(f.variance + smaller, smaller, slope(difference), value=-2)
-    return GaussianMoments(base + f.loc, variance.clamp_min(0))

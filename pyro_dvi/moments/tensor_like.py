@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Objects that pass through torch functions: each call of a function goes to its entry in a table.
 
-The table is filled by :mod:`pyro_dvi.moments.rules`. It lies here, below what flows through it, so that an object need
-not know who answers its calls.
+The table is filled by :mod:`pyro_dvi.moments.rules`. It lies here, below the classes whose calls it answers, so that
+they need not import the rules.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pyro_dvi.errors import UnsupportedError
 
-# What answers a call, by the function as it is called.
+# The entry that answers a call, by the function as it is called.
 ENTRIES: dict[Callable, Any] = {}
 
 # Attributes and methods of a tensor that say nothing about its values.
@@ -81,30 +81,23 @@ def _reflected(function: Callable) -> Callable[..., Any]:
     return operator
 
 
-class Uncertain:
-    """Has a distribution and no value: what needs a number is refused."""
+class TensorLike:
+    """Has the operators, methods and attributes of a tensor, but no value: code that needs a number is refused.
+
+    The shape, dtype and device are those of ``loc``.
+    """
 
     __slots__ = ()
 
     def _refuse_value(self, *args: Any) -> NoReturn:
         raise UnsupportedError(
-            "the code asks for the value of something uncertain (a comparison, an if, .item(), a conversion to a "
-            "number or array). Moments have a mean and a variance but no value: decide on a tensor that is certain, on "
-            "x.loc if the mean may decide, or write the function as a rule with pyro_dvi.moments.moment_rule. If a "
-            "class of torch.distributions asked for it, use the class of the same name in pyro.distributions."
+            "the code asks for the value of something uncertain (an if, .item(), a conversion to a number or array): "
+            "decide on x.loc if the mean may decide, or write a rule with pyro_dvi.moments.moment_rule. If a class of "
+            "torch.distributions asked for it, use the class of the same name in pyro.distributions."
         )
 
     __bool__ = __float__ = __int__ = __index__ = __complex__ = __array__ = _refuse_value  # type: ignore[assignment]
     item = tolist = numpy = _refuse_value
-
-
-class TensorLike(Uncertain):
-    """Has the operators, methods and attributes of a tensor, but no value.
-
-    Subclasses say by ``loc`` what their shape, dtype and device are.
-    """
-
-    __slots__ = ()
 
     @property
     def loc(self) -> Tensor:
@@ -146,8 +139,7 @@ class TensorLike(Uncertain):
     def __len__(self) -> int:
         if not self.shape:
             raise TypeError(
-                "an uncertain number has no length. If torch.tensor or torch.as_tensor asked for it: they hold certain "
-                "numbers, take x.loc"
+                "an uncertain number has no length; torch.tensor and torch.as_tensor hold certain numbers: take x.loc"
             )
         return len(self.loc)
 

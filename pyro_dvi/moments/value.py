@@ -25,9 +25,9 @@ class Link:
         inner: the Gaussian.
         function: the map from its values to values of the moments.
         name: its name if it is one torch function and nothing else ("exp", "softmax", ...); else None.
-        elementwise: whether each element depends on one element of ``inner``, of the same shape.
-        uniform: whether ``function`` is the same at each element, so that it still holds after elements moved.
-        moved: whether each element depends on one element of ``inner``, but of another place or shape.
+        elementwise: True if each element depends on one element of ``inner``, of the same shape.
+        uniform: True if ``function`` is the same at each element, so that it still holds after elements moved.
+        moved: True if each element depends on one element of ``inner``, but of another place or shape.
     """
 
     inner: GaussianMoments
@@ -39,7 +39,7 @@ class Link:
 
     @property
     def separate(self) -> bool:
-        """Return whether each element depends on one element of ``inner``, wherever that is."""
+        """Return True if each element depends on one element of ``inner``, in any place."""
         return self.elementwise or self.moved
 
 
@@ -134,11 +134,11 @@ class GaussianMoments(TensorLike):
     def alias(self, base: GaussianMoments, place: Any = None) -> GaussianMoments:
         """Mark as a view of ``base``.
 
-        When either is changed in place, the other must not be used any more, but for a view made by an index: what is
-        written into it is written into the base as well.
+        When either is changed in place, the other must not be used any more. A view made by an index is an exception: a
+        change is written into its base as well.
 
         Args:
-            base: what it is a view of.
+            base: the moments that this is a view of.
             place: the index that made it, if one did.
         """
         self._memory, self._seen = base._memory, base._memory.version
@@ -192,9 +192,8 @@ def _fitted(loc: Tensor, variance: Tensor) -> Tensor:
 
 def _refuse_stale() -> NoReturn:
     raise UnsupportedError(
-        "moments are used after a view of them (or what they are a view of) was changed in place; their mean and "
-        "variance do not share memory as tensors do. Use the function that returns a new tensor: relu(x) instead of "
-        "relu_(x), nn.ReLU(inplace=False)."
+        "moments are used after a view of them (or their base) was changed in place: use the function that returns a "
+        "new tensor, relu(x) instead of relu_(x), nn.ReLU(inplace=False)"
     )
 
 
@@ -210,7 +209,7 @@ _LOCAL = _Local()
 
 @contextmanager
 def variance_floor(minimum: float) -> Iterator[None]:
-    r"""Raise the variance of what enters a nonlinearity to at least ``minimum``.
+    r"""Raise the variances of the inputs of nonlinearities to at least ``minimum``.
 
     The slopes of :math:`\mathrm E[f(x)]` in the variance grow as :math:`1/\sigma` where f has a kink. By default the
     floor is the square of the rounding error of the dtype, which changes no result.

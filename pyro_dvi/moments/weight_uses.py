@@ -41,10 +41,9 @@ def warned_of_repeated_uses(weights: Mapping[str, GaussianMoments]) -> Iterator[
     if uses.repeated:
         warn(
             f"the result depends on {', '.join(map(repr, uses.repeated))} by two ways (a network applied twice, tied "
-            "layers). GaussianMoments drop the covariance of the two: variances come out too wide in "
-            "differences f(a) - f(b), too narrow in sums. compare_with_sampling says how much; where it matters, use "
-            "a weight once ((a - b) @ w), predict with Moments(propagation=ReverseDelta()), or train with TaylorELBO "
-            "and predict with Samples(n)."
+            "layers), whose covariance moments drop: variances come out too wide in differences f(a) - f(b), too "
+            "narrow in sums. Measure it with compare_with_sampling; use a weight once ((a - b) @ w), predict with "
+            "Moments(propagation=ReverseDelta()), or train with TaylorELBO and predict with Samples(n)."
         )
 
 
@@ -83,5 +82,5 @@ class _Uses:
 
 
 def _overlapping(parts: dict[tuple[int, int], Part]) -> bool:
-    """Whether two calls used the same element of a weight."""
+    """Return True if two calls used the same element of a weight."""
     return any(i != j and a.overlaps(b) for ((i, _), a), ((j, _), b) in combinations(parts.items(), 2))

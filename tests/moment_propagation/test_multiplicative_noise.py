@@ -348,14 +348,6 @@ def test_two_guides_that_share_parameters_are_told():
         started(regression, X, Y)
 
 
-def test_the_guide_keeps_no_network():
-    guide = started(Net(), X, Y)
-    assert not guide._layers.called
-    from torch.nn.modules import module
-
-    assert not module._global_forward_pre_hooks
-
-
 def test_mean_weights_in_one_dimension_stay_with_the_choice_for_biases():
     problem = LinearRegression()
     guide = started(problem.model, problem.x, problem.y, biases=MeanField(PerSite()))

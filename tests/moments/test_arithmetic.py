@@ -152,7 +152,6 @@ QUESTIONS = [Case(torch.is_floating_point, (X,)), Case(torch.is_complex, (X,)), 
 # Rules with tests of their own below.
 OTHERS = [
     Case(torch.reciprocal, (X,)),
-    Case(torch.Tensor.requires_grad_, (X,)),
     Case(torch.Tensor.cuda, (X,)),
 ]
 
@@ -254,14 +253,6 @@ def test_detached_moments_have_no_history() -> None:
     for y in (torch.detach(x), x.detach(), x.data):
         assert not y.loc.requires_grad and not y.variance.requires_grad
     assert x.clone().variance.requires_grad
-
-
-def test_requires_grad_is_that_of_the_mean() -> None:
-    x = GaussianMoments(C.clone(), C.square())
-    assert x.requires_grad_() is x
-    assert x.loc.requires_grad and x.requires_grad
-    (x * x).variance.sum().backward()
-    torch.testing.assert_close(x.loc.grad, 8 * C * C.square())
 
 
 def test_conversion_to_what_it_is_already_gives_the_same_object() -> None:

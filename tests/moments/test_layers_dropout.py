@@ -12,40 +12,24 @@ from pyro_dvi.errors import ArgumentError
 from pyro_dvi.moments import GaussianMoments
 from tests.moments.battery import CHECKS, Case, check_certain_limit
 
-LIMIT = -1.7580993408473766  # of SELU, where alpha dropout drops to
 
-
-def mixture(p: float, dropped: float, slope: float, shift: float) -> Callable:
-    """Mean and variance of ``slope * (x or dropped) + shift``, by summing over the mask."""
+def plain(p: float) -> Callable:
+    """Mean and variance by summing over the mask."""
 
     def oracle(loc: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-        kept, lost = slope * loc + shift, torch.full_like(loc, slope * dropped + shift)
-        mean = (1 - p) * kept + p * lost
-        second = (1 - p) * (kept.square() + slope**2 * variance) + p * lost.square()
-        return mean, second - mean.square()
+        second = (loc.square() + variance) / (1 - p)
+        return loc, second - loc.square()
 
     return oracle
 
 
-def plain(p: float) -> Callable:
-    return mixture(p, 0.0, 1 / (1 - p), 0.0)
-
-
-def alpha(p: float) -> Callable:
-    slope = ((1 - p) * (1 + p * LIMIT**2)) ** -0.5
-    return mixture(p, LIMIT, slope, -slope * p * LIMIT)
-
-
-TRAINING = [
+CASES = [
     Case(F.dropout, args=(0.5, True), oracle=plain(0.5)),
     Case(F.dropout, args=(0.2, True), oracle=plain(0.2)),
     Case(F.dropout1d, (2, 3, 4), kwargs={"p": 0.3}, oracle=plain(0.3)),
     Case(F.dropout2d, (1, 2, 2, 2), kwargs={"p": 0.3}, oracle=plain(0.3)),
     Case(F.dropout3d, (1, 2, 1, 2, 2), kwargs={"p": 0.3}, oracle=plain(0.3)),
-    Case(F.alpha_dropout, args=(0.3, True), oracle=alpha(0.3)),
-    Case(F.feature_alpha_dropout, (2, 3, 4), args=(0.3, True), oracle=alpha(0.3)),
 ]
-CASES = TRAINING
 
 
 @pytest.mark.parametrize(
@@ -73,7 +57,7 @@ def test_moments_of_the_function_itself(case: Case) -> None:
     assert ((squares.mean(0) - y.variance) / (squares.var(0) / n).sqrt()).abs().max() < 5
 
 
-@pytest.mark.parametrize("func", [F.dropout, F.dropout2d, F.alpha_dropout])
+@pytest.mark.parametrize("func", [F.dropout, F.dropout2d])
 def test_nothing_happens_in_evaluation_or_without_probability(func: Callable) -> None:
     x = GaussianMoments(torch.randn(2, 3, 4, 4), torch.rand(2, 3, 4, 4))
     assert func(x, 0.5, False) is x
@@ -81,11 +65,9 @@ def test_nothing_happens_in_evaluation_or_without_probability(func: Callable) ->
     assert torch.nn.Dropout(0.5).eval()(x) is x
 
 
-@pytest.mark.parametrize("func", [F.dropout, F.alpha_dropout])
-def test_everything_dropped_is_certain(func: Callable) -> None:
-    y = func(GaussianMoments(torch.randn(3), torch.rand(3)), 1.0, True)
+def test_everything_dropped_is_certain() -> None:
+    y = F.dropout(GaussianMoments(torch.randn(3), torch.rand(3)), 1.0, True)
     assert y.loc.abs().max() == y.variance.abs().max() == 0
-    torch.testing.assert_close(func(torch.randn(3), 1.0, True), y.loc)
 
 
 def test_a_wrong_probability_is_refused() -> None:

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Functions that need a value, or whose moments would mislead: each is refused with a remedy."""
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+import torch.nn.functional as F
+
+from pyro_dvi.errors import UnsupportedError
+from pyro_dvi.moments.rules import functions_of, moment_rule
+from pyro_dvi.moments.tensor_like import name_of
+
+
+def _refusing(function: Callable, instead: str) -> Callable[..., NoReturn]:
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        raise UnsupportedError(f"{name_of(function)} of moments is refused. {instead}.")
+
+    refuse.__doc__ = f"Refuse ``{function.__name__}``."
+    return refuse
+
+
+_WITH_INDICES = [f"{kind}max_pool{dims}d_with_indices" for kind in ("", "adaptive_") for dims in (1, 2, 3)]
+_REMEDIES: dict[str, list[Callable]] = {
+    "A comparison of something uncertain has no answer, only a probability. Compare x.loc if the mean may decide (as "
+    "in torch.where(x.loc > 0, x, y)), or use the activation that the comparison spells out": (
+        functions_of(
+            torch,
+            "eq ne not_equal gt ge greater greater_equal lt le less less_equal isclose allclose equal bitwise_not "
+            "logical_not",
+        )
+        + functions_of(torch.Tensor, "__eq__ __ne__ __gt__ __ge__ __lt__ __le__")
+    ),
+    "Which element is largest is itself uncertain. Choose by the mean (x.loc.argmax(-1), then x.gather), use "
+    "x.amax(-1) or pooling without indices for the element with the largest mean, and torch.logsumexp or softmax for a "
+    "smooth maximum": functions_of(
+        torch,
+        "aminmax argmax argmin cummax cummin topk sort argsort kthvalue median quantile mode nonzero unique bernoulli "
+        "multinomial max_pool1d_with_indices",
+    )
+    + functions_of(F, " ".join(_WITH_INDICES)),
+    "The variance over elements is a sum of squares of correlated differences. Use F.layer_norm, F.batch_norm or "
+    "F.group_norm, which have rules, or ((x - x.loc.mean()) ** 2).mean()": functions_of(
+        torch, "var std var_mean std_mean"
+    ),
+    "A loss of something uncertain is its expectation over the Gaussian, not its value at one place: let the model "
+    "sample the data (pyro.sample('obs', dist.Categorical(logits=logits), obs=y)), or take the loss of x.loc": [
+        *functions_of(
+            F,
+            "cross_entropy nll_loss binary_cross_entropy binary_cross_entropy_with_logits mse_loss l1_loss "
+            "smooth_l1_loss huber_loss gaussian_nll_loss poisson_nll_loss kl_div",
+        ),
+        torch.Tensor.backward,
+    ],
+    "Steps have no rule: round x.loc, or leave the function out of the model": (
+        functions_of(torch, "sign sgn round floor ceil trunc frac fmod remainder floor_divide heaviside")
+        + functions_of(torch.Tensor, "__mod__ __rmod__ __floordiv__ __rfloordiv__")
+    ),
+    "It draws samples, which moments replace: use F.softmax": [F.gumbel_softmax],
+    "Write F.embedding(indices, weight) with a sum or mean over the bag": [F.embedding_bag],
+    "Call the function of this name in torch.nn.functional": functions_of(torch, "batch_norm instance_norm"),
+}
+for _instead, _functions in _REMEDIES.items():
+    for _function in dict.fromkeys(_functions):
+        moment_rule(_function)(_refusing(_function, _instead))
