@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pyro_dvi.core.arguments import check_choice, check_count
 from pyro_dvi.errors import ArgumentError, warn
+from pyro_dvi.laplace.energy.passes import Arguments
 from pyro_dvi.laplace.energy.query import Subset
 from pyro_dvi.laplace.guide import LaplaceGuide
 from pyro_dvi.laplace.hessian_free.solvers import NewtonCG, Solver, Tilt
@@ -92,9 +93,8 @@ class _NormTilt(Tilt):
     def __init__(self, mode: Tensor) -> None:
         self.signs = torch.where(mode < 0, -1.0, 1.0).to(mode)
 
-    def value_and_gradient(self, point: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the norm and its gradient."""
-        return self.signs @ point, self.signs
+    def gradient(self, point: Tensor, batch: Arguments | None = None) -> Tensor:
+        return self.signs
 
 
 def largest_variance(guide: LaplaceGuide, size: int) -> dict[str, Tensor]:

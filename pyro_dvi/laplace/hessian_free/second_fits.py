@@ -4,7 +4,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,14 +24,9 @@ class Mode(ABC):
 
     Attributes:
         reusable: the fits serve other queries of the same site.
-        if_negative: why a variance may come out negative, and what to do then.
     """
 
     reusable: bool = False
-    if_negative: ClassVar[str] = (
-        "the mode is no minimum, or a second fit has missed its own. Run guide.polish(batches), and use "
-        "solver=NewtonCG()"
-    )
 
     def check(self, local: LocalEnergy) -> None:  # noqa: B027 (most suit every model)
         """Refuse models that the mode is not made for."""
@@ -55,8 +50,6 @@ class PretrainedMode(Mode):
     its diagonal: right for inputs that are as correlated with the evaluation set as with themselves, too small by the
     mean correlation otherwise, and negative where that is negative.
     """
-
-    if_negative = "means of rows of the covariance matrix have either sign. Use Pointwise() for variances"
 
     def responses(self, fits: Iterable[Fits], query: Query) -> Tensor:
         """Return the row means."""
@@ -270,16 +263,26 @@ class HessianFreePosterior(LaplacePosterior):
             NotPositiveDefiniteError: a variance is negative.
             NonFiniteError: one is NaN or infinite.
         """
-        found = self.responses(query)
-        _check_variances(found.diagonal(dim1=-2, dim2=-1), self.method.mode)
-        return found
+        return self._checked(self.responses(query))
 
     def joint_covariance(self, query: Query) -> Tensor:
         if not isinstance(self.method.mode, Pointwise):
             raise UnsupportedError("covariances of pairs of inputs need HessianFree(Pointwise())")
-        found = self.method.mode.joint(self._fits(query), query)
-        _check_variances(found.diagonal(), self.method.mode)
-        return found
+        return self._checked(self.method.mode.joint(self._fits(query), query))
+
+    def _checked(self, covariance: Tensor) -> Tensor:
+        variances = covariance.diagonal(dim1=-2, dim2=-1)
+        if not bool(torch.isfinite(variances).all()):
+            raise NonFiniteError(
+                "some variances are NaN or infinite: use solver=NewtonCG(), a lower learning rate, or float64"
+            )
+        if negative := int((variances < 0).sum()):
+            raise NotPositiveDefiniteError(
+                f"{negative} of {variances.numel()} variances of {type(self.method.mode).__name__}() came out negative: "
+                "run guide.polish(batches), and use HessianFree(Pointwise(), NewtonCG()), as the other modes give means "
+                "of rows of the covariance, of either sign; posterior.responses(query) holds the numbers"
+            )
+        return covariance
 
     def _fits(self, query: Query) -> Iterable[Fits]:
         if query.site in self._kept:
@@ -290,16 +293,3 @@ class HessianFreePosterior(LaplacePosterior):
             return found
         self._kept[query.site] = list(found)
         return self._kept[query.site]
-
-
-def _check_variances(variances: Tensor, mode: Mode) -> None:
-    if not bool(torch.isfinite(variances).all()):
-        raise NonFiniteError(
-            "some variances are NaN or infinite: use solver=NewtonCG(), a lower learning rate, or float64"
-        )
-    negative = int((variances < 0).sum())
-    if negative:
-        raise NotPositiveDefiniteError(
-            f"{negative} of {variances.numel()} variances of {type(mode).__name__}() came out negative: "
-            f"{mode.if_negative}; posterior.responses(query) holds the numbers."
-        )

@@ -26,27 +26,22 @@ from pyro_dvi.linalg.conjugate_gradients import conjugate_gradients
 
 
 class Tilt(ABC):
-    """A function r of the flat vector."""
+    """A function r of the flat vector, known by its gradient."""
 
     @abstractmethod
-    def value_and_gradient(self, point: Tensor) -> tuple[Tensor, Tensor]:
-        """Return r, a scalar, and its gradient [D]."""
+    def gradient(self, point: Tensor, batch: Arguments | None = None) -> Tensor:
+        """Return the gradient [D] of r, or an estimate from one batch of the data, if r depends on them."""
 
-    def batch_gradient(self, batch: Arguments, point: Tensor) -> Tensor:
-        """Return the gradient [D] of r as a batch of the data estimates it; most r do not depend on these."""
-        return self.value_and_gradient(point)[1]
-
-    def tilted(self, energy: Energy, point: Tensor, strength: float) -> tuple[Tensor, Tensor]:
-        r"""Return :math:`U - \lambda r` and its gradient at a point; up to a constant."""
-        value, gradient = energy.at(point).value_and_gradient
-        pull, direction = self.value_and_gradient(point)
-        return value - strength * pull, gradient - strength * direction
-
-    def tilted_batch_gradient(
-        self, energy: Energy, batch: Arguments, point: Tensor, strength: float
+    def tilted_gradient(
+        self, energy: Energy, point: Tensor, strength: float, batch: Arguments | None = None
     ) -> Tensor:
-        r"""Return the gradient of :math:`U - \lambda r` as a batch estimates it."""
-        return energy.batch_gradient(batch, point) - strength * self.batch_gradient(batch, point)
+        r"""Return the gradient of :math:`U - \lambda r`, or an estimate from one batch."""
+        return gradient_of(energy, point, batch) - strength * self.gradient(point, batch)
+
+
+def gradient_of(energy: Energy, point: Tensor, batch: Arguments | None) -> Tensor:
+    """Return the gradient of U, or an estimate from one batch."""
+    return energy.at(point).gradient if batch is None else energy.batch_gradient(batch, point)
 
 
 class OutputTilt(Tilt):
@@ -60,13 +55,11 @@ class OutputTilt(Tilt):
     def __init__(self, query: Query, weights: Tensor) -> None:
         self.query, self.weights = query, weights
 
-    def value_and_gradient(self, point: Tensor) -> tuple[Tensor, Tensor]:
-        """Return r and its gradient."""
+    def gradient(self, point: Tensor, batch: Arguments | None = None) -> Tensor:
+        """Return the gradient of r."""
         with torch.enable_grad():
             u = point.detach().requires_grad_()
-            total = (self.weights * self.query.at(u)).sum()
-            (gradient,) = torch.autograd.grad(total, u)
-        return total.detach(), gradient
+            return torch.autograd.grad((self.weights * self.query.at(u)).sum(), u)[0]
 
 
 @dataclass(frozen=True)
@@ -163,7 +156,7 @@ class FineTuning(Solver):
         for _ in range(self.epochs):
             for batch in energy.passes:
                 for u, (tilt, strength) in zip(points, problems, strict=True):
-                    u.grad = tilt.tilted_batch_gradient(energy, batch, u.detach(), strength)
+                    u.grad = tilt.tilted_gradient(energy, u.detach(), strength, batch)
                 optimizer.step()
             energy.count(len(problems))
         return torch.stack(points).detach()
@@ -330,7 +323,7 @@ class NewtonCG(Solver):
         """Return the fits of some tilts, with smaller steps where the first is too large."""
         mode = local.point
         found = [Fits(mode, mode, 1.0)] * len(tilts)  # for r that do not depend on the latents
-        gradients = torch.stack([tilt.value_and_gradient(mode)[1] for tilt in tilts])
+        gradients = torch.stack([tilt.gradient(mode) for tilt in tilts])
         pending = gradients.any(1).nonzero()[:, 0]
         if not len(pending):
             return found
@@ -368,10 +361,12 @@ class NewtonCG(Solver):
         active = torch.arange(len(tilts), device=points.device)
         before = torch.full_like(strengths, step)
         for _ in range(self.max_corrections):
-            gradients = [
-                tilts[s].tilted(local.energy, points[s], float(strengths[s]))[1] for s in active.tolist()
-            ]
-            downhill = -torch.stack(gradients)
+            downhill = -torch.stack(
+                [
+                    tilts[s].tilted_gradient(local.energy, points[s], float(strengths[s]))
+                    for s in active.tolist()
+                ]
+            )
             corrections = self._inverse(local, downhill)
             points[active] += corrections
             sizes = (downhill * corrections).sum(-1).sqrt()  # in posterior standard deviations
