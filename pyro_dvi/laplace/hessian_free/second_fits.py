@@ -278,9 +278,9 @@ class HessianFreePosterior(LaplacePosterior):
             )
         if negative := int((variances < 0).sum()):
             raise NotPositiveDefiniteError(
-                f"{negative} of {variances.numel()} variances of {type(self.method.mode).__name__}() came out negative: "
-                "run guide.polish(batches), and use HessianFree(Pointwise(), NewtonCG()), as the other modes give means "
-                "of rows of the covariance, of either sign; posterior.responses(query) holds the numbers"
+                f"{negative} of {variances.numel()} variances of {type(self.method.mode).__name__}() came out "
+                "negative: run guide.polish(batches), and use HessianFree(Pointwise(), NewtonCG()), as others give "
+                "means of rows of the covariance, of either sign; posterior.responses(query) holds the numbers"
             )
         return covariance
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The precision as a matrix: exact, for small models."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -9,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.core.undisturbed import widest
-from pyro_dvi.curvature.example_gradients import ExampleGradients, OuterGradients
+from pyro_dvi.curvature.example_gradients import ExampleGradients
 from pyro_dvi.errors import ArgumentError, NotPositiveDefiniteError
 from pyro_dvi.laplace.energy.energy import LocalEnergy
 from pyro_dvi.laplace.energy.precision import GGN, PrecisionMatrix
@@ -103,16 +102,15 @@ class DensePosterior(RootPosterior):
         return torch.cat([self._of_part(examples, part) for part in examples.chunks()])
 
     def _of_part(self, examples: ExampleGradients, part: slice) -> Tensor:
-        half, spans = self._half_inverse, examples.spans
-        factors = _factors(examples, part, half)
-
-        def times_rows(vectors: Tensor) -> Tensor:  # [m, s, n] of the first n columns to [m, s, K]
-            known = zip(factors, spans, strict=True)
-            found = [f.times_rows(vectors[..., s]) for f, s in known if s.start < vectors.shape[-1]]
-            return torch.stack(found).sum(0)
-
-        blocks = [half[span, : span.stop] for span in spans]
-        found = [f.rows_times(block, times_rows) for f, block in zip(factors, blocks, strict=True)]
+        half, rows, found = self._half_inverse, examples.rows(part).to(self._half_inverse), []
+        for k, span in enumerate(examples.spans):
+            block, before = half[span, : span.stop], rows[..., : span.stop].mT
+            if k in examples.single:  # rows are products of delta and a, and a is the same for all outputs
+                a, delta = examples.single[k].factors(part, half.dtype)
+                units = examples.single[k].by_unit(block)
+                found.append(delta @ torch.cat([(a @ unit).unsqueeze(1) @ before for unit in units], 1))
+            else:
+                found.append(rows[..., span] @ block @ before)
         total = torch.stack(found).sum(0)
         return (total + total.mT).to(self.mode)
 
@@ -139,51 +137,3 @@ class DensePosterior(RootPosterior):
 
     def log_determinant(self) -> Tensor:
         return 2 * self.factor.diagonal().log().sum()
-
-
-def _factors(examples: ExampleGradients, part: slice, like: Tensor) -> "list[_Rows | _Single]":
-    """Return the factors of J of some examples, tensor by tensor."""
-    single, tensors = examples.single, range(len(examples.values))
-    found: dict[int, _Rows | _Single] = {
-        k: _Single(*outer.factors(part, like.dtype), outer) for k, outer in single.items()
-    }
-    rest = [k for k in tensors if k not in single]
-    if rest:
-        rows = examples.rows(part, rest).to(like).split([examples.sizes[k] for k in rest], -1)
-        found |= {k: _Rows(some) for k, some in zip(rest, rows, strict=True)}
-    return [found[k] for k in tensors]
-
-
-@dataclass
-class _Rows:
-    """Rows of J for a tensor, ``[m, K, n]``."""
-
-    rows: Tensor
-
-    def times_rows(self, vectors: Tensor) -> Tensor:
-        """Return products ``[m, s, K]`` of vectors ``[m, s, n]`` with the rows of their example."""
-        return vectors @ self.rows.mT
-
-    def rows_times(self, block: Tensor, then: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return ``then`` of the rows times a matrix ``[n, n']``, a linear function to ``[m, K, K]``."""
-        return then(self.rows @ block)
-
-
-@dataclass
-class _Single:
-    r"""The same for a weight where a row is one product :math:`\delta_k a^\top`: a ``[m, q]``, delta ``[m, K, p]``."""
-
-    a: Tensor
-    delta: Tensor
-    outer: OuterGradients
-
-    def times_rows(self, vectors: Tensor) -> Tensor:
-        units = self.outer.by_unit(vectors.movedim(-1, 0))  # [p, q, m, s]
-        return torch.einsum("pqms,mq->msp", units, self.a) @ self.delta[..., : len(units)].mT
-
-    def rows_times(self, block: Tensor, then: Callable[[Tensor], Tensor]) -> Tensor:
-        units = self.outer.by_unit(block)
-        beyond = 0 if self.outer.inputs_first else self.a.shape[-1]  # columns of later units, which are zero
-        ends = [block.shape[1] - later * beyond for later in reversed(range(len(units)))]
-        found = [then((self.a @ unit[:, :end]).unsqueeze(1)) for unit, end in zip(units, ends, strict=True)]
-        return self.delta @ torch.cat(found, 1)
