@@ -13,12 +13,10 @@ from pyro_dvi.laplace.evidence.scale_tuning import ByEvidence, ByValidation
 from pyro_dvi.laplace.guide import LaplaceGuide
 from pyro_dvi.laplace.hessian_free.second_fits import HessianFree
 from pyro_dvi.laplace.methods.conjugate_gradient import ConjugateGradient, PosteriorSamples
-from pyro_dvi.laplace.methods.dense_precision import Dense
-from pyro_dvi.laplace.methods.diagonal import Diagonal
+from pyro_dvi.laplace.methods.full_and_low_rank import Dense, TopEigen
 from pyro_dvi.laplace.methods.functional import Functional
-from pyro_dvi.laplace.methods.kronecker_factored import KroneckerFactored
+from pyro_dvi.laplace.methods.kronecker_factored import Diagonal, KroneckerFactored
 from pyro_dvi.laplace.methods.method import LaplacePosterior, Method
-from pyro_dvi.laplace.methods.top_eigen import TopEigen
 from pyro_dvi.laplace.mode.convergence import Accept, Refuse, UseGGN
 from pyro_dvi.laplace.parameter_uncertainty import largest_variance, parameter_uncertainty
 

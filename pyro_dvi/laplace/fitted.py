@@ -257,7 +257,7 @@ class Fitted:
             return None
         return {
             "posterior": posterior,
-            "kind": self.posterior.kind(),
+            "kind": self.posterior.kind,
             "sites": {name: self.layout.chosen.get(name) for name in self.layout.names},
             "point": self.point.state(),
             "precision": type(self.precision).__name__,
@@ -275,7 +275,7 @@ class Fitted:
         try:
             point = PointMass.from_state(state["point"])
             return Fitted(
-                LaplacePosterior.of_kind(state["kind"], state["posterior"]),
+                LaplacePosterior.kinds[state["kind"]](**state["posterior"]),
                 Layout({name: point.locs[name].shape for name in state["sites"]}, state["sites"]),
                 point,
                 {"GGN": GGN, "Hessian": Hessian}[state["precision"]](),

@@ -146,7 +146,7 @@ def test_work_is_shown(monkeypatch):
         def update(self, n=1):
             seen.append(n)
 
-    monkeypatch.setattr("pyro_dvi.laplace.approximation.progress_bar", lambda *_, **__: Bar(disable=True))
+    monkeypatch.setattr("pyro_dvi.laplace.guide.progress_bar", lambda *_, **__: Bar(disable=True))
     guide = guide_at(curve, (X, Y), LOCS)
     for method in (Dense(), Dense(Hessian()), PosteriorSamples(4)):
         seen.clear()

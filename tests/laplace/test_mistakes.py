@@ -26,6 +26,7 @@ from pyro_dvi.laplace import (
     Exactly,
     Hessian,
     HessianFree,
+    Method,
     UseGGN,
 )
 from pyro_dvi.laplace.hessian_free.solvers import Adam
@@ -35,7 +36,7 @@ from tests.laplace.slope import LOCS, X, Y, fitted, model
 
 class TestMistakes:
     def test_nothing_was_fitted(self):
-        with pytest.raises(GuideError, match="point mass so far"):
+        with pytest.raises(GuideError, match="no Gaussian"):
             LaplaceGuide(model).predictive(X)
 
     def test_not_fitted(self):
@@ -147,6 +148,16 @@ class TestMistakes:
     def test_method_is_an_object(self):
         with pytest.raises(ArgumentError, match=r"Dense\(\)"):
             guide_at(model, (X, Y), LOCS).fit([(X, Y)], "dense")
+
+    def test_a_method_without_a_precision(self):
+        class Bare(Method):
+            def fit(self, local, *, seed):
+                raise AssertionError
+
+        with pytest.raises(
+            ArgumentError, match=r"^precision must be .* GGN\(\) or Hessian\(\), as an attribute"
+        ):
+            guide_at(model, (X, Y), LOCS).fit([(X, Y)], Bare())
 
     def test_inputs_of_the_wrong_guide(self):
         assert isinstance(fitted(), LaplaceGuide)

@@ -12,7 +12,7 @@ from pyro_dvi.errors import ArgumentError, DviWarning
 from pyro_dvi.laplace.evidence.candidates import PriorPrecision, Scale
 from pyro_dvi.laplace.fitted import rescaled_model
 from pyro_dvi.laplace.guide import LaplaceGuide
-from pyro_dvi.laplace.methods.diagonal import Diagonal
+from pyro_dvi.laplace.methods.kronecker_factored import Diagonal
 from pyro_dvi.laplace.methods.method import Method, check_method
 from pyro_dvi.laplace.mode.convergence import Accept
 
@@ -112,5 +112,5 @@ class OnlineEvidence:
                     unconverged=Accept(),
                     progress=False,
                 ).best
-        self.guide._known.fitted = None  # training moves its weights on
+        self.guide._fitted = None  # training moves its weights on
         self.values.append(now)

@@ -26,8 +26,7 @@ from pyro_dvi.errors import (
 )
 from pyro_dvi.laplace.energy.energy import Energy, LocalEnergy
 from pyro_dvi.laplace.energy.precision import GGN, prior_diagonal
-from pyro_dvi.laplace.methods.diagonal import likelihood_diagonal
-from pyro_dvi.laplace.methods.kronecker_factored import KroneckerFactored
+from pyro_dvi.laplace.methods.kronecker_factored import KroneckerFactored, likelihood_diagonal
 from pyro_dvi.laplace.mode.diagnosis import kinks, smallest_in_prior_units, without_kinks
 from pyro_dvi.linalg.conjugate_gradients import conjugate_gradients
 from pyro_dvi.linalg.minimise import (

@@ -42,7 +42,7 @@ def test_without_uncertainty_it_is_the_model_itself(name):
     guide = guide_at(head.model, (x, y), {"w": head.true()})
     many = [(x, y)] * 1
     posterior = guide.fit(many, Dense(), unconverged=Accept())
-    guide._known.fitted = replace(
+    guide._fitted = replace(
         guide.fitted, posterior=type(posterior)(posterior.mode, 1e12 * posterior.precision)
     )
     narrow = predict(head.model, guide, (x, y)).log_likelihood()
