@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from copy import copy
 from typing import Any
 
-import pyro
 import pyro.distributions as dist
 import torch
 from pyro.infer.autoguide import AutoGuide
@@ -20,7 +19,7 @@ from torch.distributions import constraints, transform_to
 
 from pyro_dvi.core.distributions import broadcasts_to, strip_event_dims
 from pyro_dvi.core.undisturbed import preserve_buffers
-from pyro_dvi.errors import ArgumentError, GuideError, ModelError, PyroDviError, warn
+from pyro_dvi.errors import ArgumentError, GuideError, ModelError, PyroDviError
 from pyro_dvi.guides.factors import Factor, GuideSite, complete_loaded, owner_of
 from pyro_dvi.runs.explained import AS_A_MODEL, explained_errors
 from pyro_dvi.runs.latents import unconstraining_transform
@@ -261,7 +260,6 @@ class FactorisedGuide(AutoGuide):
                     "guide.initialize(*args) with observations, or load a state of this model"
                 )
             self._check_sites(sites)
-            self._warn_of_shared_parameters(sites)
             self._seen = {name: self._setup_site(name, site) for name, site in sites.items()}
             for site in sites.values():  # only shapes are asked for from now on
                 site["value"] = site["value"].new_zeros(()).expand(site["value"].shape)
@@ -324,20 +322,6 @@ class FactorisedGuide(AutoGuide):
     def _constraint(self, kind: str) -> Any:
         return self._constraints.get(kind, constraints.real)
 
-    def _warn_of_shared_parameters(self, names: Iterable[str]) -> None:
-        if pyro.settings.get("module_local_params"):
-            return
-        own = {id(parameter) for parameter in self.parameters()}
-        stored = dict(pyro.get_param_store().named_parameters())
-        keys = [f"{self._pyro_name}.locs.{name}" for name in names]
-        taken = [key for key in keys if key in stored and id(stored[key]) not in own]
-        if taken:
-            warn(
-                f"Pyro's parameter store already holds {taken[0]}: this guide will share it (and {len(taken) - 1} "
-                "other means) with the guide that made it. Call pyro.clear_param_store() first, or "
-                "pyro.settings.set(module_local_params=True) for parameters of their own."
-            )
-
     def __getstate__(self) -> Any:
         # Pyro drops the reference to the model from this guide, not from the copy, which would end its predictions.
         model, master = self._model, self.master
@@ -366,11 +350,10 @@ class FactorisedGuide(AutoGuide):
             return super().load_state_dict(state_dict, *args, **kwargs)
         except PyroDviError:
             raise
-        except (IndexError, KeyError, RuntimeError, TypeError) as error:
-            keys = f": {error}" if isinstance(error, RuntimeError) else ""
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
             raise GuideError(
-                f"the state is not one of this {type(self).__name__}: build guide and model as they were when it was "
-                f"saved{keys}"
+                f"the state does not fit this {type(self).__name__}: build guide and model as they were when it was "
+                f"saved ({error})"
             ) from error
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
