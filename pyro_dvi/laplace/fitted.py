@@ -122,16 +122,13 @@ def _entries(name: str, given: Tensor | bool, loc: Tensor) -> Tensor | None:
     """Return where the entries of a site that vary are in the flattened site; None: all of them vary."""
     if given is True:
         return None
-    try:
-        mask = torch.as_tensor(given, device=loc.device)
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise ArgumentError(f"subset[{name!r}] must be True, False, or a boolean tensor: {error}") from None
-    if mask.dtype != torch.bool or mask.shape not in (loc.shape, ()):
+    mask = torch.tensor(False) if given is False else given
+    if not torch.is_tensor(mask) or mask.dtype != torch.bool or mask.shape not in (loc.shape, ()):
         raise ArgumentError(
             f"subset[{name!r}] must be True, False, or a boolean tensor of shape {tuple(loc.shape)}, unconstrained; "
-            f"got {mask.dtype} of shape {tuple(mask.shape)}"
+            f"got {getattr(mask, 'dtype', mask)} of shape {tuple(getattr(mask, 'shape', ()))}"
         )
-    return None if bool(mask.all()) else mask.expand(loc.shape).flatten().nonzero()[:, 0]
+    return None if bool(mask.all()) else mask.to(loc.device).expand(loc.shape).flatten().nonzero()[:, 0]
 
 
 def rescaled_model(model: Callable[..., Any], factors: Mapping[str, float]) -> Callable[..., Any]:

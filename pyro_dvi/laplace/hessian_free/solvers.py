@@ -21,7 +21,6 @@ from pyro_dvi.errors import ArgumentError, NotConvergedError
 from pyro_dvi.laplace.energy.energy import Energy, LocalEnergy
 from pyro_dvi.laplace.energy.passes import Arguments
 from pyro_dvi.laplace.energy.query import Query
-from pyro_dvi.laplace.methods.conjugate_gradient import check_tolerance
 from pyro_dvi.linalg.conjugate_gradients import conjugate_gradients
 
 
@@ -315,8 +314,8 @@ class NewtonCG(Solver):
             raise ArgumentError(
                 f"step must be between 0 and 1 posterior standard deviations; got {self.step}"
             )
-        check_tolerance("tolerance", self.tolerance)
-        check_tolerance("solve_tolerance", self.solve_tolerance)
+        check_positive("tolerance", self.tolerance)
+        check_positive("solve_tolerance", self.solve_tolerance)
         check_count("max_corrections", self.max_corrections)
 
     def solve(self, local: LocalEnergy, tilts: list[Tilt], central: bool) -> list[Fits]:
