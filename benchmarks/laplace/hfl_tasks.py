@@ -46,7 +46,7 @@ METHODS: dict[str, Method] = {
     "conjugate gradients, Hessian": ConjugateGradient(Hessian()),
     "64 posterior samples, GGN": PosteriorSamples(64),
     "HFL pointwise": HessianFree(),
-    "HFL pointwise, one-sided": HessianFree(central=False),
+    "HFL pointwise, one-sided": HessianFree(less="untilted"),
     "HFL sum": HessianFree(Sum()),
     "HFL absolute sum": HessianFree(AbsoluteSum()),
     "HFL in-sample": HessianFree(InSample()),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.core.arguments import check_choice
-from pyro_dvi.errors import NonFiniteError, NotPositiveDefiniteError, UnsupportedError, warn
+from pyro_dvi.errors import ArgumentError, NonFiniteError, NotPositiveDefiniteError, UnsupportedError, warn
 from pyro_dvi.laplace.energy.energy import LocalEnergy
 from pyro_dvi.laplace.energy.passes import Arguments
 from pyro_dvi.laplace.energy.precision import Hessian
@@ -171,7 +171,7 @@ class HessianFree(Method):
     is the exact Hessian's covariance up to terms of the order of the step squared and the tolerance. ``Adam`` and
     ``SGD`` take gradients only, and start from any network without a look at it, as the paper does. They subtract
     two fits, so that what training had left to do cancels; the paper subtracts the network as it is:
-    ``AsPrinted(Adam(strength))``. Fine-tuning by ``Adam`` and ``SGD`` ends before the minimum: after 300 steps of the
+    ``less="mode"``. Fine-tuning by ``Adam`` and ``SGD`` ends before the minimum: after 300 steps of the
     paper's regressions, less an untilted fit, standard deviations come out 15 to 32 % too small in the median, a tenth
     of them by more than 1.7 to 3.5 times. The modes other than ``Pointwise()`` target something else.
 
@@ -183,9 +183,9 @@ class HessianFree(Method):
             and ``LabelShift()``, which fit once for all queries.
         solver: ``NewtonCG()`` at a minimum (``guide.polish(batches)``); elsewhere ``Adam(strength)`` or
             ``SGD(strength, learning_rate)``.
-        central: fit with strengths of both signs; False: with one and without a tilt, for half the cost with
-            ``NewtonCG`` and an error of the order of the step itself. ``AsPrinted(solver)`` has one side, whatever is
-            given here.
+        less: the fit that is subtracted: ``"opposite"``, with the opposite tilt; ``"untilted"``, for half the cost with
+            ``NewtonCG`` and an error of the order of the step itself; ``"mode"``, the network as it is, as the paper
+            prints: what training had left to do then counts as variance, of either sign.
 
     Raises:
         ArgumentError: an option that is no such object.
@@ -215,7 +215,7 @@ class HessianFree(Method):
 
     mode: Mode = field(default_factory=Pointwise)
     solver: Solver = field(default_factory=NewtonCG)
-    central: bool = True
+    less: str = "opposite"
 
     precision = Hessian()  # what second fits of U amount to; no field
     by_spectrum = True
@@ -224,6 +224,8 @@ class HessianFree(Method):
         modes = "Pointwise(), Sum(inputs), AbsoluteSum(inputs), InSample() or LabelShift()"
         check_choice("mode", self.mode, Mode, modes)
         check_choice("solver", self.solver, Solver, "NewtonCG() or Adam(strength)")
+        if self.less not in ("opposite", "untilted", "mode"):
+            raise ArgumentError(f'less must be "opposite", "untilted" or "mode", not {self.less!r}')
 
     @property
     def needs_minimum(self) -> bool:  # type: ignore[override]
@@ -290,7 +292,7 @@ class HessianFreePosterior(LaplacePosterior):
         if query.site in self._kept:
             return self._kept[query.site]
         method = self.method
-        found = method.solver.fits(self.local, method.mode.tilts(self.local, query), method.central)
+        found = method.solver.fits(self.local, method.mode.tilts(self.local, query), method.less)
         if not method.mode.reusable:
             return found
         self._kept[query.site] = list(found)
@@ -303,7 +305,6 @@ def parameter_uncertainty(
     *,
     subset: Subset | None = None,
     solver: Solver | None = None,
-    central: bool = True,
 ) -> dict[str, Tensor]:
     r"""Return a variance for every latent, from two further fits with a small multiple of the L1 norm added.
 
@@ -324,7 +325,6 @@ def parameter_uncertainty(
         batches: all the data.
         subset: the latents that vary, as in ``guide.fit``.
         solver: of the tilted fits; ``NewtonCG()`` by default.
-        central: fit on both sides.
 
     Returns:
         For each site the variances of its unconstrained values, in squared units of these; zero outside a mask.
@@ -358,7 +358,7 @@ def parameter_uncertainty(
     energy = guide.energy(batches, subset=subset)
     local = energy.at(energy.start)
     tilt = _NormTilt(local.point)
-    (pair,) = solver.fits(local, [tilt], central)
+    (pair,) = solver.fits(local, [tilt])
     variances = pair.slope(lambda point: tilt.signs * point)
     negative = variances < 0
     if bool(negative.any()):

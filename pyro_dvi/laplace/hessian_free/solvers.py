@@ -16,7 +16,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from pyro_dvi.core.arguments import check_choice, check_count, check_positive
+from pyro_dvi.core.arguments import check_count, check_positive
 from pyro_dvi.errors import ArgumentError, NotConvergedError
 from pyro_dvi.laplace.energy.energy import Energy, LocalEnergy
 from pyro_dvi.laplace.energy.passes import Arguments
@@ -92,20 +92,20 @@ class Solver(ABC):
 
     needs_minimum: ClassVar[bool] = True
 
-    def fits(self, local: LocalEnergy, tilts: Iterable[Tilt], central: bool) -> Iterator[Fits]:
+    def fits(self, local: LocalEnergy, tilts: Iterable[Tilt], less: str = "opposite") -> Iterator[Fits]:
         """Give the fits of each tilt in order.
 
         Args:
             local: U around the mode.
             tilts: functions r.
-            central: fit with strengths of both signs; else with one, and without a tilt.
+            less: the fit that is subtracted, see :class:`HessianFree`.
         """
         remaining = iter(tilts)
         while chunk := list(islice(remaining, _AT_ONCE)):
-            yield from self.solve(local, chunk, central)
+            yield from self.solve(local, chunk, less)
 
     @abstractmethod
-    def solve(self, local: LocalEnergy, tilts: list[Tilt], central: bool) -> list[Fits]:
+    def solve(self, local: LocalEnergy, tilts: list[Tilt], less: str) -> list[Fits]:
         """Return the fits of some tilts; see :meth:`fits`."""
 
 
@@ -138,13 +138,15 @@ class FineTuning(Solver):
     def optimizer(self, points: list[Tensor]) -> torch.optim.Optimizer:
         """Return an optimizer of torch, which treats each of the flat vectors by itself."""
 
-    def solve(self, local: LocalEnergy, tilts: list[Tilt], central: bool) -> list[Fits]:
-        """Return the fits of some tilts, with a fit without a tilt for one side only."""
-        strength = self.strength
-        others = [(tilt, -strength) for tilt in tilts] if central else [(tilts[0], 0.0)]
+    def solve(self, local: LocalEnergy, tilts: list[Tilt], less: str) -> list[Fits]:
+        """Return the fits of some tilts; see :meth:`fits`."""
+        strength, count = self.strength, len(tilts)
+        opposite, untilted = [(tilt, -strength) for tilt in tilts], [(tilts[0], 0.0)]
+        others = {"opposite": opposite, "untilted": untilted, "mode": []}[less]
         ends = self.ends(local, [*((tilt, strength) for tilt in tilts), *others])
-        above, below = ends[: len(tilts)], ends[len(tilts) :].expand(len(tilts), -1)
-        return [Fits(a, b, strength * (2 if central else 1)) for a, b in zip(above, below, strict=True)]
+        below = (ends[count:] if others else local.point.unsqueeze(0)).expand(count, -1)
+        apart = strength * (2 if less == "opposite" else 1)
+        return [Fits(a, b, apart) for a, b in zip(ends[:count], below, strict=True)]
 
     def ends(self, local: LocalEnergy, problems: list[tuple[Tilt, float]]) -> Tensor:
         """Return where training of U less each tilt times its strength ends: ``[S, D]``."""
@@ -159,45 +161,6 @@ class FineTuning(Solver):
                 optimizer.step()
             energy.count(len(problems))
         return torch.stack(points).detach()
-
-
-@dataclass(frozen=True)
-class AsPrinted(Solver):
-    r"""The difference that the paper prints: a tilted fit less the network as it is, which is not trained further.
-
-    .. math:: \frac{f(x; u_\lambda) - f(x; \hat u)}\lambda \;\approx\;
-        \nabla f^\top P^{-1} \nabla f + \frac{\nabla f^\top (u_0 - \hat u)}\lambda
-
-    with :math:`u_0` where the solver gets without a tilt. The other solvers subtract a fit that took the same steps,
-    and so :math:`f(x; u_0)` in place of :math:`f(x; \hat u)`.
-
-    Status: one fit for each tilt, but what training had left to do counts as variance, of either sign, and the more
-    the smaller the strength. Right where the network is at a minimum and the solver finds the tilted one.
-
-    Args:
-        solver: of the tilted fits, ``Adam(strength)`` or ``SGD(strength, learning_rate)``.
-
-    Raises:
-        ArgumentError: the solver has no strength, as ``NewtonCG()``, which accounts for what training left by itself.
-
-    Source: McInerney & Kallus (2024).
-
-    Example:
-        >>> AsPrinted(Adam(0.1)).solver.strength
-        0.1
-    """
-
-    solver: FineTuning
-
-    needs_minimum: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        check_choice("solver", self.solver, FineTuning, "Adam(strength) or SGD(...)")
-
-    def solve(self, local: LocalEnergy, tilts: list[Tilt], central: bool) -> list[Fits]:
-        """Return the fits of some tilts beside the network, whatever ``central`` is."""
-        ends = self.solver.ends(local, [(tilt, self.solver.strength) for tilt in tilts])
-        return [Fits(end, local.point, self.solver.strength) for end in ends]
 
 
 @dataclass(frozen=True)
@@ -220,7 +183,7 @@ class SGD(FineTuning):
         epochs: passes over the data.
         momentum: as in torch.
 
-    Source: McInerney & Kallus (2024) for fine-tuning from the mode; their difference is that of :class:`AsPrinted`.
+    Source: McInerney & Kallus (2024) for fine-tuning from the mode; ``HessianFree(less="mode")`` is their difference.
 
     Example:
         >>> import pyro, pyro.distributions as dist
@@ -318,7 +281,7 @@ class NewtonCG(Solver):
         check_positive("solve_tolerance", self.solve_tolerance)
         check_count("max_corrections", self.max_corrections)
 
-    def solve(self, local: LocalEnergy, tilts: list[Tilt], central: bool) -> list[Fits]:
+    def solve(self, local: LocalEnergy, tilts: list[Tilt], less: str) -> list[Fits]:
         """Return the fits of some tilts, with smaller steps where the first is too large."""
         mode = local.point
         found = [Fits(mode, mode, 1.0)] * len(tilts)  # for r that do not depend on the latents
@@ -330,18 +293,18 @@ class NewtonCG(Solver):
         directions[pending] = self._inverse(local, gradients[pending])
         scales = (gradients * directions).sum(-1).sqrt()
         # What training left to do would count as variance, divided by a small step.
-        minimum = mode if central else mode - self._inverse(local, local.gradient.unsqueeze(0))[0]
+        left = self._inverse(local, local.gradient.unsqueeze(0))[0] if less == "untilted" else 0.0
         step = self.step
         for _ in range(_SMALLER_STEPS + 1):
             strengths = step / scales[pending]
             some = [tilts[i] for i in pending.tolist()]
             above, done = self._minima(local, some, strengths, directions[pending], step)
-            below = minimum.expand_as(above)
-            if central:
+            below = (mode - left).expand_as(above)
+            if less == "opposite":
                 below, too = self._minima(local, some, -strengths, directions[pending], step)
                 done = done & too
             for i in done.nonzero()[:, 0].tolist():
-                apart = float(strengths[i]) * (2 if central else 1)
+                apart = float(strengths[i]) * (2 if less == "opposite" else 1)
                 found[int(pending[i])] = Fits(above[i], below[i], apart)
             pending, step = pending[~done], step / 4
             if not len(pending):
