@@ -17,11 +17,9 @@ from pyro_dvi.laplace.methods.full_and_low_rank import Dense, TopEigen
 from pyro_dvi.laplace.methods.functional import Functional
 from pyro_dvi.laplace.methods.kronecker_factored import Diagonal, KroneckerFactored
 from pyro_dvi.laplace.methods.method import LaplacePosterior, Method
-from pyro_dvi.laplace.mode.convergence import Accept, Refuse, UseGGN
 
 __all__ = [
     "GGN",
-    "Accept",
     "ByEvidence",
     "ByLanczos",
     "ByValidation",
@@ -40,9 +38,7 @@ __all__ = [
     "OnlineEvidence",
     "PosteriorSamples",
     "PriorPrecision",
-    "Refuse",
     "TopEigen",
-    "UseGGN",
     "hessian_free",
     "largest_variance",
     "parameter_uncertainty",

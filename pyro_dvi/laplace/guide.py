@@ -21,7 +21,7 @@ from pyro_dvi.laplace.evidence.scale_tuning import ByEvidence, Criterion, Tuning
 from pyro_dvi.laplace.fitted import Fitted, PointMass
 from pyro_dvi.laplace.methods.full_and_low_rank import Dense
 from pyro_dvi.laplace.methods.method import LaplacePosterior, Method, check_method
-from pyro_dvi.laplace.mode.convergence import Certificate, Unconverged, chosen_policy
+from pyro_dvi.laplace.mode.convergence import Certificate, check_mode, check_policy
 from pyro_dvi.laplace.mode.diagnosis import Diagnosis, diagnose, distance_by, sound
 from pyro_dvi.laplace.mode.search import Polished, polish
 
@@ -166,7 +166,7 @@ class LaplaceGuide(GaussianAtMode):
         method: Method | None = None,
         *,
         subset: Subset | None = None,
-        unconverged: Unconverged | None = None,
+        unconverged: str = "refuse",
         seed: int = 0,
         progress: bool = False,
     ) -> LaplacePosterior:
@@ -181,8 +181,9 @@ class LaplaceGuide(GaussianAtMode):
             subset: uncertain sites, by name or pattern (``"net.4.*"`` for a last layer), or a mapping of these to True,
                 False or boolean masks of their unconstrained entries; see
                 :func:`~pyro_dvi.laplace.largest_variance`. The rest stays at its mode. None: all.
-            unconverged: policy for a mode that is no minimum: ``Refuse()``, the default, raises where the precision is
-                the Hessian and warns otherwise; ``UseGGN()``, ``Accept()``.
+            unconverged: policy for a mode that is no minimum, or where U has kinks (ReLU): ``"refuse"`` raises where
+                the precision is the Hessian and warns otherwise; ``"use_ggn"`` takes the Gauss-Newton matrix in its
+                place, with a warning; ``"accept"`` does not check.
             seed: of random numbers.
             progress: count the work, in gradients of all data, where there is a terminal or notebook.
 
@@ -194,16 +195,18 @@ class LaplaceGuide(GaussianAtMode):
             NonFiniteError: the likelihood, or the prior, is NaN or infinite.
         """
         method = Dense() if method is None else method
-        policy = chosen_policy(unconverged)
+        check_policy(unconverged)
         check_method(method)
         energy = self._point_mass(batches).energy(self._plain_model.get(), batches, subset)
-        return self._fit(energy, method, policy, lambda used, local: used.fit(local, seed=seed), progress)
+        return self._fit(
+            energy, method, unconverged, lambda used, local: used.fit(local, seed=seed), progress
+        )
 
     def _fit(
         self,
         energy: Energy,
         method: Method,
-        policy: Unconverged,
+        policy: str,
         make: Callable[[Method, LocalEnergy], LaplacePosterior],
         progress: bool,
     ) -> LaplacePosterior:
@@ -222,7 +225,7 @@ class LaplaceGuide(GaussianAtMode):
             known = None
         with progress_bar(progress, None, unit="gradient") as bar:
             energy.work.report = looked_at.work.report = bar.update
-            used, found = policy.look(method, looked_at, known)
+            used, found = check_mode(policy, method, looked_at, known)
             posterior = make(used, energy.at(energy.start))
             energy.work.report = None
             seen = point.seen_with(energy, model, latents)
@@ -280,7 +283,7 @@ class LaplaceGuide(GaussianAtMode):
         subset: Subset | None = None,
         values: Sequence[float] | Tensor | None = None,
         refinements: int = 12,
-        unconverged: Unconverged | None = None,
+        unconverged: str = "refuse",
         seed: int = 0,
         progress: bool = True,
     ) -> TuningCurve:
@@ -320,7 +323,7 @@ class LaplaceGuide(GaussianAtMode):
         check_choice("scale", scale, Scale, "PriorPrecision('net.0.*') or NoiseScale()")
         check_choice("criterion", criterion, Criterion, "ByEvidence() or ByValidation(batches)")
         check_count("refinements", refinements, least=0)
-        policy = chosen_policy(unconverged)
+        check_policy(unconverged)
         model, point = self._plain_model.get(), self._point_mass(batches)
         sites = scale.sites(point.energy(model, batches, subset))
         others = {name: factor for name, factor in self.scale_factors.items() if name not in sites}
@@ -334,7 +337,7 @@ class LaplaceGuide(GaussianAtMode):
             known = candidates.reweighted(curve.best) if used is chosen else None
             return used.fit(local, seed=seed) if known is None else known
 
-        self._fit(candidates.local(curve.best).energy, chosen, policy, posterior_of, progress)
+        self._fit(candidates.local(curve.best).energy, chosen, unconverged, posterior_of, progress)
         return curve
 
 

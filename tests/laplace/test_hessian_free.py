@@ -18,7 +18,7 @@ from pyro_dvi.errors import (
     NotPositiveDefiniteError,
     UnconvergedError,
 )
-from pyro_dvi.laplace import Accept, Dense, Hessian, HessianFree, LaplaceGuide, parameter_uncertainty
+from pyro_dvi.laplace import Dense, Hessian, HessianFree, LaplaceGuide, parameter_uncertainty
 from pyro_dvi.laplace.hessian_free.second_fits import Pointwise
 from pyro_dvi.laplace.hessian_free.solvers import NewtonCG
 from pyro_dvi.laplace.hessian_free.training_modes import LabelShift
@@ -169,7 +169,7 @@ def test_a_saddle_is_refused() -> None:
     guide = guide_at(problem.model, problem.batches[0], locs)
     with pytest.raises(UnconvergedError, match="HessianFree"):
         guide.fit(problem.batches, HessianFree())
-    guide.fit(problem.batches, HessianFree(), unconverged=Accept())
+    guide.fit(problem.batches, HessianFree(), unconverged="accept")
     with pytest.raises(NotPositiveDefiniteError):
         guide.predictive(GRID)
 
@@ -217,7 +217,7 @@ def test_label_shift_needs_gaussian_noise_of_known_scale() -> None:
     guide = LaplaceGuide(problem.model)
     guide.initialize(problem.x, problem.y)
     with pytest.raises(ModelError, match="Categorical"):
-        guide.fit([(problem.x, problem.y)], HessianFree(LabelShift()), unconverged=Accept())
+        guide.fit([(problem.x, problem.y)], HessianFree(LabelShift()), unconverged="accept")
 
     def model(x: Tensor, y: Tensor | None = None) -> Any:
         noise = pyro.sample("noise", dist.HalfNormal(x.new_ones(())))
@@ -229,4 +229,4 @@ def test_label_shift_needs_gaussian_noise_of_known_scale() -> None:
     guide = LaplaceGuide(model)
     guide.initialize(x, x)
     with pytest.raises(ModelError, match="does not depend on the latents"):
-        guide.fit([(x, x)], HessianFree(LabelShift()), unconverged=Accept())
+        guide.fit([(x, x)], HessianFree(LabelShift()), unconverged="accept")

@@ -14,7 +14,6 @@ from pyro_dvi.laplace.fitted import rescaled_model
 from pyro_dvi.laplace.guide import LaplaceGuide
 from pyro_dvi.laplace.methods.kronecker_factored import Diagonal
 from pyro_dvi.laplace.methods.method import Method, check_method
-from pyro_dvi.laplace.mode.convergence import Accept
 
 _NEAR = (0.25, 0.5, 1.0, 2.0, 4.0)  # times the present value
 
@@ -109,7 +108,7 @@ class OnlineEvidence:
                     method=self.method,
                     values=near,
                     refinements=6,
-                    unconverged=Accept(),
+                    unconverged="accept",
                     progress=False,
                 ).best
         self.guide._fitted = None  # training moves its weights on

@@ -14,7 +14,7 @@ from torch.utils.data import ConcatDataset, DataLoader, TensorDataset
 
 from pyro_dvi import LaplaceGuide
 from pyro_dvi.errors import DataError
-from pyro_dvi.laplace import Accept, Dense
+from pyro_dvi.laplace import Dense
 from pyro_dvi.laplace.energy.passes import Passes, same_data
 
 
@@ -185,7 +185,7 @@ def mode_of(batches: Any) -> None:
 
     guide = LaplaceGuide(model)
     guide.initialize(*next(iter(batches)))
-    guide.fit(batches, method=Dense(), unconverged=Accept())
+    guide.fit(batches, method=Dense(), unconverged="accept")
 
 
 X, Y = torch.randn(4, 2, generator=torch.Generator().manual_seed(0)), torch.tensor([1.0, 0.0, 2.0, -1.0])
