@@ -7,7 +7,7 @@ Contracts for methods, precisions and criteria of one's own are in the files bes
 
 from pyro_dvi.laplace.energy.precision import GGN, Hessian
 from pyro_dvi.laplace.evidence.candidates import NoiseScale, PriorPrecision
-from pyro_dvi.laplace.evidence.evidence import ByLanczos, Exactly
+from pyro_dvi.laplace.evidence.evidence import ByLanczos
 from pyro_dvi.laplace.evidence.online_evidence import OnlineEvidence
 from pyro_dvi.laplace.evidence.scale_tuning import ByEvidence, ByValidation
 from pyro_dvi.laplace.guide import LaplaceGuide, largest_variance
@@ -26,7 +26,6 @@ __all__ = [
     "ConjugateGradient",
     "Dense",
     "Diagonal",
-    "Exactly",
     "Functional",
     "Hessian",
     "HessianFree",

@@ -14,9 +14,8 @@ from pyro_dvi.core.arguments import check_positive, with_missing
 from pyro_dvi.errors import GuideError, warn
 from pyro_dvi.guides.base import FactorisedGuide
 from pyro_dvi.guides.factors import Deterministic, Factor
-from pyro_dvi.laplace.energy.batch_graph import refuse_torch_modes
 from pyro_dvi.laplace.energy.passes import Passes
-from pyro_dvi.laplace.energy.query import Query, ReadOutputs
+from pyro_dvi.laplace.energy.query import Query, ReadOutputs, refuse_torch_modes
 from pyro_dvi.laplace.fitted import Fitted, ModelReference, PointMass, rescaled_model
 from pyro_dvi.laplace.methods.method import GaussianOutputs, LaplacePosterior
 from pyro_dvi.laplace.mode.convergence import Certificate

@@ -16,10 +16,9 @@ from pyro_dvi.core.arguments import check_positive
 from pyro_dvi.core.batches import mapped
 from pyro_dvi.core.undisturbed import device_of
 from pyro_dvi.errors import ArgumentError, CheckpointError, GuideError, UnsupportedError, warn
-from pyro_dvi.laplace.energy.batch_graph import refuse_torch_modes
 from pyro_dvi.laplace.energy.energy import Energy
 from pyro_dvi.laplace.energy.precision import GGN, Hessian, PrecisionMatrix
-from pyro_dvi.laplace.energy.query import Layout, Query, Subset
+from pyro_dvi.laplace.energy.query import Layout, Query, Subset, refuse_torch_modes
 from pyro_dvi.laplace.methods.method import LaplacePosterior, Method
 from pyro_dvi.runs.fingerprint import Fingerprint
 from pyro_dvi.runs.log_joint import Rescaled

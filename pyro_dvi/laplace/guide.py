@@ -16,7 +16,7 @@ from pyro_dvi.laplace.energy.energy import Energy, LocalEnergy
 from pyro_dvi.laplace.energy.precision import GGN
 from pyro_dvi.laplace.energy.query import Query, Subset
 from pyro_dvi.laplace.evidence.candidates import Candidates, PriorPrecision, Scale
-from pyro_dvi.laplace.evidence.evidence import Determinant, Evidence, log_evidence
+from pyro_dvi.laplace.evidence.evidence import ByLanczos, Evidence, log_evidence
 from pyro_dvi.laplace.evidence.scale_tuning import ByEvidence, Criterion, TuningCurve, tune
 from pyro_dvi.laplace.fitted import Fitted, PointMass
 from pyro_dvi.laplace.methods.full_and_low_rank import Dense
@@ -151,6 +151,8 @@ class LaplaceGuide(GaussianAtMode):
 
         Raises:
             DataError: batches that do not hold all data, or change.
+            ModelError: the model draws random numbers of its own, or a latent is NaN.
+            NonFiniteError: U is NaN or infinite.
         """
         energy = self.energy(batches, subset=subset)
         found = diagnose(energy, tolerance=tolerance, steps=steps)
@@ -242,7 +244,7 @@ class LaplaceGuide(GaussianAtMode):
         self,
         batches: Iterable[Any],
         *,
-        determinant: Determinant | None = None,
+        determinant: ByLanczos | None = None,
         subset: Subset | None = None,
     ) -> Evidence:
         r"""Estimate the log evidence of the model by Laplace's method, with every constant.
@@ -254,8 +256,8 @@ class LaplaceGuide(GaussianAtMode):
 
         Args:
             batches: all the data.
-            determinant: ``Exactly()`` or ``ByLanczos(num_probes, steps)``. None: that of the last :meth:`fit`, if its
-                method knows one and the batches are the same; else exactly up to D = 1,000 and by Lanczos beyond.
+            determinant: ``ByLanczos(num_probes, steps)``. None: the determinant of the last :meth:`fit`, if its method
+                knows one and the batches are the same; else of the matrix up to D = 1,000, and by Lanczos beyond.
             subset: without a fit: uncertain sites. None: that of the fit, or all.
 
         Raises:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pyro_dvi.errors import ArgumentError, NonFiniteError, NotPositiveDefiniteError
+from pyro_dvi.errors import NonFiniteError, NotPositiveDefiniteError
 from pyro_dvi.linalg.operator import Operator, apply
 
 
@@ -58,7 +58,6 @@ def conjugate_gradients(
     Raises:
         NotPositiveDefiniteError: a direction has a curvature that is negative, or not larger than the rounding error;
             the error carries ``direction`` and ``curvature``.
-        ArgumentError: a shape is wrong.
         NonFiniteError: a right-hand side or a product is NaN or infinite.
 
     Source: Hestenes & Stiefel (1952); O'Leary (1980) for blocks; Dubrulle (2001) for the form with QR factorisations,
@@ -70,8 +69,6 @@ def conjugate_gradients(
         tensor([[0.0909, 0.6364]])
     """
     rhs = rhs.detach()
-    if rhs.dim() != 2 or not rhs.is_floating_point():
-        raise ArgumentError(f"rhs holds real rows [S, D], got {rhs.dtype} of shape {tuple(rhs.shape)}")
     limit = min(10 * rhs.shape[-1], 1000) if max_iterations is None else max_iterations
     norms = rhs.norm(dim=-1)
     if not bool(norms.isfinite().all()):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Lanczos recursion, and by it the smallest eigenvalue and the log determinant of a symmetric matrix."""
+"""Krylov spaces of a symmetric matrix: its smallest eigenvalue, its log determinant and its largest eigenpairs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,29 +8,8 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.core.arguments import check_count
-from pyro_dvi.errors import ArgumentError, NonFiniteError, NotPositiveDefiniteError
-from pyro_dvi.linalg.operator import Operator, apply, dots, gaussian_rows
-
-
-@dataclass(frozen=True)
-class Tridiagonal:
-    r"""The relation :math:`A Q = Q T + \rho\, q e_k^\top` with orthonormal rows Q.
-
-    Attributes:
-        diagonal: of T, ``[k]``; k is smaller than the steps asked for where the Krylov space ended.
-        off_diagonal: of T, ``[k - 1]``.
-        basis: Q, ``[k, D]``; its first row is the normalised start.
-        remainder: rho, zero where the space is invariant.
-    """
-
-    diagonal: Tensor
-    off_diagonal: Tensor
-    basis: Tensor
-    remainder: float
-
-    def dense(self) -> Tensor:
-        """Return T, ``[k, k]``."""
-        return self.diagonal.diag() + self.off_diagonal.diag(1) + self.off_diagonal.diag(-1)
+from pyro_dvi.errors import NotPositiveDefiniteError
+from pyro_dvi.linalg.operator import Operator, apply, gaussian_rows
 
 
 class LanczosProcess:
@@ -50,15 +29,10 @@ class LanczosProcess:
 
     def __init__(self, operator: Operator, starts: Tensor, capacity: int) -> None:
         starts = starts.detach()
-        norms = starts.norm(dim=-1, keepdim=True)
-        if not bool(norms.isfinite().all()):
-            raise NonFiniteError("a start of the Lanczos recursion is NaN or infinite")
-        if not bool((norms > 0).all()):
-            raise ArgumentError("a Krylov space needs a start that is not zero")
         self.capacity = min(capacity, starts.shape[-1])
         self.operator = operator
         self.basis = starts.new_empty(len(starts), self.capacity, starts.shape[-1])
-        self.basis[:, 0] = starts / norms
+        self.basis[:, 0] = starts / starts.norm(dim=-1, keepdim=True)
         # The small matrices live on the CPU in float64, where their decompositions are fastest and most exact.
         self.diagonal = torch.zeros(len(starts), self.capacity, dtype=torch.float64)
         self.off_diagonal = torch.zeros_like(self.diagonal)  # the last entry couples to the next vector
@@ -78,7 +52,7 @@ class LanczosProcess:
         earlier = (self.basis if every else self.basis[rows])[:, : k + 1]
         q = earlier[:, k]
         product = apply(self.operator, q)
-        alpha = dots(q, product)
+        alpha = (q * product).sum(-1)  # summed pairwise, unlike a matmul
         w = product - alpha.unsqueeze(-1) * q
         for _ in range(2):
             w = w - (earlier.transpose(1, 2) @ (earlier @ w.unsqueeze(-1))).squeeze(-1)
@@ -94,15 +68,14 @@ class LanczosProcess:
             kept = remains.to(w.device)
             self.basis[self.active, k + 1] = w[kept] / beta[kept].unsqueeze(-1)
 
-    def tridiagonal(self, row: int = 0) -> Tridiagonal:
-        """Return what row ``row`` has so far."""
+    def tridiagonal(self, row: int = 0) -> Tensor:
+        r"""Return the matrix T of a row, ``[k, k]``, in :math:`A Q = Q T + \rho\, q e_k^\top`.
+
+        k is smaller than the steps asked for where the Krylov space ended; :math:`\rho` is then zero.
+        """
         k = int(self.lengths[row])
-        return Tridiagonal(
-            self.diagonal[row, :k],
-            self.off_diagonal[row, : k - 1],
-            self.basis[row, :k],
-            float(self.off_diagonal[row, k - 1]),
-        )
+        beside = self.off_diagonal[row, : k - 1]
+        return self.diagonal[row, :k].diag() + beside.diag(1) + beside.diag(-1)
 
 
 @dataclass(frozen=True)
@@ -129,12 +102,7 @@ class Eigenpair:
 
 
 def smallest_eigenpair(
-    operator: Operator,
-    dim: int,
-    *,
-    steps: int = 200,
-    tolerance: float = 1e-2,
-    like: Tensor | None = None,
+    operator: Operator, like: Tensor, *, steps: int = 200, tolerance: float = 1e-2
 ) -> Eigenpair:
     r"""Return the algebraically smallest eigenvalue by the Lanczos recursion from a random start.
 
@@ -145,10 +113,9 @@ def smallest_eigenpair(
 
     Args:
         operator: A, symmetric.
-        dim: D.
+        like: vector ``[D]`` with the dtype and device to use.
         steps: applications at most, one vector each; ``steps * D`` numbers are held.
         tolerance: bound on the residual relative to ``|value|``: below one, the sign of that eigenvalue is settled.
-        like: tensor whose dtype and device are used; the default dtype on the CPU otherwise.
 
     Raises:
         ArgumentError: a count is not positive.
@@ -157,26 +124,23 @@ def smallest_eigenpair(
 
     Example:
         >>> saddle = torch.tensor([3.0, 2.0, -0.5])
-        >>> round(smallest_eigenpair(lambda v: v * saddle, 3).value, 4)
+        >>> round(smallest_eigenpair(lambda v: v * saddle, saddle).value, 4)
         -0.5
     """
-    check_count("dim", dim)
     check_count("steps", steps)
-    like = torch.empty(0) if like is None else like
-    process = LanczosProcess(operator, gaussian_rows(1, dim, like), steps)
+    process = LanczosProcess(operator, gaussian_rows(1, len(like), like), steps)
     rounding, next_look = 8 * torch.finfo(like.dtype).eps, 1
     while True:
         process.advance()
         if process.steps < next_look and not process.finished:
             continue
         next_look = process.steps + 1 + process.steps // 10  # the small decomposition should cost little
-        reduced = process.tridiagonal()
-        values, vectors = torch.linalg.eigh(reduced.dense())
+        values, vectors = torch.linalg.eigh(process.tridiagonal())
         value, norm = float(values[0]), float(values.abs().max())
-        residual = reduced.remainder * abs(float(vectors[-1, 0]))
+        residual = float(process.off_diagonal[0, len(values) - 1] * vectors[-1, 0].abs())
         if residual <= max(tolerance * abs(value), rounding * norm) or process.finished:
             break
-    vector = vectors[:, 0].to(like) @ reduced.basis
+    vector = vectors[:, 0].to(like) @ process.basis[0, : len(values)]
     return Eigenpair(value, vector / vector.norm(), residual, norm)
 
 
@@ -235,28 +199,22 @@ class SpectralQuadrature:
 
         Example:
             >>> gram = torch.tensor([1.0, 0.0, 3.0])  # singular: only its shifts have a log determinant
-            >>> quadrature = trace_of_function(lambda v: v * gram, 3, num_probes=2, steps=3)
+            >>> quadrature = trace_of_function(lambda v: v * gram, gram, torch.Generator())
             >>> round(quadrature.log_determinant(1.0).value, 4)  # log(2 * 1 * 4)
             2.0794
         """
         lowest = float(self.nodes[self.weights > 0].min()) + shift
         if lowest <= 0:
             raise NotPositiveDefiniteError(
-                f"log det(A + c I) with c = {shift:.6g}: an eigenvalue of A + c I is at most {lowest:.3g}. Use a "
-                "positive definite curvature, or a larger c.",
+                f"log det(A + c I) with c = {shift:.6g}: an eigenvalue of A + c I is at most {lowest:.3g}. Reach a "
+                "minimum first (guide.polish), or use a positive definite curvature such as GGN(), or a larger c.",
                 curvature=lowest,
             )
         return self.trace(lambda nodes: (nodes + shift).log())
 
 
 def trace_of_function(
-    operator: Operator,
-    dim: int,
-    *,
-    num_probes: int = 8,
-    steps: int = 40,
-    generator: torch.Generator | None = None,
-    like: Tensor | None = None,
+    operator: Operator, like: Tensor, generator: torch.Generator, *, num_probes: int = 8, steps: int = 40
 ) -> SpectralQuadrature:
     r"""Prepare tr f(A) for any f by stochastic Lanczos quadrature.
 
@@ -271,11 +229,10 @@ def trace_of_function(
 
     Args:
         operator: A, symmetric.
-        dim: D.
+        like: vector ``[D]`` with the dtype and device of the probes.
+        generator: of the probes.
         num_probes: P, applied together in each step, as many as fit.
-        steps: Lanczos steps. ``steps * dim`` numbers are held for as many probes together as fit 2 GiB.
-        generator: of the probes; the global one by default.
-        like: tensor whose dtype and device the probes get; the default dtype on the CPU otherwise.
+        steps: Lanczos steps. ``steps * D`` numbers are held for as many probes together as fit 2 GiB.
 
     Returns:
         The nodes and weights; ``.trace(torch.log)`` is the estimate for one function.
@@ -286,27 +243,108 @@ def trace_of_function(
     Source: Ubaru, Chen & Saad (2017), Alg. 1; Hutchinson (1989).
 
     Example:
-        >>> diagonal = torch.tensor([1.0, 2.0, 3.0])
-        >>> trace_of_function(lambda v: v * diagonal, 3, num_probes=2, steps=3).trace(
-        ...     torch.sqrt
-        ... ).value
+        >>> diagonal, generator = torch.tensor([1.0, 2.0, 3.0]), torch.Generator()
+        >>> trace_of_function(lambda v: v * diagonal, diagonal, generator).trace(torch.sqrt).value
         4.146...
     """
-    for name, count in (("dim", dim), ("num_probes", num_probes), ("steps", steps)):
+    for name, count in (("num_probes", num_probes), ("steps", steps)):
         check_count(name, count)
-    like = torch.empty(0) if like is None else like
-    device = like.device if generator is None else generator.device
-    signs = torch.randint(2, (num_probes, dim), generator=generator, device=device, dtype=like.dtype)
+    shape = num_probes, len(like)
+    signs = torch.randint(2, shape, generator=generator, device=generator.device, dtype=like.dtype)
     signs = signs.mul_(2).sub_(1).to(like.device)
     nodes, weights = torch.zeros(2, num_probes, steps, dtype=torch.float64).unbind()
-    together = max(1, _BASIS_BYTES // (steps * dim * like.element_size()))
+    together = max(1, _BASIS_BYTES // (steps * len(like) * like.element_size()))
     for start in range(0, num_probes, together):
         some = signs[start : start + together]
         process = LanczosProcess(operator, some, steps)
         while not process.finished:
             process.advance()
         for p in range(len(some)):
-            values, vectors = torch.linalg.eigh(process.tridiagonal(p).dense())
+            values, vectors = torch.linalg.eigh(process.tridiagonal(p))
             nodes[start + p, : len(values)] = values
             weights[start + p, : len(values)] = vectors[0].square()
-    return SpectralQuadrature(nodes, weights, dim)
+    return SpectralQuadrature(nodes, weights, len(like))
+
+
+_BLOCK = 16  # vectors applied together
+_BUDGET = 400  # applications, and 20 for each pair
+
+
+@dataclass(frozen=True)
+class Eigenpairs:
+    r"""The eigenpairs found, with :math:`A v_i \approx \lambda_i v_i` and orthonormal :math:`v_i`.
+
+    Attributes:
+        values: ``[k]``, descending.
+        vectors: the rows v, ``[k, D]``.
+        residuals: :math:`|A v_i - \lambda_i v_i|`, ``[k]``; an eigenvalue lies within that distance of each value.
+        converged: every residual is within the tolerance.
+        applications: vectors that the operator was applied to.
+    """
+
+    values: Tensor
+    vectors: Tensor
+    residuals: Tensor
+    converged: bool
+    applications: int
+
+
+def top_eigenpairs(operator: Operator, like: Tensor, k: int, *, tolerance: float = 1e-4) -> Eigenpairs:
+    r"""Return the k algebraically largest eigenvalues of a symmetric matrix and their eigenvectors.
+
+    The space V grows by blocks Q, the part of :math:`A Q_-` that is orthogonal to it; the pairs are the eigenpairs of
+    :math:`H = V A V^\top`. Both V and :math:`A V` are kept, so that residuals need no further application. When V is
+    full, it restarts with its best vectors, which loses nothing of them.
+
+    Status: exact to the tolerance where ``converged``; the error of a separated value is the square of its residual
+    over the gap. Of an eigenvalue that occurs more than 16 times, copies can be missed.
+
+    Args:
+        operator: A, symmetric; positive semi-definite in the usual case of a Gauss-Newton matrix.
+        like: vector ``[D]`` with the dtype and device to use.
+        k: pairs wanted, at most D.
+        tolerance: bound on the residuals relative to the largest ``|value|``; float32 reaches about 1e-6.
+
+    Source: Wu & Simon (2000) for the thick restart; Golub & Van Loan (2013), Section 10.3, for blocks.
+
+    Example:
+        >>> diagonal = torch.arange(1.0, 101.0)
+        >>> top_eigenpairs(lambda v: v * diagonal, diagonal, 3).values.round(decimals=2)
+        tensor([100.,  99.,  98.])
+    """
+    dim = len(like)
+    block = min(k, _BLOCK)
+    generator = torch.Generator().manual_seed(0)
+    budget, applications = 20 * k + _BUDGET, 0
+    keep, capacity = k + block, min(dim, 2 * k + 4 * block)
+    basis = products = like.new_empty(0, dim)
+    q = _orthonormal(gaussian_rows(block, dim, like, generator), basis, 0.0)
+    while True:
+        product = apply(operator, q)
+        applications += len(q)
+        basis, products = torch.cat([basis, q]), torch.cat([products, product])
+        projected = (basis @ products.T).cpu().double()
+        values, vectors = torch.linalg.eigh(0.5 * (projected + projected.T))
+        scale, best = float(values.abs().max()), vectors.T.flip(0)[:keep].to(like)
+        top, found, moved = values.flip(0)[:k].to(like), best @ basis, best @ products
+        residuals = (moved[:k] - top.unsqueeze(1) * found[:k]).norm(dim=1)
+        converged = len(values) >= k and float(residuals.max()) <= tolerance * scale
+        if converged or len(basis) == dim or applications >= budget:
+            return Eigenpairs(top, found[:k], residuals, converged or len(basis) == dim, applications)
+        following = _orthonormal(product, basis, scale)
+        # An invariant space that is too small or not known to be the top one: look elsewhere.
+        if not len(following):
+            following = _orthonormal(gaussian_rows(block, dim, like, generator), basis, 0.0)
+        if len(basis) + len(following) > capacity and len(basis) > keep:
+            basis, products = found, moved
+        q = following[: dim - len(basis)]
+
+
+def _orthonormal(rows: Tensor, basis: Tensor, scale: float) -> Tensor:
+    """Return an orthonormal basis of the rows' part outside ``basis``, without what is rounding error of ``scale``."""
+    for _ in range(2):
+        rows = rows - (rows @ basis.T) @ basis
+        q, r = torch.linalg.qr(rows.T)
+        real = r.diagonal().abs() > 32 * torch.finfo(rows.dtype).eps * scale
+        rows, scale = q.T[real], 0.0
+    return rows

@@ -41,42 +41,6 @@ class Metric(Protocol):
         r"""Return :math:`R^{-\top} g`, the gradient with respect to y, for each gradient g with respect to x."""
 
 
-class DiagonalMetric:
-    """A diagonal M.
-
-    Args:
-        diagonal: of M, positive, ``[D]``.
-    """
-
-    def __init__(self, diagonal: Tensor) -> None:
-        self._inverse_root = diagonal.detach().rsqrt()
-
-    def coloured(self, rows: Tensor) -> Tensor:
-        """Return displacements of x."""
-        return rows * self._inverse_root
-
-    whitened = coloured
-
-
-class CholeskyMetric:
-    r"""A dense :math:`M = L L^\top`.
-
-    Args:
-        factor: L, lower triangular, ``[D, D]``.
-    """
-
-    def __init__(self, factor: Tensor) -> None:
-        self._factor = factor.detach()
-
-    def coloured(self, rows: Tensor) -> Tensor:
-        """Return displacements of x."""
-        return torch.linalg.solve_triangular(self._factor, rows, upper=False, left=False)
-
-    def whitened(self, rows: Tensor) -> Tensor:
-        """Return gradients with respect to y."""
-        return torch.linalg.solve_triangular(self._factor.mT, rows, upper=True, left=False)
-
-
 @dataclass(frozen=True)
 class InMetric:
     r"""The function :math:`y \mapsto U(x_0 + R^{-1} y)`, in whose coordinates the norm is that of M.
@@ -277,7 +241,7 @@ def minimise_newton(
             callback(value, decrement)
         if found is not None and decrement + residual**2 / floor > tolerance:
             continue
-        lowest = smallest_eigenpair(product, len(x), steps=krylov_steps, like=x)
+        lowest = smallest_eigenpair(product, x, steps=krylov_steps)
         if lowest.value < -lowest.resolution:
             found = _line_search(problem, x, value, gradient, _downhill(lowest.vector, gradient))
             if found is not None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from pyro_dvi.errors import ArgumentError, NonFiniteError
+from pyro_dvi.errors import NonFiniteError
 
 Operator = Callable[[Tensor], Tensor]
 """A symmetric matrix A as a function of rows: ``[S, D] -> [S, D]``, each row v to A v.
@@ -19,26 +19,15 @@ def apply(operator: Operator, vectors: Tensor) -> Tensor:
     """Return the products ``[S, D]`` with the rows of ``vectors``, checked.
 
     Raises:
-        ArgumentError: the operator changes the shape.
         NonFiniteError: a product is NaN or infinite.
     """
     products = operator(vectors).detach()
-    if products.shape != vectors.shape:
-        raise ArgumentError(
-            f"an operator maps rows [S, D] to rows of the same shape; {tuple(vectors.shape)} became "
-            f"{tuple(products.shape)}"
-        )
     if not bool(products.sum().isfinite()) and not bool(products.isfinite().all()):
         raise NonFiniteError(
             "the product of the operator with a finite vector is NaN or infinite; check the point at which the "
             "operator was built, or build it in float64"
         )
     return products.to(vectors)
-
-
-def dots(a: Tensor, b: Tensor) -> Tensor:
-    """Return the inner products ``[S]`` of the rows of two ``[S, D]``, summed pairwise rather than by a matmul."""
-    return (a * b).sum(-1)
 
 
 def identity_rows(like: Tensor, at_once: int = 256) -> Iterator[Tensor]:

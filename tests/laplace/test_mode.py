@@ -117,12 +117,13 @@ def test_subset_moves_alone():
 def test_too_few_gradients_are_an_error_that_keeps_the_progress():
     problem = SineRegression()
     guide = problem.trained(20)
-    before = float(guide.energy(problem.batches).value(guide.energy(problem.batches).start))
+    energy = guide.energy(problem.batches)
+    before = float(energy.at(energy.start).value)
     with pytest.raises(UnconvergedError, match="10 gradients did not suffice(.|\n)*max_gradients") as caught:
         guide.polish(problem.batches, max_gradients=10, **QUIET)
     assert "inf" not in str(caught.value)
     energy = guide.energy(problem.batches)
-    after = float(energy.value(energy.start))
+    after = float(energy.at(energy.start).value)
     assert after < before and after == pytest.approx(caught.value.report.value, rel=1e-12)
 
 
@@ -146,7 +147,7 @@ def test_interrupt_keeps_the_best_point(monkeypatch):
         signal.signal(signal.SIGINT, previous)
     assert not report.converged and report.reason == "interrupted" and report.value < report.value_before
     energy = guide.energy(problem.batches)
-    assert float(energy.value(energy.start)) == pytest.approx(report.value, rel=1e-12)
+    assert float(energy.at(energy.start).value) == pytest.approx(report.value, rel=1e-12)
 
 
 def test_direction_without_curvature_is_no_minimum():
@@ -204,17 +205,6 @@ def test_saddle_is_named(saddle):
     assert "prior precisions" in str(found)
 
 
-@pytest.mark.parametrize("trained_with", [20.0])
-def test_another_kl_weight_is_found(trained_with):
-    problem = SineRegression(hidden=4)
-    guide = problem.trained(1500, kl_weight=trained_with)
-    found = guide.diagnose(problem.batches)
-    assert found.fitting_kl_weight == pytest.approx(trained_with, rel=0.05)
-    assert f"kl_weight={found.fitting_kl_weight:.3g}" in found.verdict
-    same = guide_at(problem.model, problem.batches[0], guide.unconstrained_mode(), kl_weight=trained_with)
-    assert same.diagnose(problem.batches).fitting_kl_weight is None
-
-
 def test_nan_is_named():
     problem = LinearRegression()
     x, y = problem.x.clone(), problem.y.clone()
@@ -224,7 +214,8 @@ def test_nan_is_named():
     guide = problem.guide()
     with torch.no_grad():
         guide.locs.weight[0] = math.inf
-    assert "latent 'weight'" in guide.diagnose(problem.batches).verdict
+    with pytest.raises(ModelError, match="latent 'weight'"):
+        guide.diagnose(problem.batches)
 
 
 def test_random_model_is_named():
@@ -236,8 +227,8 @@ def test_random_model_is_named():
     x = torch.randn(20, 2)
     guide = guide_at(model, (x, x[:, 0]), {"w": torch.ones(2)})
     state = torch.get_rng_state()
-    found = guide.diagnose([(x, x[:, 0])])
-    assert found.randomness > 0 and "random" in found.verdict and not found.converged
+    with pytest.raises(ModelError, match="random"):
+        guide.diagnose([(x, x[:, 0])])
     assert torch.equal(torch.get_rng_state(), state)
     with pytest.raises(ModelError, match="random"):
         guide.fit([(x, x[:, 0])], Dense())

@@ -19,7 +19,6 @@ from pyro_dvi.laplace import (
     ConjugateGradient,
     Dense,
     Diagonal,
-    Exactly,
     Functional,
     Hessian,
     KroneckerFactored,
@@ -168,7 +167,7 @@ def test_what_cannot_be_tuned_is_refused():
     with pytest.raises(ModelError, match="one observed site"):
         problem.guide().tune(problem.batches, NoiseScale("z"), **QUIET)
     guide = guide_at(hierarchical, (problem.x, problem.y), {"scale": torch.zeros(()), "w": problem.mode()})
-    with pytest.raises(UnsupportedError, match="'scale', a LogNormal"):
+    with pytest.raises(UnsupportedError, match="'scale' has a LogNormal"):
         guide.tune([(problem.x, problem.y)], PriorPrecision("scale"), **QUIET)
     tempered = guide_at(problem.model, problem.batches[0], {"weight": problem.mode()}, kl_weight=0.5)
     with pytest.raises(ArgumentError, match="kl_weight=1"):
@@ -280,9 +279,10 @@ def test_evidence_and_validation_are_those_of_the_precision_that_predicts(networ
 def test_another_determinant_may_be_asked_for(network):
     guide, batches = network
     scores = []
+    options = {"values": [0.5, 1.0, 2.0], "refinements": 0, **QUIET}
     for method in (Diagonal(), Dense()):
         guide.scale_factors = {}
-        curve = guide.tune(batches, criterion=ByEvidence(Exactly()), method=method, **QUIET)
+        curve = guide.tune(batches, criterion=ByEvidence(ByLanczos(2, 20)), method=method, **options)
         scores.append(curve.scores)
     torch.testing.assert_close(*scores)
 

@@ -30,3 +30,16 @@ class Counting:
         self.vectors += len(vectors)
         self.sizes.append(len(vectors))
         return vectors @ self.matrix
+
+
+class Root:
+    """The metric M = R'R."""
+
+    def __init__(self, root: Tensor) -> None:
+        self.inverse = torch.linalg.inv(root)
+
+    def coloured(self, rows: Tensor) -> Tensor:
+        return rows @ self.inverse.mT
+
+    def whitened(self, rows: Tensor) -> Tensor:
+        return rows @ self.inverse

@@ -12,7 +12,6 @@ from pyro_dvi.linalg.lanczos import SpectralQuadrature, trace_of_function
 from tests.linalg.matrices import Counting, with_eigenvalues
 
 SPECTRUM = torch.logspace(-1, 2, 60, dtype=torch.float64)
-LIKE = torch.empty(0, dtype=torch.float64)
 
 
 def seeded(seed: int) -> torch.Generator:
@@ -23,7 +22,7 @@ def test_enough_steps_leave_only_the_spread_of_the_probes():
     """With steps = dim each probe gives its quadratic form exactly."""
     matrix, vectors = with_eigenvalues(SPECTRUM)
     quadrature = trace_of_function(
-        lambda v: v @ matrix, 60, num_probes=3, steps=60, generator=seeded(1), like=LIKE
+        lambda v: v @ matrix, torch.zeros(60, dtype=torch.float64), seeded(1), num_probes=3, steps=60
     )
     estimate = quadrature.log_determinant()
     signs = torch.randint(2, (3, 60), generator=seeded(1), dtype=torch.float64) * 2 - 1
@@ -39,7 +38,7 @@ def test_within_its_standard_errors():
     scores = []
     for seed in range(40):
         estimate = trace_of_function(
-            lambda v: v @ matrix, 60, num_probes=30, steps=30, generator=seeded(seed), like=LIKE
+            lambda v: v @ matrix, torch.zeros(60, dtype=torch.float64), seeded(seed), num_probes=30, steps=30
         ).log_determinant()
         scores.append((estimate.value - exact) / estimate.standard_error)
     z = torch.tensor(scores)
@@ -49,7 +48,11 @@ def test_within_its_standard_errors():
 
 def test_diagonal_matrix_is_exact_with_one_probe():
     estimate = trace_of_function(
-        lambda v: v * SPECTRUM, 60, num_probes=1, steps=60, like=LIKE
+        lambda v: v * SPECTRUM,
+        torch.zeros(60, dtype=torch.float64),
+        torch.Generator(),
+        num_probes=1,
+        steps=60,
     ).log_determinant()
     assert estimate.value == pytest.approx(float(SPECTRUM.log().sum()), abs=1e-9)
     assert math.isnan(estimate.standard_error)
@@ -59,11 +62,17 @@ def test_shifts_need_no_application_and_equal_the_shifted_matrix():
     eigenvalues = torch.cat([torch.zeros(40, dtype=torch.float64), SPECTRUM[:20] * 50])
     matrix, _ = with_eigenvalues(eigenvalues)
     operator = Counting(matrix)
-    quadrature = trace_of_function(operator, 60, num_probes=4, steps=60, generator=seeded(2), like=LIKE)
+    quadrature = trace_of_function(
+        operator, torch.zeros(60, dtype=torch.float64), seeded(2), num_probes=4, steps=60
+    )
     applied = operator.vectors
     for c in (0.1, 1.0, 30.0):
         direct = trace_of_function(
-            lambda v, c=c: v @ matrix + c * v, 60, num_probes=4, steps=60, generator=seeded(2), like=LIKE
+            lambda v, c=c: v @ matrix + c * v,
+            torch.zeros(60, dtype=torch.float64),
+            seeded(2),
+            num_probes=4,
+            steps=60,
         ).log_determinant()
         shifted = quadrature.log_determinant(c)
         assert shifted.value == pytest.approx(direct.value, rel=1e-8)
@@ -79,7 +88,11 @@ def test_common_multiplier_of_a_prior():
     prior = torch.rand(25, generator=generator, dtype=torch.float64) + 0.5
     scaled = jacobian / prior.sqrt()
     quadrature = trace_of_function(
-        lambda v: v @ scaled.T @ scaled, 25, num_probes=200, steps=25, generator=generator, like=LIKE
+        lambda v: v @ scaled.T @ scaled,
+        torch.zeros(25, dtype=torch.float64),
+        generator,
+        num_probes=200,
+        steps=25,
     )
     for c in (0.3, 1.0, 7.0):
         exact = float(torch.logdet(jacobian.T @ jacobian + c * prior.diag()))
@@ -92,7 +105,7 @@ def test_common_multiplier_of_a_prior():
 def test_trace_of_other_functions():
     matrix, _ = with_eigenvalues(SPECTRUM)
     quadrature = trace_of_function(
-        lambda v: v @ matrix, 60, num_probes=100, steps=40, generator=seeded(3), like=LIKE
+        lambda v: v @ matrix, torch.zeros(60, dtype=torch.float64), seeded(3), num_probes=100, steps=40
     )
     torch.testing.assert_close(quadrature.weights.sum(-1), torch.ones(100, dtype=torch.float64))
     for function in (torch.sqrt, torch.square, torch.ones_like, lambda x: 1 / (1 + x)):
@@ -102,11 +115,13 @@ def test_trace_of_other_functions():
 
 
 def test_spaces_that_end_early():
-    quadrature = trace_of_function(lambda v: 3 * v, 5, num_probes=4, steps=5)  # every probe is an eigenvector
+    quadrature = trace_of_function(
+        lambda v: 3 * v, torch.zeros(5), torch.Generator(), num_probes=4, steps=5
+    )  # every probe is an eigenvector
     estimate = quadrature.log_determinant()
     assert estimate.value == pytest.approx(5 * math.log(3), rel=1e-6) and estimate.standard_error < 1e-6
     mixed = torch.tensor([[0.0, 1.0], [1.0, 0.0]])  # eigenvectors (1, 1) and (1, -1), values 1 and -1
-    quadrature = trace_of_function(lambda v: v @ mixed, 2, num_probes=50, steps=2, generator=seeded(0))
+    quadrature = trace_of_function(lambda v: v @ mixed, torch.zeros(2), seeded(0), num_probes=50, steps=2)
     assert quadrature.nodes.abs().max() <= 1 + 1e-6
     assert (
         abs(quadrature.trace(torch.exp).value - 2 * math.cosh(1))
@@ -117,32 +132,32 @@ def test_spaces_that_end_early():
 def test_float32_one_dimension_and_log_of_what_is_not_positive():
     matrix, _ = with_eigenvalues(SPECTRUM)
     single = trace_of_function(
-        lambda v: v @ matrix.float(), 60, num_probes=5, steps=40, generator=seeded(4)
+        lambda v: v @ matrix.float(), torch.zeros(60), seeded(4), num_probes=5, steps=40
     ).log_determinant()
     exact = float(SPECTRUM.log().sum())
     assert (
         abs(single.value - exact) < 5 * single.standard_error
     )  # t with 4 degrees of freedom: 1 in 130 seeds
-    assert trace_of_function(lambda v: 2 * v, 1, num_probes=1).log_determinant().value == pytest.approx(
-        math.log(2), rel=1e-6
-    )
+    assert trace_of_function(
+        lambda v: 2 * v, torch.zeros(1), torch.Generator(), num_probes=1
+    ).log_determinant().value == pytest.approx(math.log(2), rel=1e-6)
     indefinite, _ = with_eigenvalues(SPECTRUM - 1)
-    quadrature = trace_of_function(lambda v: v @ indefinite, 60, like=LIKE)
+    quadrature = trace_of_function(
+        lambda v: v @ indefinite, torch.zeros(60, dtype=torch.float64), torch.Generator()
+    )
     with pytest.raises(NotPositiveDefiniteError, match="eigenvalue") as caught:
         quadrature.log_determinant()
     assert caught.value.curvature < 0
     assert math.isfinite(quadrature.log_determinant(1.0).value)
     with pytest.raises(ArgumentError, match="num_probes"):
-        trace_of_function(lambda v: v, 3, num_probes=0)
+        trace_of_function(lambda v: v, torch.zeros(3), torch.Generator(), num_probes=0)
 
 
 def test_probes_one_after_the_other_give_what_they_give_together(monkeypatch: pytest.MonkeyPatch) -> None:
     diagonal = torch.linspace(1, 4, 40, dtype=torch.float64)
 
     def quadrature() -> SpectralQuadrature:
-        return trace_of_function(
-            lambda v: v * diagonal, 40, num_probes=5, steps=10, generator=seeded(1), like=diagonal
-        )
+        return trace_of_function(lambda v: v * diagonal, diagonal, seeded(1), num_probes=5, steps=10)
 
     together = quadrature()
     monkeypatch.setattr(import_module("pyro_dvi.linalg.lanczos"), "_BASIS_BYTES", 1)

@@ -327,7 +327,7 @@ def polish() -> Call:
 CALLS: dict[str, Callable[..., object]] = {
     "diagnose": lambda guide, loader: guide.diagnose(loader),
     "log_evidence": lambda guide, loader: guide.log_evidence(loader),
-    "log_evidence, exactly": lambda guide, loader: guide.log_evidence(loader, determinant=laplace.Exactly()),
+    "log_evidence, exactly": lambda guide, loader: guide.log_evidence(loader),
     "log_evidence, by Lanczos": lambda guide, loader: guide.log_evidence(
         loader, determinant=laplace.ByLanczos(2, 5)
     ),

@@ -12,24 +12,30 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from copy import copy
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
 
 from pyro_dvi.core.undisturbed import constant_parameters, evaluating, widest
 from pyro_dvi.curvature.example_gradients import ExampleGradients, by_examples
+from pyro_dvi.curvature.linearisation import ObservedSite, private_random_state
 from pyro_dvi.curvature.products import SavedBytes, information_pairs, vectors_together
 from pyro_dvi.curvature.squared_gradients import SquaredGradients
-from pyro_dvi.errors import NonFiniteError, UnsupportedError
-from pyro_dvi.laplace.energy.batch_graph import BatchGraph, DrawnLabels, sites_only
+from pyro_dvi.errors import DataError, NonFiniteError, UnsupportedError, warn
+from pyro_dvi.laplace.energy.batch_graph import BatchGraph, sites_only
 from pyro_dvi.laplace.energy.passes import Arguments, Passes, Rows
 from pyro_dvi.laplace.energy.query import Layout
 from pyro_dvi.runs.explained import explained_errors
 from pyro_dvi.runs.log_joint import JointRun, run_joint
 from pyro_dvi.runs.posterior_run import Call
 from pyro_dvi.runs.structure import check_gradients
+
+_LABELS = 8  # for each observation
+
+Recorder = Callable[[list[Tensor]], AbstractContextManager[Any]]
 
 
 @dataclass
@@ -90,7 +96,7 @@ class Energy:
         self.passes = Passes(batches, reference.device)
         self.kl_weight = kl_weight
         self.memory = memory
-        self.labels = DrawnLabels(self.passes)
+        self._announced: set[str] = set()  # sites of which labels are drawn
         self.work = Work()
         self._local: LocalEnergy | None = None
         self._checked = False  # whether gradients of the likelihood reach the latents
@@ -120,23 +126,15 @@ class Energy:
         if self.work.report is not None:
             self.work.report(work)
 
-    def value(self, point: Tensor) -> Tensor:
-        """Return U, a scalar, without graphs."""
-        log_likelihood, log_prior = self.log_joint(point)
-        return (-log_likelihood / self.kl_weight - log_prior).to(point.dtype)
-
     def log_joint(self, point: Tensor) -> tuple[Tensor, Tensor]:
         """Return the log-likelihood of all data and the log prior, scalars in the widest type, without graphs."""
         log_likelihood = torch.zeros((), dtype=widest(point.device), device=point.device)
         log_prior = torch.zeros_like(log_likelihood)
-        rows = Rows()
         with torch.no_grad():
             for index, (_, run) in enumerate(self.runs(point)):
-                rows.add(run)
                 log_likelihood += run.log_likelihood()
                 if index == 0:
                     log_prior += run.log_prior
-        rows.check(self.passes.order)
         return log_likelihood, log_prior
 
     def first_run(self, point: Tensor) -> tuple[list[Tensor], JointRun]:
@@ -144,17 +142,23 @@ class Energy:
         return next(iter(self.runs(point)))
 
     def runs(
-        self, point: Tensor, recorder: Callable[[list[Tensor]], AbstractContextManager[Any]] | None = None
+        self, point: Tensor, recorder: Recorder | None = None
     ) -> Iterator[tuple[list[Tensor], JointRun]]:
-        """Run the model on every batch, within ``recorder`` of the sites' tensors; give what varies with each run."""
+        """Run the model on every batch, within ``recorder`` of the sites' tensors; give what varies with each run.
+
+        Raises:
+            DataError: the batches of a whole pass do not hold every row once.
+            ModelError: the prior changes from batch to batch.
+        """
+        rows = Rows()
         for batch in self.passes:
-            yield self.run(batch, point, recorder)
+            found = self.run(batch, point, recorder)
+            rows.add(found[1])
+            yield found
+        rows.check()
 
     def run(
-        self,
-        batch: Arguments,
-        point: Tensor,
-        recorder: Callable[[list[Tensor]], AbstractContextManager[Any]] | None = None,
+        self, batch: Arguments, point: Tensor, recorder: Recorder | None = None
     ) -> tuple[list[Tensor], JointRun]:
         """Run the model on one batch; see :meth:`runs`."""
         args, kwargs = batch
@@ -173,15 +177,47 @@ class Energy:
         """Return the difference between two runs of the same batch in U: rounding, unless the model is random."""
         batch = self.passes.first_again()
         with torch.no_grad():
-            graphs = [BatchGraph(*self.run(batch, point), kl_weight=self.kl_weight) for _ in range(2)]
-        return (graphs[0].energy - graphs[1].energy).abs().item()
+            first, second = (self.graph(*self.run(batch, point)).energy for _ in range(2))
+        return (first - second).abs().item()
+
+    def labels(self, site: ObservedSite, batch: int) -> list[Tensor]:
+        """Draw labels of a site from its own distribution, the same in every pass over the data.
+
+        Args:
+            site: an observed site without a closed-form Fisher information.
+            batch: the position of the batch in its pass, each of which has labels of its own.
+
+        Raises:
+            DataError: the rows come in another order each time, and would have other labels.
+        """
+        kind = type(site.fn).__name__
+        if self.passes.reordered:
+            raise DataError(
+                f"the Gauss-Newton matrix of observed site {site.name!r}, a {kind}, is estimated from labels drawn for "
+                "each row, which shuffled batches would change: give list(loader), or a loader with shuffle=False"
+            )
+        if site.name not in self._announced:
+            self._announced.add(site.name)
+            warn(
+                f"the Fisher information of {kind} at observed site {site.name!r} has no closed form here: the "
+                f"Gauss-Newton matrix is estimated from {_LABELS} drawn labels for each observation. Use "
+                "precision=Hessian(), or register it with pyro_dvi.curvature.information.information_rule"
+            )
+        generator = torch.Generator(device=site.value.device).manual_seed(
+            crc32(f"0/{batch}/{site.name}".encode())
+        )
+        with private_random_state(generator, site.value.device):
+            return [site.sample_labels() for _ in range(_LABELS)]
 
     def batch_gradient(self, batch: Arguments, point: Tensor) -> Tensor:
         """Gradient [D] of U as a batch estimates it: its likelihood, times the number of batches, is that of all."""
         with torch.enable_grad():
-            values, run = self.run(batch, point)
-            graph = BatchGraph(values, run, kl_weight=self.kl_weight / self.passes.num_batches)
-            return self.layout.flatten(graph.gradient())
+            found = self.run(batch, point)
+            return self.graph(*found, kl_weight=self.kl_weight / self.passes.num_batches).gradient()
+
+    def graph(self, values: list[Tensor], run: JointRun, **options: Any) -> BatchGraph:
+        """Return the graph of a run; options are those of :class:`BatchGraph`."""
+        return BatchGraph(self.layout, values, run, **{"kl_weight": self.kl_weight, **options})
 
 
 class LocalEnergy:
@@ -206,7 +242,7 @@ class LocalEnergy:
         gradient = torch.zeros_like(self.point)
         for graph in self._graphs():
             total += graph.energy.detach()
-            gradient += self.energy.layout.flatten(graph.gradient())
+            gradient += graph.gradient()
         self.energy.count(1)
         if not bool(torch.isfinite(total)):
             raise NonFiniteError(
@@ -227,7 +263,7 @@ class LocalEnergy:
 
     def hessian(self, vectors: Tensor) -> Tensor:
         """Product of the Hessian of U with vectors [S, D]."""
-        return self._sum(vectors, lambda graph, v: graph.hessian(v))
+        return self._sum(lambda graph: graph.hessian(vectors), 2 * len(vectors))
 
     def ggn(self, vectors: Tensor) -> Tensor:
         """Product of vectors [S, D] with the Gauss-Newton matrix of the likelihood plus the Hessian of the prior.
@@ -235,13 +271,7 @@ class LocalEnergy:
         Raises:
             ModelError: the model has a ``pyro.factor`` term, which has no output to take the curvature of.
         """
-        return self._sum(vectors, lambda graph, v: graph.ggn(v))
-
-    @cached_property
-    def prior_gradient(self) -> Tensor:
-        """Gradient of minus the log prior, [D]."""
-        graph = next(iter(self._graphs()))
-        return -self.energy.layout.flatten([g.detach() for g in graph.prior_gradients])
+        return self._sum(lambda graph: graph.ggn(vectors), 2 * len(vectors))
 
     @cached_property
     def prior_diagonal(self) -> Tensor | None:
@@ -259,73 +289,60 @@ class LocalEnergy:
 
     def prior_hessian(self, vectors: Tensor) -> Tensor:
         """Product of vectors [S, D] with the Hessian of minus the log prior."""
-        graph = next(iter(self._graphs()))
-        split = self.energy.layout.split(vectors)
-        return self.energy.layout.flatten(graph.prior_hessian(split))
+        return next(iter(self._graphs())).prior_hessian(vectors)
 
     def ggn_noise(self, count: int, generator: torch.Generator) -> Tensor:
         r"""Draw :math:`J^\top \Lambda^{1/2} \xi` [S, D]: its covariance is the likelihood's Gauss-Newton matrix."""
-        total = self.point.new_zeros(count, len(self.point))
-        for graph in self._graphs():
-            total += self.energy.layout.flatten(graph.ggn_noise(count, generator))
-        self.energy.count(count)
-        return total
+        return self._sum(lambda graph: graph.ggn_noise(count, generator), count)
 
     def examples(self) -> Iterator[ExampleGradients]:
         r"""Give, batch by batch, the rows of :math:`\Lambda^{1/2} J`, of which the Gauss-Newton matrix is made."""
+        energy, recorders = self.energy, list[SquaredGradients]()
+
+        def recorder(sites: list[Tensor]) -> SquaredGradients:
+            recorders.append(SquaredGradients(sites))
+            return recorders[-1]
+
         with torch.enable_grad():
-            recorders: list[SquaredGradients] = []
-
-            def recorder(sites: list[Tensor]) -> SquaredGradients:
-                recorders.append(SquaredGradients(sites))
-                return recorders[-1]
-
-            rows, entries = Rows(), self.energy.layout.entries
-            for _, run in self.energy.runs(self.point, recorder):
-                rows.add(run)
-                labels = partial(self.energy.labels, batch=rows.batches - 1)
+            for index, (_, run) in enumerate(energy.runs(self.point, recorder)):
+                labels = partial(energy.labels, batch=index)
                 for outputs in by_examples(information_pairs(sites_only(run), labels)):
-                    outputs = outputs * self.energy.kl_weight**-0.5
-                    if rows.batches == 1:  # a backward pass for each output, through every batch
-                        self.energy.count(outputs.shape[1])
-                    yield ExampleGradients(recorders[-1], outputs, entries, self.energy.layout.names)
+                    outputs = outputs * energy.kl_weight**-0.5
+                    if index == 0:  # a backward pass for each output, through every batch
+                        energy.count(outputs.shape[1])
+                    yield ExampleGradients(recorders[-1], outputs, energy.layout.entries, energy.layout.names)
                 recorders.clear()
-            rows.check(self.energy.passes.order)
 
-    def _sum(self, vectors: Tensor, product: Callable[["BatchGraph", list[Tensor]], list[Tensor]]) -> Tensor:
-        split = self.energy.layout.split(vectors)
-        total = torch.zeros_like(vectors)
-        for graph in self._graphs():
-            total += self.energy.layout.flatten(product(graph, split))
-        self.energy.count(2 * len(vectors))
+    def _sum(self, part: Callable[[BatchGraph], Tensor], work: int) -> Tensor:
+        total = reduce(torch.add, map(part, self._graphs()))
+        self.energy.count(work)
         return total
 
-    def _graphs(self) -> Iterator["BatchGraph"]:
+    def _graphs(self) -> Iterator[BatchGraph]:
         if self._kept is not None:
             yield from self._kept
             return
         kept: list[BatchGraph] | None = []
-        saved, rows = 0, Rows()
+        saved, by_run = 0, list[SavedBytes]()
+
+        def recorder(sites: list[Tensor]) -> SavedBytes:
+            by_run.append(SavedBytes())
+            return by_run[-1]
+
         with torch.enable_grad():
-            for batch in self.energy.passes:
-                saved_by_run = SavedBytes()
-                with saved_by_run:
-                    values, run = self.energy.run(batch, self.point)
-                rows.add(run)
-                graph = BatchGraph(
+            for index, (values, run) in enumerate(self.energy.runs(self.point, recorder)):
+                graph = self.energy.graph(
                     values,
                     run,
-                    kl_weight=self.energy.kl_weight,
-                    with_prior=rows.batches == 1,
-                    labels=partial(self.energy.labels, batch=rows.batches - 1),
-                    vectors_at_once=vectors_together(saved_by_run.total, self.point.device),
+                    with_prior=index == 0,
+                    labels=partial(self.energy.labels, batch=index),
+                    vectors_at_once=vectors_together(by_run[-1].total, self.point.device),
                 )
-                # Products differentiate twice: their graphs hold about three times what the run saved.
-                saved += 4 * saved_by_run.total
+                # Products differentiate twice: their graphs hold about three times the bytes that the run saved.
+                saved += 4 * by_run[-1].total
                 if kept is not None:
                     kept = [*kept, graph] if saved <= self.energy.memory else None
                 yield graph
-        rows.check(self.energy.passes.order)
         self._kept = kept
 
 

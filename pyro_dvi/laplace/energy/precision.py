@@ -86,7 +86,7 @@ class Hessian(PrecisionMatrix):
 
 
 def independent_prior_precision(local: LocalEnergy, method: str) -> Tensor:
-    """Return the diagonal [D] of the Hessian of minus the log prior, which has nothing else.
+    """Return the diagonal [D] of the Hessian of minus the log prior, for a prior of independent latents.
 
     Args:
         local: U around the mode.
@@ -96,12 +96,7 @@ def independent_prior_precision(local: LocalEnergy, method: str) -> Tensor:
         UnsupportedError: latents are coupled by their prior, as the scale of a hierarchical prior with what it scales.
         NotPositiveDefiniteError: the prior has no positive curvature at some latent.
     """
-    diagonal, coupled = _diagonal_by_sites(local)
-    if coupled:
-        raise UnsupportedError(
-            f"{method} needs a prior of independent latents; that of {' and '.join(map(repr, coupled))} couples them. "
-            "Use Dense() or ConjugateGradient(), or subset=... without those that enter the prior of others"
-        )
+    diagonal = prior_diagonal(local, method, independent=True)
     for name, part in local.energy.layout.named(diagonal).items():
         if not bool((part > 0).all()):
             raise NotPositiveDefiniteError(
@@ -111,19 +106,32 @@ def independent_prior_precision(local: LocalEnergy, method: str) -> Tensor:
     return diagonal
 
 
-def prior_diagonal(local: LocalEnergy, method: str) -> Tensor:
-    """Return the diagonal [D] of the Hessian of minus the log prior, whatever else it has.
+def prior_diagonal(local: LocalEnergy, method: str, *, independent: bool = False) -> Tensor:
+    """Return the diagonal [D] of the Hessian of minus the log prior, by a probe for each site.
 
     Raises:
-        UnsupportedError: elements of one site are coupled by their prior.
+        UnsupportedError: elements of one site are coupled by their prior; with ``independent``, also if sites are.
     """
-    found, coupled = _diagonal_by_sites(local)
-    if len(coupled) == 1:
-        raise UnsupportedError(
-            f"{method} needs the diagonal of the prior's curvature, which is not known for {coupled[0]!r}: its "
-            "elements are dependent. Use Dense() or ConjugateGradient(preconditioner=None)"
-        )
-    return found
+    if local.prior_diagonal is not None:
+        return local.prior_diagonal
+    layout, diagonal = local.energy.layout, torch.zeros_like(local.point)
+    probe = torch.randn(local.point.shape, generator=torch.Generator().manual_seed(0)).to(diagonal)
+    ones = layout.named(torch.ones_like(diagonal))
+    for name in layout.names:
+        here = layout.flatten([v * (site == name) for site, v in ones.items()])
+        mine, probed = local.prior_hessian(
+            torch.stack([here, here * probe])
+        )  # any two elements of a probe differ
+        diagonal += mine * here
+        wrong = (probed - mine * here * probe).abs() > 1e3 * torch.finfo(mine.dtype).eps * mine.abs().max()
+        coupled = [site for site, places in layout.named(wrong).items() if bool(places.any())]
+        if name in coupled or (independent and coupled):
+            sites = " and ".join(sorted({repr(name), repr(coupled[0])}))
+            raise UnsupportedError(
+                f"{method} needs a prior of independent latents, but the prior of {sites} couples them: use Dense() or "
+                "ConjugateGradient(), or subset=... without those that enter the prior of others"
+            )
+    return diagonal
 
 
 def common_ratio(new: Tensor, old: Tensor) -> float | None:
@@ -131,27 +139,3 @@ def common_ratio(new: Tensor, old: Tensor) -> float | None:
     ratio = new / old
     lowest, highest = float(ratio.min()), float(ratio.max())
     return highest if highest - lowest <= 100 * torch.finfo(new.dtype).eps * highest else None
-
-
-def _diagonal_by_sites(local: LocalEnergy) -> tuple[Tensor, list[str]]:
-    """The diagonal, and the names of a site or two that are coupled: by one probe a site where one was not enough."""
-    known = local.prior_diagonal
-    if known is not None:
-        return known, []
-    layout, generator = local.energy.layout, torch.Generator().manual_seed(0)
-    diagonal, coupled = torch.zeros_like(local.point), list[str]()
-    ones = layout.named(torch.ones_like(local.point))
-    probe = torch.randn(local.point.shape, generator=generator).to(local.point)  # any two elements differ
-    for name in layout.names:
-        parts = {other: torch.zeros_like(v) for other, v in ones.items()}
-        parts[name] = ones[name]
-        here = layout.flatten(list(parts.values()))
-        mine, probed = local.prior_hessian(torch.stack([here, here * probe]))
-        diagonal += mine * here
-        wrong = (probed - mine * here * probe).abs() > 1e3 * torch.finfo(mine.dtype).eps * mine.abs().max()
-        found = [other for other, places in layout.named(wrong).items() if bool(places.any())]
-        if name in found:
-            return diagonal, [name]
-        if found and not coupled:
-            coupled = [name, found[0]]
-    return diagonal, coupled

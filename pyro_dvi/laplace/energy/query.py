@@ -14,8 +14,7 @@ from pyro_dvi.core.undisturbed import constant_parameters, evaluating
 from pyro_dvi.curvature.example_gradients import ExampleGradients
 from pyro_dvi.curvature.products import LinearMap, SavedBytes, vectors_together
 from pyro_dvi.curvature.squared_gradients import SquaredGradients
-from pyro_dvi.errors import DataError
-from pyro_dvi.laplace.energy.batch_graph import refuse_torch_modes
+from pyro_dvi.errors import DataError, UnsupportedError
 from pyro_dvi.linalg.operator import identity_rows
 from pyro_dvi.runs.explained import explained_errors
 from pyro_dvi.runs.outputs import Outputs, run_outputs
@@ -143,11 +142,9 @@ class Query:
         self._read = read
         self._locs = {name: loc.detach() for name, loc in locs.items()}
         tensors = [v for v in tensors_in(inputs) if v.dim() > 0]
-        if not tensors:
-            raise DataError("a query needs an input tensor with a row for each example")
-        self.num_rows = len(tensors[0])
+        self.num_rows = len(tensors[0]) if tensors else 0
         if self.num_rows == 0:
-            raise DataError("the query has no rows")
+            raise DataError("the query has no rows: it needs an input tensor with a row for each example")
         for tensor in tensors:
             if not bool(torch.isfinite(tensor).all()):
                 raise DataError(f"the query of shape {tuple(tensor.shape)} holds NaN or infinite values")
@@ -218,10 +215,24 @@ class Query:
     def _run(self, sites: Mapping[str, Tensor]) -> Outputs:
         args = with_missing(self.model, self.inputs)
         with torch.enable_grad(), explained_errors(self.model, sites.values(), args, {}):
-            return (self._read or self._run_model)({**self._locs, **sites}, self.num_rows)
+            if self._read is not None:
+                return self._read({**self._locs, **sites}, self.num_rows)
+            with evaluating(self.model), constant_parameters(self.model):
+                return run_outputs(self.model, args, {**self._locs, **sites}, self.num_rows, self.site)
 
-    def _run_model(self, named: Mapping[str, Tensor], num_rows: int) -> Outputs:
-        """Run the model at unconstrained values and read its outputs."""
-        args = with_missing(self.model, self.inputs)
-        with evaluating(self.model), constant_parameters(self.model):
-            return run_outputs(self.model, args, named, num_rows, self.site)
+
+def refuse_torch_modes(device: torch.device | None) -> None:
+    """Refuse to differentiate where nothing can be, and to solve equations in half precision.
+
+    Args:
+        device: of the model; None: not known, so the CPU.
+
+    Raises:
+        UnsupportedError: ``torch.inference_mode()`` or ``torch.autocast`` is on.
+    """
+    if torch.is_inference_mode_enabled() or torch.is_autocast_enabled(device.type if device else "cpu"):
+        raise UnsupportedError(
+            "a Laplace approximation differentiates the model and solves equations, in predictions too: use "
+            "torch.no_grad() in place of torch.inference_mode(), with inputs made outside of it, and torch.autocast in "
+            "training only"
+        )

@@ -7,15 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 
-from pyro_dvi.errors import ArgumentError, ModelError, NotPositiveDefiniteError, UnsupportedError
+from pyro_dvi.errors import ArgumentError, ModelError, NotPositiveDefiniteError
 from pyro_dvi.laplace.energy.batch_graph import BatchGraph
 from pyro_dvi.laplace.energy.energy import Energy, LocalEnergy, diagonal_of
+from pyro_dvi.laplace.energy.precision import common_ratio
 from pyro_dvi.laplace.evidence.evidence import free_terms
 from pyro_dvi.laplace.fitted import rescaled_model
 from pyro_dvi.laplace.methods.method import LaplacePosterior, Method
@@ -28,26 +29,20 @@ class Scale(ABC):
     Attributes:
         exponent: of the number, in what multiplies the scale of the sites' distributions.
         of_prior: it changes the prior's part of P, not the likelihood's.
-        decades: above and below 1, in which values are tried where the caller names none.
-        num_values: how many.
+        grid: the values that are tried where the caller names none.
     """
 
     exponent: ClassVar[float]
     of_prior: ClassVar[bool]
-    decades: ClassVar[int]
-    num_values: ClassVar[int]
+    grid: ClassVar[Tensor]
 
     @abstractmethod
     def sites(self, energy: Energy) -> list[str]:
-        """Return the sites whose distributions change."""
+        """Return the sites whose distributions change; :func:`~pyro_dvi.runs.log_joint.rescaled` refuses others."""
 
     def factor(self, value: float) -> float:
         """Return what multiplies the scale of these sites."""
         return value**self.exponent
-
-    def grid(self) -> Tensor:
-        """Return the values that are tried where the caller names none."""
-        return torch.logspace(-self.decades, self.decades, self.num_values, dtype=torch.float64)
 
     def proportions(self, value: float) -> tuple[float, float]:
         """Return what multiplies the likelihood's part of P and the prior's, if all sites of a kind change."""
@@ -66,27 +61,19 @@ class PriorPrecision(Scale):
 
     names: str | None = None
 
-    exponent, of_prior, decades, num_values = -0.5, True, 3, 25
+    exponent, of_prior, grid = -0.5, True, torch.logspace(-3, 3, 25, dtype=torch.float64)
 
     def sites(self, energy: Energy) -> list[str]:
         """Return the latent sites.
 
         Raises:
             ArgumentError: the pattern fits no site that is uncertain.
-            UnsupportedError: the prior of a site has no scale to multiply.
         """
-        nodes, varying = _nodes(energy), energy.layout.names
+        nodes, varying = energy.first_run(energy.start)[1].trace.nodes, energy.layout.names
         scalable = [name for name in varying if scale_name(nodes[name]["fn"]) is not None]
         chosen = scalable if self.names is None else [n for n in varying if fnmatchcase(n, self.names)]
         if not chosen:
-            error = UnsupportedError if self.names is None else ArgumentError
-            raise error(f"{self} fits no uncertain site whose prior has a scale; there are {varying}")
-        for name in chosen:
-            if name not in scalable:
-                kind = type(nodes[name]["fn"]).__name__
-                raise UnsupportedError(
-                    f"the prior of {name!r}, a {kind}, has no scale that can be multiplied"
-                )
+            raise ArgumentError(f"{self} fits no uncertain site whose prior has a scale; there are {varying}")
         return chosen
 
 
@@ -101,28 +88,19 @@ class NoiseScale(Scale):
 
     site: str | None = None
 
-    exponent, of_prior, decades, num_values = 1.0, False, 1, 17
+    exponent, of_prior, grid = 1.0, False, torch.logspace(-1, 1, 17, dtype=torch.float64)
 
     def sites(self, energy: Energy) -> list[str]:
         """Return the observed site.
 
         Raises:
             ModelError: there is no such site, or several to choose from.
-            UnsupportedError: it has no scale.
         """
-        nodes = _nodes(energy)
         found = energy.first_run(energy.start)[1].sites
         observed = [site.name for site in found if self.site in (None, site.name)]
         if len(observed) != 1:
             raise ModelError(f"NoiseScale(site) needs one observed site; {observed or 'none'} would do")
-        fn = nodes[observed[0]]["fn"]
-        if scale_name(fn) is None:
-            raise UnsupportedError(f"site {observed[0]!r}, a {type(fn).__name__}, has no noise scale")
         return observed
-
-
-def _nodes(energy: Energy) -> Any:
-    return energy.first_run(energy.start)[1].trace.nodes
 
 
 _ANOTHER = 4.0  # a value to compare with 1
@@ -164,21 +142,13 @@ class Candidates:
     def prior_is_proportional(self) -> bool:
         """The whole prior precision is multiplied by one number, as another value shows."""
         before, after = self.prior_diagonal(1.0), self.prior_diagonal(_ANOTHER)
-        if before is None or after is None:
-            return False
-        tolerance = math.sqrt(torch.finfo(before.dtype).eps)
-        return torch.allclose(after, self.scale.proportions(_ANOTHER)[1] * before, rtol=tolerance, atol=0)
+        return before is not None and after is not None and common_ratio(after, before) is not None
 
     def prior_diagonal(self, value: float) -> Tensor | None:
         """Return the prior precision [D]; None unless it is diagonal and positive."""
-        layout = self.energy.layout
         with torch.enable_grad():
-            graph = BatchGraph(self._first[0], self._prior_run(value))
-
-            def product(vectors: Tensor) -> Tensor:
-                return layout.flatten(graph.prior_hessian(layout.split(vectors)))
-
-            return diagonal_of(product, self.energy.start)
+            graph = BatchGraph(self.energy.layout, self._first[0], self._prior_run(value))
+            return diagonal_of(graph.prior_hessian, self.energy.start)
 
     @cached_property
     def likelihood_is_proportional(self) -> bool:

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The evidence of a model by Laplace's method, and the log determinant that it takes."""
+"""The evidence of a model by Laplace's method, and its log determinant."""
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -13,93 +12,29 @@ from torch import Tensor
 from pyro_dvi.core.arguments import check_choice
 from pyro_dvi.core.autograd_graph import enters
 from pyro_dvi.core.table import InNotebook
-from pyro_dvi.core.undisturbed import widest
-from pyro_dvi.errors import ArgumentError, NotPositiveDefiniteError, UnsupportedError
+from pyro_dvi.errors import ArgumentError, UnsupportedError
 from pyro_dvi.laplace.energy.energy import Energy, LocalEnergy
 from pyro_dvi.laplace.energy.passes import same_data
 from pyro_dvi.laplace.energy.precision import PrecisionMatrix
 from pyro_dvi.laplace.energy.query import Layout
+from pyro_dvi.laplace.methods.full_and_low_rank import Dense
 from pyro_dvi.laplace.methods.method import LaplacePosterior
 from pyro_dvi.laplace.mode.diagnosis import sound
-from pyro_dvi.linalg.lanczos import SpectralQuadrature, TraceEstimate, trace_of_function
+from pyro_dvi.linalg.lanczos import TraceEstimate, trace_of_function
 from pyro_dvi.runs.log_joint import JointRun, log_prior_of_entries
 
-_EXACT_SIZE = 1000  # both ways cost about the same there
+EXACT_SIZE = 1000
+"""Latents up to which the log determinant comes from the matrix; both ways cost about the same there."""
 
 
-class Determinant(ABC):
-    r"""Computation of the log determinant of the precision.
+@dataclass(frozen=True)
+class ByLanczos:
+    r"""The log determinant of the precision by stochastic Lanczos quadrature.
 
-    With the eigenvalues of the likelihood's part of P relative to the prior's, :math:`A = D^{-1/2} G D^{-1/2}`,
+    The cost is ``2 * num_probes * steps`` gradients of all data. With the eigenvalues of the likelihood's part of P
+    relative to the prior's, :math:`A = D^{-1/2} G D^{-1/2}`,
 
     .. math:: P = G + D, \qquad \log\det(aG + cD) = \log\det D + \operatorname{tr}\log(aA + c)
-
-    Attributes:
-        exact: by all the eigenvalues.
-    """
-
-    exact: ClassVar[bool] = False
-
-    @abstractmethod
-    def quadrature(self, local: LocalEnergy, precision: PrecisionMatrix) -> SpectralQuadrature:
-        """Return the eigenvalues of A, with weights; of P where its prior's part is not a positive diagonal.
-
-        Args:
-            local: U around the mode.
-            precision: P.
-        """
-
-    def log_determinant(
-        self, local: LocalEnergy, precision: PrecisionMatrix
-    ) -> Callable[[float, float], TraceEstimate]:
-        """Return log det(a * G + c * D) as a function of a and c, by one set of eigenvalues.
-
-        Factors other than 1 need a positive diagonal D. The function raises ``NotPositiveDefiniteError`` where an
-        eigenvalue is not positive.
-        """
-        prior = local.prior_diagonal
-        found = self.quadrature(local, precision)
-        rounding = 64 * torch.finfo(local.point.dtype).eps * (1 + found.nodes.abs().max())
-        nodes = torch.where((found.nodes < 0) & (found.nodes > -rounding), 0.0, found.nodes)
-        found = replace(found, nodes=nodes)
-        of_prior = None if prior is None else float(prior.cpu().double().log().sum())
-
-        def log_determinant(likelihood: float, prior: float) -> TraceEstimate:
-            shift, offset = 0.0, 0.0
-            if of_prior is not None:
-                shift, offset = prior / likelihood, of_prior + found.dim * math.log(likelihood)
-            try:
-                trace = found.log_determinant(shift)
-            except NotPositiveDefiniteError as error:
-                raise NotPositiveDefiniteError(
-                    "the precision is not positive definite: run guide.polish(batches), or use precision=GGN()",
-                    curvature=error.curvature,
-                ) from error
-            return TraceEstimate(trace.value + offset, 0.0 if self.exact else trace.standard_error)
-
-        return log_determinant
-
-
-@dataclass(frozen=True)
-class Exactly(Determinant):
-    """The log determinant from all eigenvalues: the cost of :class:`Dense`, and of an eigenvalue decomposition."""
-
-    exact = True
-
-    def quadrature(self, local: LocalEnergy, precision: PrecisionMatrix) -> SpectralQuadrature:
-        """Return every eigenvalue once."""
-        size, prior = len(local.point), local.prior_diagonal
-        dense = precision.matrix(local).to(widest(local.point.device))
-        if prior is not None:
-            half = prior.to(dense).rsqrt()
-            dense = half.unsqueeze(1) * dense * half - torch.eye(size).to(dense)
-        values = torch.linalg.eigvalsh(0.5 * (dense + dense.mT)).cpu().double()
-        return SpectralQuadrature(values[None], torch.full_like(values[None], 1 / size), size)
-
-
-@dataclass(frozen=True)
-class ByLanczos(Determinant):
-    """The log determinant by stochastic Lanczos quadrature, for ``2 * num_probes * steps`` gradients of all data.
 
     Args:
         num_probes: random vectors; the standard error falls with their square root.
@@ -113,33 +48,33 @@ class ByLanczos(Determinant):
     steps: int = 60
     seed: int = 0
 
-    def quadrature(self, local: LocalEnergy, precision: PrecisionMatrix) -> SpectralQuadrature:
-        """Return what Lanczos recursions from random vectors give."""
-        half, one = local.prior_scale, 0.0 if local.prior_diagonal is None else 1.0
+    def log_determinant(
+        self, local: LocalEnergy, precision: PrecisionMatrix
+    ) -> Callable[[float, float], TraceEstimate]:
+        """Return log det(a * G + c * D) as a function of a and c, by one set of eigenvalues.
 
-        def product(vectors: Tensor) -> Tensor:
-            return half * precision.product(local, half * vectors) - one * vectors
-
-        return trace_of_function(
-            product,
-            len(local.point),
+        Factors other than 1 need a positive diagonal D. The function raises ``NotPositiveDefiniteError`` where an
+        eigenvalue is not positive.
+        """
+        diagonal, half = local.prior_diagonal, local.prior_scale
+        one = 0.0 if diagonal is None else 1.0
+        found = trace_of_function(
+            lambda vectors: half * precision.product(local, half * vectors) - one * vectors,
+            local.point,
+            torch.Generator().manual_seed(self.seed),
             num_probes=self.num_probes,
             steps=self.steps,
-            generator=torch.Generator().manual_seed(self.seed),
-            like=local.point,
         )
+        rounding = 64 * torch.finfo(local.point.dtype).eps * (1 + found.nodes.abs().max())
+        nodes = torch.where((found.nodes < 0) & (found.nodes > -rounding), 0.0, found.nodes)
+        found = replace(found, nodes=nodes)
+        of_prior = -2 * float(half.cpu().double().log().sum())
 
+        def log_determinant(likelihood: float, prior: float) -> TraceEstimate:
+            trace = found.log_determinant(one * prior / likelihood)
+            return replace(trace, value=trace.value + of_prior + found.dim * math.log(likelihood))
 
-def chosen_determinant(given: Determinant | None, size: int) -> Determinant:
-    """Return what was given; by default the exact way where it costs no more than the other.
-
-    Raises:
-        ArgumentError: something else than an object was given.
-    """
-    if given is None:
-        return Exactly() if size <= _EXACT_SIZE else ByLanczos()
-    check_choice("determinant", given, Determinant, "Exactly() or ByLanczos()")
-    return given
+        return log_determinant
 
 
 @dataclass(frozen=True)
@@ -195,7 +130,7 @@ class Evidence(InNotebook):
 def log_evidence(
     energy: Energy,
     precision: PrecisionMatrix,
-    determinant: Determinant | None,
+    determinant: ByLanczos | None,
     posterior: LaplacePosterior | None = None,
     data: float | None = None,
 ) -> Evidence:
@@ -207,7 +142,7 @@ def log_evidence(
     Args:
         energy: U around the mode.
         precision: the precision.
-        determinant: how its log determinant is found; None: by the posterior, or by :func:`chosen_determinant`.
+        determinant: how its log determinant is found; None: by the posterior, or by the matrix up to D = 1,000.
         posterior: the Gaussian of a fit; its own log determinant is taken where it has one, which is as good as its
             approximation of P.
         data: checksum of the batches of that fit; with others the posterior is of no use.
@@ -218,20 +153,21 @@ def log_evidence(
         NonFiniteError: U is NaN or infinite.
         NotPositiveDefiniteError: the precision is not positive definite.
     """
-    check_untempered(energy)
+    check_options(energy, determinant)
     log_likelihood = energy.log_joint(energy.start)[0].item()
-    found, source = None, ""
+    found: TraceEstimate | None = None
     if determinant is None and posterior is not None and same_data(data, energy.passes.checksum):
-        try:
+        with suppress(UnsupportedError):
             found = TraceEstimate(float(posterior.log_determinant()), 0.0)
-            source = type(posterior).__name__
-        except UnsupportedError:
-            pass
     if found is None:
         sound(energy)
-        chosen = chosen_determinant(determinant, energy.layout.size)
-        found = chosen.log_determinant(energy.at(energy.start), precision)(1.0, 1.0)
-        source = "exact" if chosen.exact else repr(chosen)
+        local = energy.at(energy.start)
+        if determinant is None and energy.layout.size <= EXACT_SIZE:
+            posterior = Dense(precision).fit(local)
+            found = TraceEstimate(float(posterior.log_determinant()), 0.0)
+        else:
+            determinant = determinant or ByLanczos()
+            found = determinant.log_determinant(local, precision)(1.0, 1.0)
     with torch.enable_grad():
         log_prior = free_terms(*energy.first_run(energy.start), energy.layout)
     size = energy.layout.size
@@ -242,12 +178,13 @@ def log_evidence(
         log_prior=log_prior,
         log_determinant=found.value,
         size=size,
-        determinant=source,
+        determinant=repr(determinant) if determinant else type(posterior).__name__,
     )
 
 
-def check_untempered(energy: Energy) -> None:
-    """Refuse a tempered likelihood, whose normaliser is no probability of the data."""
+def check_options(energy: Energy, determinant: ByLanczos | None) -> None:
+    """Refuse a tempered likelihood, whose normaliser is no probability of the data, and an unknown determinant."""
+    check_choice("determinant", determinant, (ByLanczos, type(None)), "ByLanczos(num_probes=32)")
     if energy.kl_weight != 1:
         raise ArgumentError(
             f"a tempered posterior (kl_weight={energy.kl_weight:g}) has no evidence: train with kl_weight=1, or use "

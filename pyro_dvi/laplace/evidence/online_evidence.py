@@ -107,7 +107,7 @@ class OnlineEvidence:
                     scale,
                     method=self.method,
                     values=near,
-                    refinements=6,
+                    refinements=10,
                     unconverged="accept",
                     progress=False,
                 ).best

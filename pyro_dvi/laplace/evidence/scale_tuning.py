@@ -4,7 +4,8 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,11 +20,11 @@ from pyro_dvi.laplace.energy.energy import Energy
 from pyro_dvi.laplace.energy.passes import Passes
 from pyro_dvi.laplace.energy.query import Query
 from pyro_dvi.laplace.evidence.candidates import Candidates
-from pyro_dvi.laplace.evidence.evidence import Determinant, check_untempered, chosen_determinant
+from pyro_dvi.laplace.evidence.evidence import EXACT_SIZE, ByLanczos, check_options
+from pyro_dvi.laplace.methods.full_and_low_rank import Dense
 from pyro_dvi.laplace.methods.method import GaussianOutputs
 from pyro_dvi.links import GaussHermite, Probit
 from pyro_dvi.links.class_links import ClassLink
-from pyro_dvi.links.noise_links import NoiseLink
 from pyro_dvi.runs.log_joint import run_joint
 from pyro_dvi.runs.predictive_of_outputs import integrated
 
@@ -49,8 +50,8 @@ class ByEvidence(Criterion):
     The determinant is that of the precision with which the method predicts: of the matrix for ``Dense()`` and
     ``Functional()``, of the diagonal for ``Diagonal()``, of the factors for ``KroneckerFactored()``, of the directions
     that are kept for ``TopEigen(rank)``; these fit once for all values where their Gaussian allows it. For methods that
-    solve or draw, a common multiplier of all priors, and the scale of a constant Gaussian noise, need the eigenvalues
-    of the matrix once; anything else needs them for each value.
+    solve or draw, the matrix serves up to D = 1,000. Beyond, a common multiplier of all priors, and the scale of a
+    constant Gaussian noise, need its eigenvalues once; anything else needs them for each value.
 
     Status: Laplace's approximation for the mode as it is, which is no mode for another c; train again, or polish, with
     the scale that was found, and repeat, for a joint optimum. It judges the model, not its predictions: class
@@ -58,19 +59,19 @@ class ByEvidence(Criterion):
     its mode .04, and :class:`ByValidation` gives .04 to .05). Tune a classifier by validation data where there are any.
 
     Args:
-        determinant: ``Exactly()`` or ``ByLanczos(num_probes, steps)`` of the matrix itself, whatever the
-            method makes of it. None: that of the method; for those that solve or draw, exactly up to
-            D = 1,000, and by Lanczos beyond.
+        determinant: ``ByLanczos(num_probes, steps)`` for the matrix itself, whatever the method makes of it. None: the
+            determinant of the method; for those that solve or draw, of the matrix up to D = 1,000, and by Lanczos
+            quadrature beyond.
 
     Source: MacKay (1992); Immer et al. (2021), "Scalable marginal likelihood estimation".
     """
 
-    determinant: Determinant | None = None
+    determinant: ByLanczos | None = None
 
     def score(self, candidates: Candidates) -> Callable[[float], float]:
         """Return the log evidence in nats."""
         energy = candidates.energy
-        check_untempered(energy)
+        check_options(energy, self.determinant)
         log_determinant = self._log_determinant(candidates)
         likelihood_changes = candidates.scale.proportions(2.0)[0] != 1
         log_likelihood = energy.log_joint(energy.start)[0].item()
@@ -85,18 +86,18 @@ class ByEvidence(Criterion):
         return score
 
     def _log_determinant(self, candidates: Candidates) -> Callable[[float], float]:
-        energy, method = candidates.energy, candidates.method
-        if self.determinant is None and not method.by_spectrum:
+        energy, method, by = candidates.energy, candidates.method, self.determinant
+        if by is None and method.by_spectrum:
+            if energy.layout.size > EXACT_SIZE:
+                by = ByLanczos()
+            else:
+                candidates = replace(candidates, method=Dense(method.precision))
+        if by is None:
             return lambda value: float(candidates.posterior(value).log_determinant())
-        determinant = chosen_determinant(self.determinant, energy.layout.size)
         if candidates.prior_is_proportional and candidates.likelihood_is_proportional:
-            of_factors = determinant.log_determinant(energy.at(energy.start), method.precision)
+            of_factors = by.log_determinant(energy.at(energy.start), method.precision)
             return lambda value: of_factors(*candidates.scale.proportions(value)).value
-
-        def of_candidate(value: float) -> float:
-            return determinant.log_determinant(candidates.local(value), method.precision)(1.0, 1.0).value
-
-        return of_candidate
+        return lambda value: by.log_determinant(candidates.local(value), method.precision)(1.0, 1.0).value
 
 
 @dataclass(frozen=True)
@@ -116,8 +117,6 @@ class ByValidation(Criterion):
     Args:
         batches: held-out data with the observations, in tuples or mappings of the model's arguments.
         link: from Gaussian logits to class probabilities.
-        noise: from an uncertain noise scale to a predictive.
-        num_points: Sobol points where there is no closed form.
         site: the observed site that is predicted; None for the one that the model has.
 
     Example:
@@ -144,8 +143,6 @@ class ByValidation(Criterion):
 
     batches: Iterable[Any] = field(repr=False)
     link: ClassLink = field(default_factory=Probit)
-    noise: NoiseLink = field(default_factory=lambda: GaussHermite(20))
-    num_points: int = 256
     site: str | None = None
 
     def score(self, candidates: Candidates) -> Callable[[float], float]:
@@ -171,10 +168,10 @@ class ByValidation(Criterion):
         return score
 
     @torch.no_grad()
-    def _log_density(self, energy: Energy, args: tuple, gaussian: GaussianOutputs) -> torch.Tensor:
+    def _log_density(self, energy: Energy, args: tuple, gaussian: GaussianOutputs) -> Tensor:
         """Log predictive density of every observation of a batch that is not masked."""
         distribution = integrated(
-            gaussian.outputs, gaussian.full_covariance, self.link, self.noise, self.num_points
+            gaussian.outputs, gaussian.full_covariance, self.link, GaussHermite(20), num_points=256
         )
         with evaluating(energy.model):
             run = run_joint(energy.model, args, {}, energy.locs)
@@ -182,13 +179,10 @@ class ByValidation(Criterion):
         if not found:
             raise DataError("validation batches need the observations as well: (x, y)")
         (site,) = found
-        log_density: torch.Tensor = distribution.log_prob(site.value)
+        log_density: Tensor = distribution.log_prob(site.value)
         if site.mask is not None and site.mask is not True:
             log_density = log_density[torch.as_tensor(site.mask).expand_as(log_density)]
         return log_density
-
-
-_GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 @dataclass(frozen=True)
@@ -242,13 +236,13 @@ def tune(
     refinements: int,
     progress: bool,
 ) -> TuningCurve:
-    """Find the best value on a grid, then between its neighbours by golden sections of the logarithm.
+    """Find the best value on a grid, then half-way between it and its neighbours, again and again.
 
     Args:
         candidates: quantities that depend on the value.
         criterion: the score to maximise.
         values: the grid, positive; None: that of the scale.
-        refinements: values to try between the neighbours of the best one; none where that is at the edge.
+        refinements: values to try between the neighbours of the best one, in pairs; none where that is at the edge.
         progress: show a progress bar where there is a terminal or notebook.
 
     Raises:
@@ -256,7 +250,7 @@ def tune(
         NotPositiveDefiniteError: no value has a positive definite precision.
     """
     try:
-        grid = sorted({float(v) for v in (candidates.scale.grid() if values is None else values)})
+        grid = sorted({float(v) for v in (candidates.scale.grid if values is None else values)})
     except (TypeError, ValueError):  # one number, or none
         grid = []
     if not grid or not all(0 < v < math.inf for v in grid):
@@ -279,14 +273,15 @@ def tune(
         if tried[grid[place]] == -math.inf:
             raise NotPositiveDefiniteError("no value has a positive definite precision: polish, or use GGN()")
         at_edge = place in (0, len(grid) - 1)
-        if not at_edge:
-            _golden(attempt, grid[place - 1], grid[place + 1], refinements)
-    best = max(tried, key=lambda value: tried[value])
+        for _ in range(0 if at_edge else refinements // 2):
+            index = sorted(tried).index(max(tried, key=tried.__getitem__))
+            for low, high in pairwise(sorted(tried)[index - 1 : index + 2]):
+                attempt(math.sqrt(low * high))
+    best = max(tried, key=tried.__getitem__)
     ordered, scores = torch.tensor(sorted(tried.items()), dtype=torch.float64).unbind(1)
     index = sorted(tried).index(best)
-    singular = bool(
-        (scores[max(index - 1, 0) : index + 2] == -math.inf).any()
-    )  # the evidence tends to infinity
+    # Next to values without a Gaussian the evidence tends to infinity.
+    singular = bool((scores[max(index - 1, 0) : index + 2] == -math.inf).any())
     if at_edge or singular:
         where = f"the {'smallest' if place == 0 else 'largest'} value tried: pass values=[...] beyond it"
         if singular:
@@ -296,21 +291,3 @@ def tune(
         warn(f"the best of {what} is {best:.4g}, {where}")
     scores = scores.masked_fill(scores == -math.inf, math.nan)
     return TuningCurve(ordered, scores, best, at_edge or singular, what)
-
-
-def _golden(attempt: Callable[[float], float], low: float, high: float, count: int) -> None:
-    """Narrow a bracket of a maximum in the logarithm, by ``count`` evaluations."""
-    if count < 2:
-        return
-    a, b = math.log(low), math.log(high)
-    c, d = b - _GOLDEN * (b - a), a + _GOLDEN * (b - a)
-    at_c, at_d = attempt(math.exp(c)), attempt(math.exp(d))
-    for _ in range(count - 2):
-        if at_c > at_d:
-            b, d, at_d = d, c, at_c
-            c = b - _GOLDEN * (b - a)
-            at_c = attempt(math.exp(c))
-        else:
-            a, c, at_c = c, d, at_d
-            d = a + _GOLDEN * (b - a)
-            at_d = attempt(math.exp(d))

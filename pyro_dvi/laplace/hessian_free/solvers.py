@@ -151,7 +151,7 @@ class FineTuning(Solver):
     def ends(self, local: LocalEnergy, problems: list[tuple[Tilt, float]]) -> Tensor:
         """Return where training of U less each tilt times its strength ends: ``[S, D]``."""
         energy = local.energy
-        energy.value(local.point)  # whether the batches are all the data
+        energy.log_joint(local.point)  # whether the batches are all the data
         points = [local.point.clone().requires_grad_() for _ in problems]
         optimizer = self.optimizer(points)
         for _ in range(self.epochs):

@@ -15,7 +15,7 @@ from pyro_dvi.laplace.energy.energy import LocalEnergy
 from pyro_dvi.laplace.energy.precision import GGN, PrecisionMatrix, common_ratio, independent_prior_precision
 from pyro_dvi.laplace.energy.query import Query
 from pyro_dvi.laplace.methods.method import LaplacePosterior, Method, RootPosterior
-from pyro_dvi.linalg.top_eigenpairs import top_eigenpairs
+from pyro_dvi.linalg.lanczos import top_eigenpairs
 
 
 @dataclass(frozen=True)
@@ -199,10 +199,9 @@ class TopEigen(Method):
 
         found = top_eigenpairs(
             relative,
-            len(prior),
+            prior,
             min(self.rank, len(prior)),
             tolerance=max(self.tolerance, 100 * torch.finfo(prior.dtype).eps),
-            like=prior,
         )
         if not found.converged:
             raise NotConvergedError(

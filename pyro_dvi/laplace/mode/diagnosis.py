@@ -19,18 +19,13 @@ from pyro_dvi.laplace.methods.method import LaplacePosterior
 from pyro_dvi.linalg.conjugate_gradients import conjugate_gradients
 from pyro_dvi.linalg.lanczos import Eigenpair, smallest_eigenpair
 
-_COLLINEAR = 0.99  # cosine above which the prior's gradient explains that of the likelihood
-_ANOTHER_WEIGHT = 0.05  # relative difference from which another kl_weight is worth mentioning
-
 
 @dataclass(frozen=True)
 class Diagnosis(InNotebook):
     r"""Distance of the mode from a minimum, found without moving it.
 
     Attributes:
-        non_finite: latents that hold NaN or infinities; everything below is then unknown.
         value: U at the mode.
-        randomness: by how much two evaluations of U at the same point differ beyond rounding; zero in a proper model.
         gradient_norm: of the gradient of U.
         kinks: functions of which the Hessian knows half (ReLU and others), if they are between latents and U.
         newton_decrement: :math:`g^\top P^{-1} g`, the squared distance to the minimum in posterior standard deviations;
@@ -42,14 +37,10 @@ class Diagnosis(InNotebook):
         smallest_eigenvalue: of the Hessian of U, with its residual; an upper bound, so that a negative one is a proof.
             None where it was not looked for.
         in_prior_units: the eigenvalue is relative to the prior precision: 1 is a direction that only the prior holds.
-        kl_weight: with which U is made.
-        fitting_kl_weight: the weight for which this point is about a minimum, if it is clearly another one.
         tolerance: on the decrement.
     """
 
-    non_finite: tuple[str, ...] = ()
     value: float = math.nan
-    randomness: float = 0.0
     gradient_norm: float = math.nan
     kinks: tuple[str, ...] = ()
     newton_decrement: float | None = None
@@ -57,8 +48,6 @@ class Diagnosis(InNotebook):
     curvature: str = "Hessian"
     smallest_eigenvalue: Eigenpair | None = None
     in_prior_units: bool = False
-    kl_weight: float = 1.0
-    fitting_kl_weight: float | None = None
     tolerance: float = 1e-2
 
     @property
@@ -81,18 +70,6 @@ class Diagnosis(InNotebook):
     @property
     def verdict(self) -> str:
         """The finding in words, with a remedy."""
-        if self.non_finite:
-            return f"NaN or infinite values in {', '.join(self.non_finite)}: train again, with a lower learning rate."
-        if self.randomness:
-            return (
-                "The model is random: in evaluation mode, two runs at the same latents differ, so that there is no "
-                "minimum. Remove dropout(x, training=True) or torch.rand from it."
-            )
-        if self.fitting_kl_weight is not None:
-            return (
-                f"The mode seems to be that of kl_weight={self.fitting_kl_weight:.3g}, not {self.kl_weight:.3g}. Give "
-                "LaplaceGuide the kl_weight of training (a loss that was divided by something counts), or polish."
-            )
         if self.at_saddle:
             return (
                 "The mode is no minimum: minus the log posterior bends down in some direction. Train further or run "
@@ -153,12 +130,13 @@ def diagnose(energy: Energy, *, tolerance: float = 1e-2, steps: int = 200) -> Di
         energy: U on fixed batches.
         tolerance: on the Newton decrement; 0.01 is a tenth of a posterior standard deviation.
         steps: of the Lanczos recursion, and of conjugate gradients.
+
+    Raises:
+        ModelError: the model is random, or a latent NaN.
+        NonFiniteError: U is NaN or infinite.
     """
     with undisturbed():
-        found = _first_look(energy, tolerance)
-        if found.non_finite or found.randomness:
-            return found
-        found = replace(found, kinks=kinks(energy))
+        found = replace(sound(energy), kinks=kinks(energy), tolerance=tolerance)
         local = energy.at(energy.start)
         if found.kinks:
             return _with_decrement(found, local, GGN(), steps)
@@ -170,18 +148,14 @@ def diagnose(energy: Energy, *, tolerance: float = 1e-2, steps: int = 200) -> Di
             except NotPositiveDefiniteError as error:  # a direction that the recursion has not seen
                 assert error.curvature is not None
                 found = replace(found, smallest_eigenvalue=replace(lowest, value=error.curvature))
-        return replace(found, fitting_kl_weight=_fitting_kl_weight(local))
+        return found
 
 
 def smallest_in_prior_units(local: LocalEnergy, steps: int, tolerance: float) -> Eigenpair:
     """Return the smallest eigenpair of the Hessian, relative to the prior precision where that is diagonal."""
     scale = local.prior_scale
     return smallest_eigenpair(
-        lambda v: scale * local.hessian(scale * v),
-        len(local.point),
-        steps=steps,
-        tolerance=tolerance,
-        like=local.point,
+        lambda v: scale * local.hessian(scale * v), local.point, steps=steps, tolerance=tolerance
     )
 
 
@@ -228,39 +202,26 @@ def without_kinks(found: tuple[str, ...]) -> str:
 
 
 @undisturbed()
-def _first_look(energy: Energy, tolerance: float = 1.0) -> Diagnosis:
-    """Return what one gradient shows, and two runs of the first batch.
-
-    Args:
-        energy: U on fixed batches.
-        tolerance: on the decrement, which others look for.
-    """
-    found = Diagnosis(kl_weight=energy.kl_weight, tolerance=tolerance)
-    bad = [f"latent {name!r}" for name, u in energy.locs.items() if not bool(torch.isfinite(u).all())]
-    if bad:
-        return replace(found, non_finite=tuple(bad))
-    local = energy.at(energy.start)
-    value, gradient = local.value_and_gradient
-    change, rounding = energy.change_between_runs(energy.start), torch.finfo(local.point.dtype).eps ** 0.5
-    return replace(
-        found,
-        value=float(value),
-        gradient_norm=float(gradient.norm()),
-        randomness=change if change > rounding * (1 + abs(float(value))) else 0.0,
-    )
-
-
 def sound(energy: Energy) -> Diagnosis:
-    """Return what one gradient shows, and two runs of the first batch, where there is a U at all.
+    """Return the value of U and the norm of its gradient, for a model that gives the same U twice.
 
     Raises:
         ModelError: the model is random, or a latent NaN.
         NonFiniteError: U is NaN or infinite.
     """
-    found = _first_look(energy)
-    if found.non_finite or found.randomness:
-        raise ModelError(found.verdict)
-    return found
+    bad = [name for name, u in energy.locs.items() if not bool(torch.isfinite(u).all())]
+    if bad:
+        raise ModelError(
+            f"NaN or infinite values in latent {bad[0]!r}: train again, with a lower learning rate."
+        )
+    value, gradient = energy.at(energy.start).value_and_gradient
+    rounding = torch.finfo(gradient.dtype).eps ** 0.5 * (1 + abs(float(value)))
+    if energy.change_between_runs(energy.start) > rounding:
+        raise ModelError(
+            "The model is random: in evaluation mode, two runs at the same latents differ, so that there is no "
+            "minimum. Remove dropout(x, training=True) or torch.rand from it."
+        )
+    return Diagnosis(value=float(value), gradient_norm=float(gradient.norm()), tolerance=1.0)
 
 
 def distance_by(posterior: LaplacePosterior, found: Diagnosis, local: LocalEnergy) -> Diagnosis:
@@ -292,7 +253,6 @@ def distance_by(posterior: LaplacePosterior, found: Diagnosis, local: LocalEnerg
         decrement_at_least=least,
         curvature="GGN",
         tolerance=1.0,
-        fitting_kl_weight=_fitting_kl_weight(local) if least > 1 else None,
     )
 
 
@@ -325,20 +285,4 @@ def _with_decrement(
         newton_decrement=least + rest,
         decrement_at_least=least,
         curvature=type(precision).__name__,
-        fitting_kl_weight=None if least + rest <= found.tolerance else _fitting_kl_weight(local),
     )
-
-
-def _fitting_kl_weight(local: LocalEnergy) -> float | None:
-    r"""Return the weight k' for which the gradients of likelihood and prior cancel, if there is another one.
-
-    With :math:`g = g_L/\beta + g_P`, a minimum for :math:`\beta'` has :math:`g_L = -\beta' g_P`.
-    """
-    weight = local.energy.kl_weight
-    prior = local.prior_gradient.cpu().double()
-    likelihood = weight * (local.gradient.cpu().double() - prior)
-    product, sizes = float(likelihood @ prior), float(likelihood.norm() * prior.norm())
-    if not sizes or -product < _COLLINEAR * sizes:
-        return None
-    found = -product / float(prior @ prior)
-    return found if abs(found / weight - 1) > _ANOTHER_WEIGHT else None

@@ -4,6 +4,7 @@
 import math
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,6 @@ from torch import Tensor
 from pyro_dvi.core.arguments import check_count, check_positive
 from pyro_dvi.core.progress import progress_bar
 from pyro_dvi.core.table import InNotebook
-from pyro_dvi.core.undisturbed import widest
 from pyro_dvi.errors import (
     DviWarning,
     ModelError,
@@ -26,24 +26,21 @@ from pyro_dvi.errors import (
 )
 from pyro_dvi.laplace.energy.energy import Energy, LocalEnergy
 from pyro_dvi.laplace.energy.precision import GGN, prior_diagonal
-from pyro_dvi.laplace.methods.kronecker_factored import KroneckerFactored, likelihood_diagonal
+from pyro_dvi.laplace.methods.full_and_low_rank import DensePosterior
+from pyro_dvi.laplace.methods.kronecker_factored import (
+    DiagonalPosterior,
+    KroneckerFactored,
+    likelihood_diagonal,
+)
+from pyro_dvi.laplace.methods.method import RootPosterior
 from pyro_dvi.laplace.mode.diagnosis import kinks, smallest_in_prior_units, without_kinks
 from pyro_dvi.linalg.conjugate_gradients import conjugate_gradients
-from pyro_dvi.linalg.minimise import (
-    CholeskyMetric,
-    Descent,
-    DiagonalMetric,
-    InMetric,
-    Metric,
-    Minimum,
-    descend,
-    minimise_newton,
-)
+from pyro_dvi.linalg.minimise import Descent, InMetric, Minimum, descend, minimise_newton
 
 _DENSE = 2000  # latents up to which a matrix is factorised again every some thirty gradients
 
 
-def metric_at(local: LocalEnergy) -> Metric:
+def metric_at(local: LocalEnergy) -> RootPosterior:
     """Return the Gauss-Newton matrix of U, or its Kronecker factors: positive definite wherever the point is.
 
     K backward passes for K outputs. The matrix is taken where its size allows and its rows are cheap, the diagonal
@@ -54,25 +51,16 @@ def metric_at(local: LocalEnergy) -> Metric:
     """
     try:
         if len(local.point) <= _DENSE and (matrix := GGN().from_examples(local)) is not None:
-            factor, failed = torch.linalg.cholesky_ex(matrix.to(widest(matrix.device)))
-            if not bool(failed):
-                return CholeskyMetric(factor.to(local.point))
-        if (factors := _by_factors(local)) is not None:
-            return factors
-        diagonal = prior_diagonal(local, "polish") + likelihood_diagonal(local)
-        # One where a prior bends down, or is flat and no data are near.
-        return DiagonalMetric(torch.where(diagonal > 0, diagonal, 1.0))
-    except (ModelError, UnsupportedError):
-        return DiagonalMetric(local.prior_scale.square().reciprocal())
-
-
-def _by_factors(local: LocalEnergy) -> Metric | None:
-    try:
-        with warnings.catch_warnings():
+            with suppress(NotPositiveDefiniteError):
+                return DensePosterior(local.point, matrix)
+        with suppress(NotPositiveDefiniteError, UnsupportedError), warnings.catch_warnings():
             warnings.simplefilter("ignore", DviWarning)  # sites that keep a diagonal are no matter here
             return KroneckerFactored().fit(local)
-    except (NotPositiveDefiniteError, UnsupportedError):
-        return None
+        diagonal = prior_diagonal(local, "polish") + likelihood_diagonal(local)
+        # One where a prior bends down, or is flat and no data are near.
+        return DiagonalPosterior(local.point, torch.where(diagonal > 0, diagonal, 1.0))
+    except (ModelError, UnsupportedError):
+        return DiagonalPosterior(local.point, local.prior_scale.square().reciprocal())
 
 
 GOOD_ENOUGH = 1e-2
@@ -208,18 +196,15 @@ class Search:
 
     def minimum(self, tolerance: float) -> Polished:
         """Go to a minimum with a positive definite Hessian, and keep it as the best point."""
-        x, near, spent = self.best[0], _NEAR, ""
+        x, near, wanted, spent = self.best[0], _NEAR, tolerance, ""
         try:
             while True:
-                x, fallen = self._down(x, near)
                 before = self.best[1]
-                x, found = self._newton(x, tolerance, _NEWTON_STEPS)
+                x, found = self._newton(self._down(x, near), wanted, _NEWTON_STEPS)
                 if found.smallest_eigenvalue is not None:
                     break
-                if fallen + before - found.value < _NEGLIGIBLE:
-                    x, found = self._newton(x, GOOD_ENOUGH, 1)
-                    if found.converged:
-                        break
+                if before - found.value < _NEGLIGIBLE:
+                    wanted = max(wanted, GOOD_ENOUGH)
                 near /= 100
         except BudgetSpent:
             self.limit = math.inf
@@ -240,14 +225,12 @@ class Search:
             reason=spent or found.reason,
         )
 
-    def _down(self, x: Tensor, near: float) -> tuple[Tensor, float]:
-        """Follow the valley until the gradient is near zero, or hardly anything is gained; return how far U fell."""
-        total = 0.0
+    def _down(self, x: Tensor, near: float) -> Tensor:
+        """Follow the valley until the gradient is near zero, or hardly anything is gained."""
         while True:
             x, down = self._descent(x, near)
-            total += down.fallen
             if down.stuck or down.steps < _STEPS or down.fallen < _NEGLIGIBLE:
-                return x, total
+                return x
 
     def _descent(self, x: Tensor, target: float) -> tuple[Tensor, Descent]:
         local = InMetric(self, metric_at(self.energy.at(x)), x)
@@ -353,18 +336,12 @@ def polish(
             f"GGN(), which does without a minimum; what avoids kinks is {without_kinks(kinked)}."
         )
     elif not found.converged:
-        raise _unconverged(found, energy.start.dtype)
+        way = "call guide.polish again, which goes on from here, with a larger max_gradients"
+        if "gradients" not in found.reason:
+            way = "use float64 (model.double(), guide.double() and the data), or a prior that holds every direction"
+        error = UnconvergedError(
+            f"polish ended without a minimum; the guide keeps the best point.\n{found}\nTo go on, {way}."
+        )
+        error.report = found
+        raise error
     return found
-
-
-def _unconverged(found: Polished, dtype: torch.dtype) -> UnconvergedError:
-    way = "call guide.polish again, which goes on from here, with a larger max_gradients"
-    if "gradients" not in found.reason:
-        way = "give a prior that holds every direction"
-        if dtype != torch.float64:
-            way = "use float64 (model.double(), guide.double() and the data), or " + way
-    error = UnconvergedError(
-        f"polish ended without a minimum; the guide keeps the best point.\n{found}\nTo go on, {way}."
-    )
-    error.report = found
-    return error

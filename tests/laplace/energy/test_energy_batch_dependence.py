@@ -40,13 +40,13 @@ def regression(
 def test_a_prior_of_the_batch_is_refused(size: int) -> None:
     energy = Energy(regression(lambda x: 1.0, lambda x: x.mean().expand(1)), batches(size), LOCS)
     local = energy.at(energy.start)
-    for what in (lambda: energy.value(energy.start), lambda: local.value, lambda: list(local.examples())):
+    for what in (lambda: energy.log_joint(energy.start), lambda: local.value, lambda: list(local.examples())):
         with pytest.raises(
             ModelError, match="prior of 'slope' changes from batch to batch.*outside of the model"
         ):
             what()
     whole = Energy(energy.model, [(X, Y)], LOCS)
-    assert torch.isfinite(whole.value(whole.start))
+    assert torch.isfinite(whole.at(whole.start).value)
 
 
 @pytest.mark.parametrize("size", [4, 5])

@@ -13,11 +13,11 @@ from torch import nn
 import pyro_dvi as dvi
 from pyro_dvi.errors import DviWarning, UnconvergedError
 from pyro_dvi.laplace import Dense, Hessian, LaplaceGuide
-from pyro_dvi.laplace.methods.kronecker_factored import KroneckerFactored
+from pyro_dvi.laplace.methods.full_and_low_rank import DensePosterior
+from pyro_dvi.laplace.methods.kronecker_factored import DiagonalPosterior, KroneckerFactored
 from pyro_dvi.laplace.mode import search
 from pyro_dvi.laplace.mode.diagnosis import kinks as kinks_of
 from pyro_dvi.laplace.mode.search import metric_at
-from pyro_dvi.linalg.minimise import CholeskyMetric, DiagonalMetric
 from tests.laplace.problems import SineRegression, guide_at
 
 QUIET = {"progress": False}
@@ -87,7 +87,7 @@ def test_large_models_take_the_factors_of_layers_or_the_diagonal(monkeypatch):
     eye = torch.eye(energy.layout.size, dtype=torch.float64)
     matrix = local.ggn(eye)
     found = metric_at(local)
-    assert isinstance(found, CholeskyMetric)
+    assert isinstance(found, DensePosterior)
     torch.testing.assert_close(
         found.coloured(found.whitened(eye)), torch.linalg.inv(matrix), rtol=1e-8, atol=1e-12
     )
@@ -100,7 +100,7 @@ def test_large_models_take_the_factors_of_layers_or_the_diagonal(monkeypatch):
     local = energy.at(energy.start)
     eye = torch.eye(energy.layout.size, dtype=torch.float64)
     found, matrix = metric_at(local), local.ggn(eye)
-    assert isinstance(found, DiagonalMetric)
+    assert isinstance(found, DiagonalPosterior)
     torch.testing.assert_close(
         found.coloured(found.whitened(eye)), (1 / matrix.diagonal()).diag(), rtol=1e-8, atol=0
     )
