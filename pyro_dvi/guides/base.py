@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base class of factorised guides: looking at the model, parameters per site, sampling, saving and loading."""
+"""The base class of factorised guides: finding sites, parameters by site, sampling, saving and loading."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -39,7 +39,7 @@ class FactorisedGuide(AutoGuide):
         locs: module of means, ``guide.locs.<site>``; ``<Guide>.locs.<site>`` in the parameter store.
     """
 
-    # Where spreads are stored, and what the optimizer sees of them.
+    # Constraints of the spreads, by the attribute that stores them.
     _constraints: dict[str, Any] = {}  # noqa: RUF012
 
     def __init__(
@@ -54,7 +54,7 @@ class FactorisedGuide(AutoGuide):
         for store in self._constraints:
             setattr(self, store, PyroModule())
         self._seen: dict[str, GuideSite] = {}
-        # Whether sites without loaded parameters are responses that lack an observation.
+        # Sites without loaded parameters are responses that lack an observation.
         self._only_loaded = False
 
     @abstractmethod
@@ -77,8 +77,8 @@ class FactorisedGuide(AutoGuide):
         """Look at the model with arguments that may lack observations, after loading a state.
 
         Returns:
-            whether that was possible: there are loaded parameters, and no latents of single examples, of which nobody
-            knows whether they are those of the arguments.
+            True if there are loaded parameters, and no latents of single examples, which may belong to other examples
+            than the arguments.
         """
         if self.prototype_trace is None and next(self.parameters(), None) is not None:
             self._only_loaded = True
@@ -246,7 +246,7 @@ class FactorisedGuide(AutoGuide):
                 for name, site in sites.items():
                     site["is_observed"] = name not in loaded
                 sites = {name: sites[name] for name in sites if name in loaded}
-                # Pyro collected those of responses too
+                # Pyro collected frames of responses too
                 self._prototype_frames = {f.name: f for s in sites.values() for f in s["cond_indep_stack"]}
             if not sites:
                 raise ModelError(
@@ -337,14 +337,14 @@ class FactorisedGuide(AutoGuide):
         return encoded(trained_for(self))
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Remember what :meth:`get_extra_state` returned."""
+        """Restore the rule that :meth:`get_extra_state` returned."""
         note_trained_for(self, decoded(state))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Load a state, as torch's modules do; a guide that has not seen its model yet gets its parameters from it.
 
         Raises:
-            GuideError: the state is that of another guide or model.
+            GuideError: the state belongs to another guide or model.
         """
         try:
             return super().load_state_dict(state_dict, *args, **kwargs)

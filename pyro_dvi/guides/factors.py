@@ -94,7 +94,7 @@ class PerSite(PerWeight):
 
 @dataclass(frozen=True)
 class SGDStepSize(ScaleFamily):
-    r"""One fixed variance for every weight, that of SGD with this step size: :math:`\sigma^2 = \eta / 2M`.
+    r"""One fixed variance for every weight, as of SGD with this step size: :math:`\sigma^2 = \eta / 2M`.
 
     Together with ``TaylorELBO(curvature=MinibatchGradient())`` only the means are learned, on the objective
     :math:`\tfrac NM[\log p - \tfrac{\eta}{4M}\sum_\lambda g_\lambda^2] - \beta\,\mathrm{(weight\ decay)}` with the
@@ -221,7 +221,7 @@ class GuideSite:
         transform: from unconstrained values to the site's own; None for the identity.
         event_dim: event dimensions of an unconstrained value; those to their left belong to plates.
         plates: names of the plates around the site.
-        factor: which posterior it has.
+        factor: the family of its posterior.
         means: the module that holds its mean.
         spreads: the module that holds the parameter of its spread; None if nothing but the mean is learned.
     """
@@ -270,7 +270,7 @@ class GuideSite:
 
 
 def owner_of(module: PyroModule, site: str) -> Any:
-    """Return the module within that holds the parameter of a site, or None."""
+    """Return the submodule that holds the parameter of a site, or None."""
     *path, leaf = site.split(".")
     owner: Any = module
     for part in path:
@@ -286,12 +286,12 @@ def complete_loaded(
     Args:
         loaded: modules that hold the parameters, by kind (``"locs"``, ``"scales"``).
         site: name of the site.
-        fresh: what its parameters would be by kind, had none been loaded.
+        fresh: its initial parameters by kind, had none been loaded.
         event_dim: their event dimensions.
         guide: name of its class.
 
     Raises:
-        GuideError: what was loaded belongs to another posterior of the site.
+        GuideError: the loaded parameters belong to another posterior of the site.
     """
     leaf = site.rpartition(".")[2]
     # Means have any shape, as of a plate.

@@ -123,7 +123,7 @@ class GaussianAtMode(FactorisedGuide):
         return fitted
 
     def check_model(self, model: Callable[..., Any], plates: bool = False) -> None:
-        """Refuse a model other than the one of the fit, unless there is no Gaussian of the present mode.
+        """Raise for a model other than the one of the fit, unless there is no Gaussian of the present mode.
 
         Args:
             model: the model.
@@ -215,14 +215,12 @@ class GaussianAtMode(FactorisedGuide):
                 marginals[name] = normal.to_event(self._seen[name].event_dim)
         return marginals
 
-    def get_extra_state(self) -> dict[str, Any] | None:
+    def get_extra_state(self) -> dict[str, Any]:
         """Return the Gaussian, tuned scales and the record about the mode, for ``state_dict``.
 
         A Gaussian that needs the model and the data to predict (by conjugate gradients, say) is left out, with a
         warning.
         """
-        if self._fitted is None and self._certificate is None and not self.scale_factors:
-            return None
         return {
             "gaussian": None if self._fitted is None else self._fitted.state(),
             "certificate": None if self._certificate is None else self._certificate.state(),
@@ -230,7 +228,7 @@ class GaussianAtMode(FactorisedGuide):
         }
 
     def set_extra_state(self, state: Any) -> None:
-        """Take over what :meth:`get_extra_state` returned."""
+        """Restore the state that :meth:`get_extra_state` returned."""
         state = {} if state is None else state
         self.scale_factors = dict(state.get("scale_factors", {}))
         self._fitted = Fitted.from_state(state.get("gaussian"))

@@ -258,7 +258,7 @@ class LaplaceGuide(GaussianAtMode):
             batches: all the data.
             determinant: ``ByLanczos(num_probes, steps)``. None: the determinant of the last :meth:`fit`, if its method
                 knows one and the batches are the same; else of the matrix up to D = 1,000, and by Lanczos beyond.
-            subset: without a fit: uncertain sites. None: that of the fit, or all.
+            subset: as for :meth:`fit`; by default the subset of the last fit, or all.
 
         Raises:
             ArgumentError: ``kl_weight`` is not 1: a tempered posterior has no evidence.

@@ -31,11 +31,11 @@ class Mode(ABC):
     reusable: bool = False
 
     def check(self, local: LocalEnergy) -> None:  # noqa: B027 (most suit every model)
-        """Refuse models that the mode is not made for."""
+        """Raise for models that the mode does not support."""
 
     @abstractmethod
     def tilts(self, local: LocalEnergy, query: Query) -> Iterable[Tilt]:
-        """Return these functions."""
+        """Return the functions r."""
 
     @abstractmethod
     def responses(self, fits: Iterable[Fits], query: Query) -> Tensor:
@@ -125,7 +125,7 @@ class Sum(PretrainedMode):
         return [OutputTilt(evaluation, weights * only) for only in torch.eye(query.size).to(weights)]
 
     def weights(self, evaluation: Query) -> Tensor:
-        """Return what multiplies the outputs of the evaluation set in the sum."""
+        """Return the weights of the outputs of the evaluation set in the sum."""
         return torch.ones_like(evaluation.mean)
 
 
@@ -159,7 +159,7 @@ class AbsoluteSum(Sum):
 
 @dataclass(frozen=True)
 class HessianFree(Method):
-    r"""Variances from fitting again: by how much a prediction moves when a multiple of it is added to the loss.
+    r"""Variances from second fits: the shift of a prediction when a multiple of it is added to the loss.
 
     .. math:: u_{\pm\lambda} = \arg\min_u U(u) \mp \lambda f(x; u), \qquad
         \frac{f(x; u_\lambda) - f(x; u_{-\lambda})}{2\lambda} \to \nabla f^\top (\nabla^2 U)^{-1} \nabla f
@@ -185,7 +185,7 @@ class HessianFree(Method):
             ``SGD(strength, learning_rate)``.
         less: the fit that is subtracted: ``"opposite"``, with the opposite tilt; ``"untilted"``, for half the cost with
             ``NewtonCG`` and an error of the order of the step itself; ``"mode"``, the network as it is, as the paper
-            prints: what training had left to do then counts as variance, of either sign.
+            prints; the distance that training had left to go then counts as variance, of either sign.
 
     Raises:
         ArgumentError: an option that is no such object.
@@ -217,7 +217,7 @@ class HessianFree(Method):
     solver: Solver = field(default_factory=NewtonCG)
     less: str = "opposite"
 
-    precision = Hessian()  # what second fits of U amount to; no field
+    precision = Hessian()  # second fits of U amount to it; no field
     by_spectrum = True
 
     def __post_init__(self) -> None:
@@ -229,7 +229,7 @@ class HessianFree(Method):
 
     @property
     def needs_minimum(self) -> bool:  # type: ignore[override]
-        """Whether the solver does."""
+        """True if the solver needs one."""
         return self.solver.needs_minimum
 
     def fit(self, local: LocalEnergy, *, seed: int = 0) -> "HessianFreePosterior":
@@ -257,7 +257,7 @@ class HessianFreePosterior(LaplacePosterior):
         self._kept: dict[str | None, list[Fits]] = {}
 
     def responses(self, query: Query) -> Tensor:
-        """Return what the mode of the fit gives in the place of covariances, ``[B, K, K]``, of either sign."""
+        """Return the numbers that the mode of the fit gives for covariances, ``[B, K, K]``, of either sign."""
         return self.method.mode.responses(self._fits(query), query)
 
     def covariance(self, query: Query) -> Tensor:

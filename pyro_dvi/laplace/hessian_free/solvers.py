@@ -3,8 +3,8 @@ r"""Second fits: minima of U tilted by a function r of the latents, by Newton's 
 
 .. math:: U_\lambda(u) = U(u) - \lambda\, r(u)
 
-To first order its minimum moves from the mode by :math:`\lambda P^{-1} \nabla r`: what the Gaussian's covariance does
-to a gradient, read off a second fit.
+To first order its minimum moves from the mode by :math:`\lambda P^{-1} \nabla r`: a second fit gives the product of the
+Gaussian's covariance with a gradient.
 """
 
 from abc import ABC, abstractmethod
@@ -117,8 +117,8 @@ class FineTuning(Solver):
     by their tilts only, so that the noise of minibatches, and the training that was left to do, cancel to first order.
 
     Args:
-        strength: :math:`\lambda`, in units of one by those of the output. It moves an output of standard deviation
-            :math:`\sigma` by :math:`\lambda\sigma` of these, which should be below one, but above rounding.
+        strength: :math:`\lambda`, in inverse units of the output. It moves an output of standard deviation
+            :math:`\sigma` by :math:`\lambda\sigma` standard deviations, which should be below one, but above rounding.
         learning_rate: of the optimizer.
         epochs: passes over the data.
     """
@@ -202,7 +202,6 @@ class SGD(FineTuning):
     momentum: float = 0.0
 
     def optimizer(self, points: list[Tensor]) -> torch.optim.Optimizer:
-        """Return it."""
         return torch.optim.SGD(points, lr=self.learning_rate, momentum=self.momentum)
 
 
@@ -225,7 +224,6 @@ class Adam(FineTuning):
     learning_rate: float = 5e-3
 
     def optimizer(self, points: list[Tensor]) -> torch.optim.Optimizer:
-        """Return it."""
         return torch.optim.Adam(points, lr=self.learning_rate)
 
 
@@ -292,7 +290,7 @@ class NewtonCG(Solver):
         directions = torch.zeros_like(gradients)
         directions[pending] = self._inverse(local, gradients[pending])
         scales = (gradients * directions).sum(-1).sqrt()
-        # What training left to do would count as variance, divided by a small step.
+        # The distance that training left to go would count as variance, divided by a small step.
         left = self._inverse(local, local.gradient.unsqueeze(0))[0] if less == "untilted" else 0.0
         step = self.step
         for _ in range(_SMALLER_STEPS + 1):

@@ -124,8 +124,8 @@ class PosteriorSamples(Method):
 
     Status: unbiased, but for the tolerance of the solves; a variance has the relative standard error
     :math:`\sqrt{2/S}` (9 % for 256 draws), a standard deviation half of it. Errors of variances that inputs share do
-    not average out over inputs: with 64 draws the AUROC of foreign digits varied by 0.08 between seeds. For the
-    Gauss-Newton matrix only: a Hessian is no sum of squares from which noise could be drawn.
+    not average out over inputs: with 64 draws the AUROC of out-of-distribution digits varied by 0.08 between seeds. For
+    the Gauss-Newton matrix only: a Hessian is no sum of squares from which noise could be drawn.
 
     Args:
         num_samples: S. Antithetic pairs would not help: the estimate is even in the draws.
@@ -178,7 +178,7 @@ class PosteriorSamples(Method):
 
 
 class SamplesPosterior(LaplacePosterior):
-    r"""A Gaussian known by draws: its covariance is that of the draws, :math:`\frac1S\sum_s v_s v_s^\top`.
+    r"""A Gaussian with the covariance of a number of draws, :math:`\frac1S\sum_s v_s v_s^\top`.
 
     Attributes:
         samples: the draws v, without the mode, ``[S, D]``.
@@ -198,7 +198,7 @@ class SamplesPosterior(LaplacePosterior):
         return moved.mT @ moved / len(self.samples)
 
     def draw(self, count: int, generator: torch.Generator) -> Tensor:
-        """Draw from the Gaussian whose covariance is that of the samples; :attr:`samples` are exact, but few."""
+        """Draw from the Gaussian with the covariance of :attr:`samples`."""
         samples = self.samples
         weights = gaussian_rows(count, len(samples), samples, generator)
         return self.mode + weights @ samples / len(samples) ** 0.5

@@ -143,7 +143,7 @@ class DensePosterior(RootPosterior):
 
 @dataclass(frozen=True)
 class TopEigen(Method):
-    r"""Keep the k directions in which the data say most, relative to the prior.
+    r"""Keep the k directions that the data determine best, relative to the prior.
 
     With the diagonal prior precision :math:`\Pi` and the likelihood's curvature G,
 

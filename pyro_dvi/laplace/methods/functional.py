@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""The Gaussian in the space of functions: a system of the size of the data in place of that of the latents.
+r"""The Gaussian in the space of functions: a linear system as large as the data, not as the latents.
 
 The N K rows of J in the data, each times the root of its Fisher information, are R. By Woodbury's identity
 

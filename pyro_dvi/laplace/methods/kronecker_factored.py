@@ -40,7 +40,7 @@ def products_at_layer(
     Args:
         outer: factors of the gradients J of a weight.
         variances: v, ``[p, q]``.
-        changed: another basis: new a and :math:`\delta` from those of the layer.
+        changed: change of basis of a and :math:`\delta`.
     """
     found = []
     for part in outer.chunks(0 if outer.is_single else outer.num_outputs * variances.numel()):
@@ -89,7 +89,7 @@ class KroneckerBlock:
     so that everything happens in the basis :math:`U^\top W V`, where P is diagonal.
 
     Args:
-        tensors: the numbers of the sites: that of the weight, and of the bias where there is one.
+        tensors: the number of the weight among the sites, and of the bias if there is one.
         places: where W lies in a flat vector, ``[p, q]``.
         prior: :math:`\Pi`, ``[p, q]``.
         left: U, ``[p, p]``.
@@ -300,10 +300,10 @@ class KroneckerPosterior(RootPosterior):
 class Diagonal(Method):
     r"""A Gaussian with the precision's diagonal, :math:`p_\lambda = \sum_{ik} (w_{ik} J_{ik\lambda})^2 + \text{prior}`.
 
-    The GGN's costs one backward pass for each parameter of an observation (ten classes: ten); that of the Hessian two
-    gradients for each latent.
+    With the GGN it costs one backward pass for each parameter of an observation (ten classes: ten), with the Hessian
+    two gradients for each latent.
 
-    Status: the diagonal is exact; what is left out is not small for networks, whose weights are strongly dependent.
+    Status: the diagonal is exact, but the off-diagonal entries of a network are not small.
 
     Args:
         precision: ``GGN()``, or ``Hessian()`` for small models.
@@ -351,7 +351,7 @@ def likelihood_diagonal(local: LocalEnergy) -> Tensor:
 
 
 class DiagonalPosterior(KroneckerPosterior):
-    """A Gaussian of independent latents: one of layers, without layers.
+    """A Gaussian of independent latents.
 
     Attributes:
         precision: the diagonal of P, [D].

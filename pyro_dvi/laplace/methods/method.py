@@ -52,10 +52,10 @@ class Method(ABC):
 
 
 def check_method(method: object) -> None:
-    """Refuse what is no method, or has no matrix for its precision.
+    """Check that a method is one, and has a matrix for its precision.
 
     Raises:
-        ArgumentError: a class or string in place of an object.
+        ArgumentError: it is no object, but a class or string, or has no precision.
     """
     check_choice("method", method, Method, "Dense(), Dense(Hessian()) or PosteriorSamples()")
     assert isinstance(method, Method)
@@ -90,7 +90,7 @@ class LaplacePosterior(ABC):  # noqa: B024 (a method gives what it can)
         return f"<{type(self).__name__} of {len(self.mode)} latents>"
 
     def state(self) -> dict[str, Any]:
-        """Return what a file keeps.
+        """Return the arguments that a file keeps.
 
         Raises:
             UnsupportedError: the posterior cannot do without the model and the data.
@@ -151,7 +151,7 @@ class LaplacePosterior(ABC):  # noqa: B024 (a method gives what it can)
         raise self._lacks("variances of single latents", "Diagonal(), Dense() or PosteriorSamples(n)")
 
     def reweighted(self, likelihood: float, prior: Tensor) -> "LaplacePosterior | None":
-        r"""Return the Gaussian of precision :math:`a G + \Pi_c` in place of :math:`G + \Pi`; None: it takes a fit.
+        r"""Return the Gaussian of precision :math:`a G + \Pi_c` in place of :math:`G + \Pi`; None where it takes a fit.
 
         Args:
             likelihood: a, positive.
@@ -212,7 +212,7 @@ class GaussianOutputs:
     r"""Outputs f of B examples, :math:`f \sim \mathcal N(\hat f, J P^{-1} J^\top)`.
 
     Outputs are real numbers: a mean, logits, the logarithm of a rate or of a noise scale. The location of the
-    observed distribution is the prediction, also where it is certain; the others matter to :func:`~pyro_dvi.predict`.
+    observed distribution is the prediction; :func:`~pyro_dvi.predict` uses the others too.
 
     Attributes:
         outputs: the outputs at the mode, and the distribution around them.
@@ -227,7 +227,7 @@ class GaussianOutputs:
     @classmethod
     @torch.enable_grad()  # Jacobians need it, whoever asks
     def of(cls, posterior: LaplacePosterior, query: Query, *, joint: bool = False) -> "GaussianOutputs":
-        """Return those of a query; with ``joint`` also over all its examples."""
+        """Return the outputs of a query; with ``joint`` also the covariance between examples."""
         outputs = query.outputs.detached()
         if not joint:
             return cls(outputs, posterior.covariance(query).detach())
