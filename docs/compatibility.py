@@ -178,7 +178,7 @@ def predict(guide: str, rule: str) -> None:
     else:
         model, posterior = train(guide, TRAINED_BY.get(guide, "SampledELBO"))
     if guide == "LaplaceGuide":
-        posterior.fit([(X, Y)], dvi.laplace.Dense(), unconverged=dvi.laplace.Accept())
+        posterior.fit([(X, Y)], dvi.laplace.Dense(), unconverged="accept")
     total = dvi.predict(model, posterior, X, RULES[rule], seed=0).probabilities.sum(-1)
     torch.testing.assert_close(total, torch.ones(len(X)))
 

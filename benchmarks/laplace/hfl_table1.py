@@ -29,7 +29,7 @@ from pyro_dvi.bayesian import regressor, to_bayesian_
 from pyro_dvi.errors import DviWarning, PyroDviError
 from pyro_dvi.laplace import Dense, Hessian, HessianFree, LaplaceGuide, Method
 from pyro_dvi.laplace.hessian_free.second_fits import Mode, Pointwise, Sum
-from pyro_dvi.laplace.hessian_free.solvers import Adam, AsPrinted
+from pyro_dvi.laplace.hessian_free.solvers import Adam
 from pyro_dvi.laplace.hessian_free.training_modes import InSample, LabelShift
 from pyro_dvi.predictive.metrics import coverage, crps_gaussian
 
@@ -99,8 +99,8 @@ def run(settings: Settings, data_dir: str | None) -> Row:
     modes |= {"in-sample": InSample(), "label shift": LabelShift()}
     fine_tuned: dict[str, Method] = {}
     for name, mode in modes.items():
-        fine_tuned[f"as printed, {name}"] = HessianFree(mode, AsPrinted(fine_tuning))
-        fine_tuned[f"less an untilted fit, {name}"] = HessianFree(mode, fine_tuning, central=False)
+        fine_tuned[f"as printed, {name}"] = HessianFree(mode, fine_tuning, less="mode")
+        fine_tuned[f"less an untilted fit, {name}"] = HessianFree(mode, fine_tuning, less="untilted")
     for name, method in fine_tuned.items():
         variance, work, _ = measured(guide, minibatches, method, test)
         methods[name] = row(variance, work, left)

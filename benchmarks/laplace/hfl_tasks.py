@@ -22,7 +22,6 @@ from pyro_dvi.bayesian import regressor, to_bayesian_
 from pyro_dvi.errors import DviWarning, PyroDviError
 from pyro_dvi.laplace import (
     GGN,
-    Accept,
     ConjugateGradient,
     Dense,
     Hessian,
@@ -46,7 +45,7 @@ METHODS: dict[str, Method] = {
     "conjugate gradients, Hessian": ConjugateGradient(Hessian()),
     "64 posterior samples, GGN": PosteriorSamples(64),
     "HFL pointwise": HessianFree(),
-    "HFL pointwise, one-sided": HessianFree(central=False),
+    "HFL pointwise, one-sided": HessianFree(less="untilted"),
     "HFL sum": HessianFree(Sum()),
     "HFL absolute sum": HessianFree(AbsoluteSum()),
     "HFL in-sample": HessianFree(InSample()),
@@ -90,7 +89,7 @@ def refusal(guide: LaplaceGuide, batches: Any, x: Tensor) -> Row:
     energy = guide.energy(batches)
     hessian = energy.at(energy.start).hessian(torch.eye(len(energy.start)))
     answers = []
-    for unconverged in (None, Accept()):
+    for unconverged in ("refuse", "accept"):
         try:
             guide.fit(batches, HessianFree(), unconverged=unconverged)
             smallest = float(guide.predictive(x[::10]).variance.min())

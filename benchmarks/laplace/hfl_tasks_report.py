@@ -44,7 +44,7 @@ def report(rows: list[Row], folder: Path) -> str:
         *[f"**{task}**\n\n{_scores([r for r in rows if r['task'] == task])}" for task in tasks],
         "## A mode that Adam left",
         "Before `polish`: negative eigenvalues of the Hessian, and what `fit` with `HessianFree()` and a query say; "
-        "`Accept()` switches the check of the mode off.",
+        "`unconverged='accept'` switches the check of the mode off.",
         _refusals(rows),
         "## Work",
         _work(rows),
@@ -125,7 +125,7 @@ def _refusals(rows: list[Row]) -> str:
         said = row["training"]
         answers = [_first_clause(said[key]) for key in ("by_default", "when_accepted")]
         lines.append([row["task"], row["seed"], said["negative_eigenvalues"], *answers])
-    return table(["task", "seed", "negative eigenvalues", "by default", "with `Accept()`"], lines)
+    return table(["task", "seed", "negative eigenvalues", "by default", "with `unconverged='accept'`"], lines)
 
 
 def _first_clause(text: str) -> str:

@@ -20,7 +20,6 @@ import pyro_dvi as dvi
 from benchmarks.shared.benchmark import Benchmark, Budget, Row, Settings
 from benchmarks.shared.tables import provenance, table
 from pyro_dvi.laplace import (
-    Accept,
     Dense,
     KroneckerFactored,
     LaplaceGuide,
@@ -73,8 +72,8 @@ def run(settings: Settings, data_dir: str | None) -> Row:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # distances to the minimum, values at an edge
         for scale in scales if way == AFTER else []:
-            guide.tune(batches, scale, method=KroneckerFactored(), unconverged=Accept(), progress=False)
-        guide.fit(batches, Dense(), unconverged=Accept())
+            guide.tune(batches, scale, method=KroneckerFactored(), unconverged="accept", progress=False)
+        guide.fit(batches, Dense(), unconverged="accept")
         evidence = guide.log_evidence(batches).value
         at_mode, linearised = (
             dvi.predict(model, guide, test[0], rule).metrics(test[1])["nll"]

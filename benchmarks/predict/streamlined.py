@@ -30,7 +30,7 @@ from benchmarks.shared.regressions import folds, hold_out, load, standards
 from benchmarks.shared.suq_package import streamlined
 from benchmarks.shared.tables import mean_sd, provenance, table
 from pyro_dvi.errors import DviWarning
-from pyro_dvi.laplace import Accept, ByValidation, Diagonal
+from pyro_dvi.laplace import ByValidation, Diagonal
 
 NUM_QUERIES, NUM_DRAWS, BATCH, ROUNDS = 256, 10_000, 128, 101
 ACTIVATIONS = {"ReLU": nn.ReLU, "tanh": nn.Tanh}
@@ -145,7 +145,7 @@ def _posterior(task: Task, net: nn.Sequential, activation: str, kind: str) -> Po
         warnings.simplefilter("ignore", DviWarning)
         if kind == "Laplace":
             guide = dvi.LaplaceGuide(model)
-            guide.fit(task.loader, Diagonal(), unconverged=Accept())
+            guide.fit(task.loader, Diagonal(), unconverged="accept")
             validation = DataLoader(TensorDataset(*task.validation), BATCH)
             guide.tune(task.loader, criterion=ByValidation(validation))
         else:

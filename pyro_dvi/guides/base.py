@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base class of factorised guides: looking at the model, parameters per site, sampling, saving and loading."""
+"""The base class of factorised guides: finding sites, parameters by site, sampling, saving and loading."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from copy import copy
 from typing import Any
 
-import pyro
 import pyro.distributions as dist
 import torch
 from pyro.infer.autoguide import AutoGuide
@@ -20,7 +19,7 @@ from torch.distributions import constraints, transform_to
 
 from pyro_dvi.core.distributions import broadcasts_to, strip_event_dims
 from pyro_dvi.core.undisturbed import preserve_buffers
-from pyro_dvi.errors import ArgumentError, GuideError, ModelError, PyroDviError, warn
+from pyro_dvi.errors import ArgumentError, GuideError, ModelError, PyroDviError
 from pyro_dvi.guides.factors import Factor, GuideSite, complete_loaded, owner_of
 from pyro_dvi.runs.explained import AS_A_MODEL, explained_errors
 from pyro_dvi.runs.latents import unconstraining_transform
@@ -40,7 +39,7 @@ class FactorisedGuide(AutoGuide):
         locs: module of means, ``guide.locs.<site>``; ``<Guide>.locs.<site>`` in the parameter store.
     """
 
-    # Where spreads are stored, and what the optimizer sees of them.
+    # Constraints of the spreads, by the attribute that stores them.
     _constraints: dict[str, Any] = {}  # noqa: RUF012
 
     def __init__(
@@ -55,7 +54,7 @@ class FactorisedGuide(AutoGuide):
         for store in self._constraints:
             setattr(self, store, PyroModule())
         self._seen: dict[str, GuideSite] = {}
-        # Whether sites without loaded parameters are responses that lack an observation.
+        # Sites without loaded parameters are responses that lack an observation.
         self._only_loaded = False
 
     @abstractmethod
@@ -78,8 +77,8 @@ class FactorisedGuide(AutoGuide):
         """Look at the model with arguments that may lack observations, after loading a state.
 
         Returns:
-            whether that was possible: there are loaded parameters, and no latents of single examples, of which nobody
-            knows whether they are those of the arguments.
+            True if there are loaded parameters, and no latents of single examples, which may belong to other examples
+            than the arguments.
         """
         if self.prototype_trace is None and next(self.parameters(), None) is not None:
             self._only_loaded = True
@@ -247,7 +246,7 @@ class FactorisedGuide(AutoGuide):
                 for name, site in sites.items():
                     site["is_observed"] = name not in loaded
                 sites = {name: sites[name] for name in sites if name in loaded}
-                # Pyro collected those of responses too
+                # Pyro collected frames of responses too
                 self._prototype_frames = {f.name: f for s in sites.values() for f in s["cond_indep_stack"]}
             if not sites:
                 raise ModelError(
@@ -261,7 +260,6 @@ class FactorisedGuide(AutoGuide):
                     "guide.initialize(*args) with observations, or load a state of this model"
                 )
             self._check_sites(sites)
-            self._warn_of_shared_parameters(sites)
             self._seen = {name: self._setup_site(name, site) for name, site in sites.items()}
             for site in sites.values():  # only shapes are asked for from now on
                 site["value"] = site["value"].new_zeros(()).expand(site["value"].shape)
@@ -324,20 +322,6 @@ class FactorisedGuide(AutoGuide):
     def _constraint(self, kind: str) -> Any:
         return self._constraints.get(kind, constraints.real)
 
-    def _warn_of_shared_parameters(self, names: Iterable[str]) -> None:
-        if pyro.settings.get("module_local_params"):
-            return
-        own = {id(parameter) for parameter in self.parameters()}
-        stored = dict(pyro.get_param_store().named_parameters())
-        keys = [f"{self._pyro_name}.locs.{name}" for name in names]
-        taken = [key for key in keys if key in stored and id(stored[key]) not in own]
-        if taken:
-            warn(
-                f"Pyro's parameter store already holds {taken[0]}: this guide will share it (and {len(taken) - 1} "
-                "other means) with the guide that made it. Call pyro.clear_param_store() first, or "
-                "pyro.settings.set(module_local_params=True) for parameters of their own."
-            )
-
     def __getstate__(self) -> Any:
         # Pyro drops the reference to the model from this guide, not from the copy, which would end its predictions.
         model, master = self._model, self.master
@@ -353,24 +337,23 @@ class FactorisedGuide(AutoGuide):
         return encoded(trained_for(self))
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Remember what :meth:`get_extra_state` returned."""
+        """Restore the rule that :meth:`get_extra_state` returned."""
         note_trained_for(self, decoded(state))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Load a state, as torch's modules do; a guide that has not seen its model yet gets its parameters from it.
 
         Raises:
-            GuideError: the state is that of another guide or model.
+            GuideError: the state belongs to another guide or model.
         """
         try:
             return super().load_state_dict(state_dict, *args, **kwargs)
         except PyroDviError:
             raise
-        except (IndexError, KeyError, RuntimeError, TypeError) as error:
-            keys = f": {error}" if isinstance(error, RuntimeError) else ""
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
             raise GuideError(
-                f"the state is not one of this {type(self).__name__}: build guide and model as they were when it was "
-                f"saved{keys}"
+                f"the state does not fit this {type(self).__name__}: build guide and model as they were when it was "
+                f"saved ({error})"
             ) from error
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:

@@ -58,8 +58,14 @@ class ScaleFamily(ABC):
 
 
 @dataclass(frozen=True)
-class _FromPrior(ScaleFamily):
-    """Standard deviations that start as a fraction of the prior's."""
+class PerWeight(ScaleFamily):
+    r"""One standard deviation per weight, :math:`\log\sigma = \log s - 3` at the start.
+
+    Args:
+        log_offset: initial :math:`\log(\sigma/s)` with the prior's standard deviation s.
+
+    Source: Unlu & Aitchison (2021), section 4.
+    """
 
     log_offset: float = -3.0
 
@@ -69,21 +75,11 @@ class _FromPrior(ScaleFamily):
                 f"log_offset is log(posterior scale / prior scale) at the start, got {self.log_offset}: try -3"
             )
 
-
-class PerWeight(_FromPrior):
-    r"""One standard deviation per weight, :math:`\log\sigma = \log s - 3` at the start.
-
-    Args:
-        log_offset: initial :math:`\log(\sigma/s)` with the prior's standard deviation s.
-
-    Source: Unlu & Aitchison (2021), section 4.
-    """
-
     def initial(self, loc: Tensor, prior_scale: Tensor, event_dim: int) -> Tensor:
         return (prior_scale * torch.full_like(loc, self.log_offset).exp()).contiguous()
 
 
-class PerSite(_FromPrior):
+class PerSite(PerWeight):
     r"""One standard deviation shared by all weights of a site (per plate element for local latents).
 
     Args:
@@ -91,15 +87,14 @@ class PerSite(_FromPrior):
     """
 
     def initial(self, loc: Tensor, prior_scale: Tensor, event_dim: int) -> Tensor:
-        scales = prior_scale.expand_as(loc)
         axes = tuple(range(loc.dim() - event_dim, loc.dim()))
-        shared = scales.mean(axes, keepdim=True) if axes else scales
-        return (shared * torch.full_like(shared, self.log_offset).exp()).contiguous()
+        scales = super().initial(loc, prior_scale, event_dim)
+        return scales.mean(axes, keepdim=True) if axes else scales
 
 
 @dataclass(frozen=True)
 class SGDStepSize(ScaleFamily):
-    r"""One fixed variance for every weight, that of SGD with this step size: :math:`\sigma^2 = \eta / 2M`.
+    r"""One fixed variance for every weight, as of SGD with this step size: :math:`\sigma^2 = \eta / 2M`.
 
     Together with ``TaylorELBO(curvature=MinibatchGradient())`` only the means are learned, on the objective
     :math:`\tfrac NM[\log p - \tfrac{\eta}{4M}\sum_\lambda g_\lambda^2] - \beta\,\mathrm{(weight\ decay)}` with the
@@ -226,7 +221,7 @@ class GuideSite:
         transform: from unconstrained values to the site's own; None for the identity.
         event_dim: event dimensions of an unconstrained value; those to their left belong to plates.
         plates: names of the plates around the site.
-        factor: which posterior it has.
+        factor: the family of its posterior.
         means: the module that holds its mean.
         spreads: the module that holds the parameter of its spread; None if nothing but the mean is learned.
     """
@@ -275,7 +270,7 @@ class GuideSite:
 
 
 def owner_of(module: PyroModule, site: str) -> Any:
-    """Return the module within that holds the parameter of a site, or None."""
+    """Return the submodule that holds the parameter of a site, or None."""
     *path, leaf = site.split(".")
     owner: Any = module
     for part in path:
@@ -291,27 +286,22 @@ def complete_loaded(
     Args:
         loaded: modules that hold the parameters, by kind (``"locs"``, ``"scales"``).
         site: name of the site.
-        fresh: what its parameters would be by kind, had none been loaded.
+        fresh: its initial parameters by kind, had none been loaded.
         event_dim: their event dimensions.
         guide: name of its class.
 
     Raises:
-        GuideError: what was loaded belongs to another posterior of the site.
+        GuideError: the loaded parameters belong to another posterior of the site.
     """
     leaf = site.rpartition(".")[2]
-    found = _kinds({kind: getattr(owner, leaf) for kind, owner in loaded.items()})
-    expected = _kinds(fresh)
+    # Means have any shape, as of a plate.
+    found = {kind: tuple(getattr(owner, leaf).shape) for kind, owner in loaded.items() if kind != "locs"}
+    expected = {kind: tuple(value.shape) for kind, value in fresh.items() if kind != "locs"}
     if found != expected:
         raise GuideError(
-            f"the loaded state has {found} for site {site!r}, where this guide has {expected}: build {guide} with the "
-            "options that it was saved with"
+            f"the loaded state has spreads of shapes {found} for site {site!r}, where this guide has {expected}: build "
+            f"{guide} with the options that it was saved with"
         )
     for owner in loaded.values():
         constraint, _ = owner._pyro_params[leaf]
         owner._pyro_params[leaf] = (constraint, event_dim)
-
-
-def _kinds(parameters: Mapping[str, Tensor]) -> str:
-    """Name the parameters of a site; means have any shape, that of a plate say."""
-    shapes = {kind: "" if kind == "locs" else f" of shape {tuple(v.shape)}" for kind, v in parameters.items()}
-    return " and ".join(f"{kind}{shapes[kind]}" for kind in sorted(shapes))

@@ -10,21 +10,16 @@ from pyro_dvi.laplace.evidence.candidates import NoiseScale, PriorPrecision
 from pyro_dvi.laplace.evidence.evidence import ByLanczos
 from pyro_dvi.laplace.evidence.online_evidence import OnlineEvidence
 from pyro_dvi.laplace.evidence.scale_tuning import ByEvidence, ByValidation
-from pyro_dvi.laplace.guide import LaplaceGuide
-from pyro_dvi.laplace.hessian_free.second_fits import HessianFree
+from pyro_dvi.laplace.guide import LaplaceGuide, largest_variance
+from pyro_dvi.laplace.hessian_free.second_fits import HessianFree, parameter_uncertainty
 from pyro_dvi.laplace.methods.conjugate_gradient import ConjugateGradient, PosteriorSamples
-from pyro_dvi.laplace.methods.dense_precision import Dense
-from pyro_dvi.laplace.methods.diagonal import Diagonal
+from pyro_dvi.laplace.methods.full_and_low_rank import Dense, TopEigen
 from pyro_dvi.laplace.methods.functional import Functional
-from pyro_dvi.laplace.methods.kronecker_factored import KroneckerFactored
+from pyro_dvi.laplace.methods.kronecker_factored import Diagonal, KroneckerFactored
 from pyro_dvi.laplace.methods.method import LaplacePosterior, Method
-from pyro_dvi.laplace.methods.top_eigen import TopEigen
-from pyro_dvi.laplace.mode.convergence import Accept, Refuse, UseGGN
-from pyro_dvi.laplace.parameter_uncertainty import largest_variance, parameter_uncertainty
 
 __all__ = [
     "GGN",
-    "Accept",
     "ByEvidence",
     "ByLanczos",
     "ByValidation",
@@ -42,9 +37,7 @@ __all__ = [
     "OnlineEvidence",
     "PosteriorSamples",
     "PriorPrecision",
-    "Refuse",
     "TopEigen",
-    "UseGGN",
     "hessian_free",
     "largest_variance",
     "parameter_uncertainty",

@@ -1,19 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Gaussian around a mode and the record that the mode is a minimum, as a guide makes, keeps and saves them."""
+"""A guide that is a point mass until a Gaussian is put around it: predictions, draws, files."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import pyro
+import pyro.distributions as dist
+import torch
 from torch import Tensor
 
-from pyro_dvi.core.progress import progress_bar
+from pyro_dvi.bayesian import init_to_module
+from pyro_dvi.core.arguments import check_positive, with_missing
 from pyro_dvi.errors import GuideError, warn
-from pyro_dvi.laplace.energy.energy import Energy, LocalEnergy
-from pyro_dvi.laplace.fitted import Fitted, PointMass
-from pyro_dvi.laplace.methods.method import LaplacePosterior, Method
-from pyro_dvi.laplace.mode.convergence import Certificate, Unconverged
-from pyro_dvi.laplace.mode.diagnosis import distance_by
+from pyro_dvi.guides.base import FactorisedGuide
+from pyro_dvi.guides.factors import Deterministic, Factor
+from pyro_dvi.laplace.energy.passes import Passes
+from pyro_dvi.laplace.energy.query import Query, ReadOutputs, refuse_torch_modes
+from pyro_dvi.laplace.fitted import Fitted, ModelReference, PointMass, rescaled_model
+from pyro_dvi.laplace.methods.method import GaussianOutputs, LaplacePosterior
+from pyro_dvi.laplace.mode.convergence import Certificate
 
 DRAWN_WEIGHTS = (
     "weights are drawn from a Laplace posterior: a network run at them leaves the neighbourhood in which the Gaussian "
@@ -25,129 +30,229 @@ WIDE_WEIGHTS = (
 )
 
 
-@dataclass
-class Approximation:
-    """Everything that is known around a mode.
+class GaussianAtMode(FactorisedGuide):
+    """The posterior of a :class:`~pyro_dvi.LaplaceGuide`, as Pyro, predictions and files see it.
 
-    Attributes:
-        fitted: the result of the last fit; None before, and after an error.
-        failed: the method of the last fit, if that ended in an error.
-        certificate: the record that a mode is a minimum.
+    Subclasses find the mode and the Gaussian, and set ``_fitted``, the result of the last fit, and ``_certificate``,
+    the record that the mode is a minimum; None where there is none.
     """
 
-    fitted: Fitted | None = None
-    failed: Method | None = None
-    certificate: Certificate | None = None
+    prediction_rule: Any = "Linearised"  # the name of a rule, or a rule
 
-    @property
-    def requested(self) -> bool:
-        """A fit was requested, whose Gaussian is then expected; it may have ended in an error."""
-        return self.fitted is not None or self.failed is not None
-
-    def fit(
+    def __init__(
         self,
-        energy: Energy,
-        method: Method,
-        policy: Unconverged,
-        point: PointMass,
-        model: Callable[..., Any],
-        latents: dict[str, Tensor],
+        model: Callable,
         *,
-        make: Callable[[Method, LocalEnergy], LaplacePosterior],
-        progress: bool,
-    ) -> LaplacePosterior:
-        """Check that the mode is a minimum, make the Gaussian, and keep both findings; an error leaves no Gaussian.
+        kl_weight: float = 1.0,
+        init_loc_fn: Callable = init_to_module,
+        create_plates: Callable | None = None,
+    ) -> None:
+        check_positive("kl_weight", kl_weight)
+        super().__init__(model, init_loc_fn=init_loc_fn, create_plates=create_plates)
+        self.kl_weight = float(kl_weight)
+        self.scale_factors: dict[str, float] = {}
+        self._fitted: Fitted | None = None
+        self._certificate: Certificate | None = None
+        self._plain_model = ModelReference(model)  # without the initialisation of means, and no submodule
 
-        A tuned U counts only where the mode was polished since; else the mode belongs to the model as it is written.
+    def _factor_of(self, name: str, site: Any, loc: Tensor) -> Factor:
+        return Deterministic()
+
+    def unconstrained_mode(self) -> dict[str, Tensor]:
+        """Return a copy of the mode of every site in unconstrained space."""
+        return {site.name: site.loc.detach().clone() for site in self._sites()}
+
+    @torch.no_grad()
+    def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Return the mode of every site; in unconstrained space that is the median."""
+        return self._constrained(self.unconstrained_mode())
+
+    def _point_mass(self, batches: Iterable[Any] | None = None) -> PointMass:
+        """Return the present mode, after initialising a new guide with the first batch."""
+        if batches is not None:
+            device = self._plain_model.device
+            refuse_torch_modes(device)
+            if self.prototype_trace is None:
+                args, kwargs = next(iter(Passes(batches, device)))
+                self.initialize(*args, **kwargs)
+        return PointMass(self.unconstrained_mode(), dict(self.scale_factors), self.kl_weight)
+
+    def predictive(self, *inputs: Any, site: str | None = None, joint: bool = False) -> GaussianOutputs:
+        """Return the Gaussian over the outputs for some inputs.
 
         Args:
-            energy: U with the scales of the point.
-            method: the method that was asked for.
-            policy: for a mode that is no minimum.
-            point: the mode.
-            model: the model, with every scale as it is written.
-            latents: the mode, constrained.
-            make: returns the Gaussian of the method that the policy has chosen.
-            progress: count the work, in gradients of all data, where there is a terminal or notebook.
-        """
-        self.fitted, self.failed = None, method
-        known, factors, looked_at = self.certificate, point.scale_factors, energy
-        if factors and not (known and known.is_of(point)):
-            factors, looked_at = {}, energy.with_model(model)
-        if known and not (
-            known.is_of(replace(point, scale_factors=factors)) and known.covers(looked_at, model, latents)
-        ):
-            known = None
-        with progress_bar(progress, None, unit="gradient") as bar:
-            energy.work.report = looked_at.work.report = bar.update
-            used, found = policy.look(method, looked_at, known)
-            posterior = make(used, energy.at(energy.start))
-            energy.work.report = None
-            seen = point.seen_with(energy, model, latents)
-            if found is not None and found.newton_decrement is None and not found.at_saddle:
-                found = distance_by(posterior, found, looked_at.at(looked_at.start))
-                if found.decrement_at_least > found.tolerance:
-                    warn(f"the Gaussian is put around a mode that is no minimum. {found}")
-        if found is not None and found.near:
-            self.certificate = Certificate.of(replace(seen, scale_factors=factors), looked_at, found)
-        self.fitted, self.failed = Fitted(posterior, energy.layout, seen, used.precision, used), None
-        return posterior
-
-    def change_since(self, point: PointMass) -> str | None:
-        """Return the reason for which the Gaussian does not belong to the present mode; None if it does."""
-        if self.fitted is None:
-            return "the last guide.fit ended in an error"
-        return point.change_since(self.fitted.point)
-
-    def at(self, point: Callable[[], PointMass]) -> Fitted:
-        """Return the Gaussian of the present mode, which ``point`` returns.
+            inputs: positional arguments of the model; observations may be left out.
+            site: an observed site, or one of ``pyro.deterministic``; None for the one observed site.
+            joint: also the covariance between examples, ``joint_covariance`` of shape ``[B k, B k]``.
 
         Raises:
-            GuideError: not fitted yet, or the mode has moved since, or the last fit ended in an error.
+            GuideError: not fitted yet, or the mode or the model has changed since.
+            DataError: no rows, NaN, or inputs that the model cannot take.
+            ModelError: no such site, or several to choose from.
+            UnsupportedError: a distribution that cannot be linearised, or a method without this covariance.
         """
-        if self.failed is not None:
+        if self._fitted is not None:
+            self.initialize_loaded(*with_missing(self._plain_model.get(), inputs))
+        fitted = self.fitted
+        self.check_model(self._plain_model.get())
+        query = fitted.point.query(self._plain_model.get(), inputs, fitted.layout, site)
+        return GaussianOutputs.of(fitted.posterior, query, joint=joint)
+
+    @property
+    def posterior(self) -> LaplacePosterior | None:
+        """The Gaussian of the last :meth:`fit`; None before, and after an error."""
+        return None if self._fitted is None else self.fitted.posterior
+
+    @property
+    def fitted(self) -> Fitted:
+        """The Gaussian with its mode and the sites that it is over.
+
+        Raises:
+            GuideError: there is no Gaussian, or the mode has moved since.
+        """
+        fitted = self._fitted
+        if fitted is None:
             raise GuideError(
-                f"the last guide.fit, by {self.failed!r}, ended in an error, so that there is no Gaussian: run "
-                "guide.polish(batches) and fit again, or fit with another method or GGN(), which exists at any mode"
+                "this LaplaceGuide has no Gaussian: call guide.fit(batches, method) after training; after a fit that "
+                "failed, guide.polish(batches) first, or use GGN(), which exists at any mode. predict(..., "
+                "method=AtMean()) predicts at the mode"
             )
-        if self.fitted is None:
-            raise GuideError(
-                "this LaplaceGuide is a point mass so far: call guide.fit(batches, method) after training. "
-                "predict(..., method=AtMean()) predicts at the mode"
-            )
-        change = self.change_since(point())
+        change = self._point_mass().change_since(fitted.point)
         if change is not None:
             raise GuideError(f"{change}: fit again")
-        return self.fitted
+        return fitted
 
-    def describe(self, point: PointMass) -> str:
-        """Return the size of the mode, the evidence that it is a minimum, and the Gaussian, in words."""
-        known, found = self.certificate, "not known to be a minimum"
+    def check_model(self, model: Callable[..., Any], plates: bool = False) -> None:
+        """Raise for a model other than the one of the fit, unless there is no Gaussian of the present mode.
+
+        Args:
+            model: the model.
+            plates: see :meth:`Fitted.check`.
+        """
+        fitted = self._fitted
+        if fitted is not None and self._point_mass().change_since(fitted.point) is None:
+            fitted.check(model, self.median(), plates)
+
+    # For predictions ----------------------------------------------------------------------------------------------
+
+    @property
+    def factorised(self) -> Callable[..., dict[str, Tensor]] | None:
+        """The Gaussian as a guide of independent sites; None where it couples latents."""
+        return self._at_marginals if self.fitted.posterior.independent else None
+
+    def _at_marginals(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        warn(WIDE_WEIGHTS)
+        marginals = self._marginals()
+        return self._within_plates(lambda site: site.sample(marginals[site.name]), *args, **kwargs)
+
+    def predicted_model(self, model: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the model with the scales that :meth:`tune` has set."""
+        return rescaled_model(model, self.scale_factors)
+
+    def example_latents(self) -> dict[str, Tensor]:
+        """Return the mode, for runs that need some value: not every method has draws."""
+        return self.median()
+
+    def linearised(self, inputs: tuple[Any, ...], read: ReadOutputs) -> GaussianOutputs:
+        """Return the Gaussian over the outputs that a function reads.
+
+        Args:
+            inputs: positional arguments of the model.
+            read: returns the outputs, given unconstrained latents, of which they are a differentiable function, and
+                the number of rows.
+        """
+        fitted = self.fitted
+        query = Query(read, inputs, fitted.point.locs, fitted.layout, read=read)
+        return GaussianOutputs.of(fitted.posterior, query)
+
+    # For Pyro, files and devices ----------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Give every latent site a value; Pyro calls it with the arguments of the model.
+
+        With gradients enabled, as in training, this is the mode. Without (``Predictive``, ``Samples``) and after
+        :meth:`fit` it is a draw from the Gaussian, with a warning.
+        """
+        self.initialize(*args, **kwargs)
+        fitted = self._fitted
+        if torch.is_grad_enabled() or fitted is None:
+            return super().forward(*args, **kwargs)
+        change = self._point_mass().change_since(fitted.point)
+        if change is not None:
+            warn(f"{change}: a point mass until it is fitted again")
+            return super().forward(*args, **kwargs)
+        warn(DRAWN_WEIGHTS)
+        event_dims = {site.name: site.event_dim for site in self._sites()}
+        values = self._constrained(fitted.sampled(f"_{self._pyro_name}_latent", event_dims))
+        deltas = {s.name: dist.Delta(values[s.name], event_dim=s.prior.event_dim) for s in self._sites()}
+        return self._within_plates(lambda site: pyro.sample(site.name, deltas[site.name]), *args, **kwargs)
+
+    @torch.no_grad()
+    def sample(self, sample_shape: Sequence[int] | int = ()) -> dict[str, Tensor]:
+        """Draw all sites at once: from the Gaussian after :meth:`fit`, the mode before.
+
+        Args:
+            sample_shape: leading dimensions of the draws; a number of draws, or a shape.
+
+        Returns:
+            draws of shape ``[*sample_shape, *site]`` by site name, in their own (constrained) space.
+
+        Raises:
+            GuideError: the mode has moved since the fit.
+            UnsupportedError: the method of the fit has no draws.
+        """
+        if self._fitted is None:
+            return super().sample(sample_shape)
+        shape = torch.Size([sample_shape] if isinstance(sample_shape, int) else sample_shape)
+        drawn = self.fitted.draw(shape.numel())
+        return self._constrained({name: u.reshape(shape + u.shape[1:]) for name, u in drawn.items()})
+
+    def _marginals(self) -> dict[str, Any]:
+        marginals = super()._marginals()
+        if self._fitted is not None:
+            for name, variance in self.fitted.marginal_variances().items():
+                normal = dist.Normal(marginals[name].mean.detach(), variance.sqrt(), validate_args=False)
+                marginals[name] = normal.to_event(self._seen[name].event_dim)
+        return marginals
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Return the Gaussian, tuned scales and the record about the mode, for ``state_dict``.
+
+        A Gaussian that needs the model and the data to predict (by conjugate gradients, say) is left out, with a
+        warning.
+        """
+        return {
+            "gaussian": None if self._fitted is None else self._fitted.state(),
+            "certificate": None if self._certificate is None else self._certificate.state(),
+            "scale_factors": dict(self.scale_factors),
+        }
+
+    def set_extra_state(self, state: Any) -> None:
+        """Restore the state that :meth:`get_extra_state` returned."""
+        state = {} if state is None else state
+        self.scale_factors = dict(state.get("scale_factors", {}))
+        self._fitted = Fitted.from_state(state.get("gaussian"))
+        self._certificate = Certificate.from_state(state.get("certificate"))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        self._fitted = None if self._fitted is None else self._fitted.moved(fn)
+        self._certificate = None  # modes are rounded anew
+        return self
+
+    def __repr__(self) -> str:
+        """Describe the mode, the evidence that it is a minimum, and the Gaussian."""
+        if self.prototype_trace is None:
+            return f"{type(self).__name__}(has not seen its model yet)"
+        point, known, found = self._point_mass(), self._certificate, "not known to be a minimum"
         if known is not None and known.is_of(point):
             found = "a minimum" if known.curvature == "Hessian" else "a point without slope"
             if len(known.sites) < len(point.locs):
                 found += f" in {len(known.sites)} of {len(point.locs)} sites"
-        mode = f"mode of {sum(u.numel() for u in point.locs.values())} latents, {found}"
-        if self.fitted is None:
-            return f"{mode}; no Gaussian yet: guide.fit(batches)"
-        gaussian = f"{self.fitted.posterior!r}, precision {type(self.fitted.precision).__name__}"
-        return "; ".join(part for part in (mode, gaussian, self.change_since(point)) if part)
-
-    def state(self) -> dict[str, Any]:
-        """Return tensors and plain values, for files; a Gaussian that needs the model and the data is left out."""
-        return {
-            "gaussian": None if self.fitted is None else self.fitted.state(),
-            "certificate": None if self.certificate is None else self.certificate.state(),
-        }
-
-    @staticmethod
-    def from_state(state: Mapping[str, Any] | None) -> "Approximation":
-        """Make what :meth:`state` describes."""
-        if state is None:
-            return Approximation()
-        gaussian, certificate = Fitted.from_state(state["gaussian"]), state.get("certificate")
-        return Approximation(gaussian, None, Certificate.from_state(certificate))
-
-    def moved(self, function: Callable[[Tensor], Tensor]) -> "Approximation":
-        """Return it with ``function`` (to another device or dtype) applied to the Gaussian; modes are rounded anew."""
-        return Approximation(None if self.fitted is None else self.fitted.moved(function), self.failed)
+        parts = [f"mode of {sum(u.numel() for u in point.locs.values())} latents, {found}"]
+        if self._fitted is None:
+            parts.append("no Gaussian yet: guide.fit(batches)")
+        else:
+            parts.append(f"{self._fitted.posterior!r}, precision {type(self._fitted.precision).__name__}")
+            parts.append(point.change_since(self._fitted.point) or "")
+        return f"{type(self).__name__}({'; '.join(filter(None, parts))})"

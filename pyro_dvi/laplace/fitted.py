@@ -27,7 +27,7 @@ from pyro_dvi.runs.sites import sites_named
 
 @dataclass(frozen=True)
 class PointMass:
-    r"""A mode :math:`\hat u`, with what belongs to the U that it minimises.
+    r"""A mode :math:`\hat u`, and the scales, data and model of the U that it minimises.
 
     Attributes:
         locs: the unconstrained mode of every site.
@@ -50,12 +50,12 @@ class PointMass:
 
     @staticmethod
     def from_state(state: Mapping[str, Any]) -> "PointMass":
-        """Make what :meth:`state` describes."""
+        """Restore it from :meth:`state`."""
         model = None if state["model"] is None else Fingerprint(**state["model"])
         return PointMass(state["locs"], state["scale_factors"], state["kl_weight"], state["data"], model)
 
     def layout(self, subset: Subset | None = None) -> Layout:
-        """Return the order of what varies.
+        """Return the latents that vary, in order.
 
         Args:
             subset: sites by name or pattern, or a mapping of these to masks: True, or a boolean tensor of the shape of
@@ -82,7 +82,7 @@ class PointMass:
         return Layout({name: self.locs[name].shape for name in varying}, varying)
 
     def energy(self, model: Callable, batches: Iterable[Any], subset: Subset | None) -> Energy:
-        """Return U of a model, whose scales are as it is written, on all the data.
+        """Return U on all the data, for a model with its scales as they are written.
 
         Raises:
             ArgumentError: a scale factor that is not positive, or of a site that the model has not.
@@ -97,11 +97,11 @@ class PointMass:
         return energy
 
     def query(self, model: Callable, inputs: tuple[Any, ...], layout: Layout, site: str | None) -> Query:
-        """Return the outputs of such a model at the mode."""
+        """Return the outputs of the model at the mode."""
         return Query(rescaled_model(model, self.scale_factors), inputs, self.locs, layout, site=site)
 
     def seen_with(self, energy: Energy, model: Callable[..., Any], latents: dict[str, Tensor]) -> "PointMass":
-        """Return it with the data of U and the sites of the model, given the mode in constrained space."""
+        """Return a copy with the data of U and the sites of the model, given the mode in constrained space."""
         fingerprint = Fingerprint.of(model, *energy.passes.first_again(), latents)
         return replace(self, data=energy.passes.checksum, model=fingerprint)
 
@@ -121,16 +121,13 @@ def _entries(name: str, given: Tensor | bool, loc: Tensor) -> Tensor | None:
     """Return where the entries of a site that vary are in the flattened site; None: all of them vary."""
     if given is True:
         return None
-    try:
-        mask = torch.as_tensor(given, device=loc.device)
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise ArgumentError(f"subset[{name!r}] must be True, False, or a boolean tensor: {error}") from None
-    if mask.dtype != torch.bool or mask.shape not in (loc.shape, ()):
+    mask = torch.tensor(False) if given is False else given
+    if not torch.is_tensor(mask) or mask.dtype != torch.bool or mask.shape not in (loc.shape, ()):
         raise ArgumentError(
             f"subset[{name!r}] must be True, False, or a boolean tensor of shape {tuple(loc.shape)}, unconstrained; "
-            f"got {mask.dtype} of shape {tuple(mask.shape)}"
+            f"got {getattr(mask, 'dtype', mask)} of shape {tuple(getattr(mask, 'shape', ()))}"
         )
-    return None if bool(mask.all()) else mask.expand(loc.shape).flatten().nonzero()[:, 0]
+    return None if bool(mask.all()) else mask.to(loc.device).expand(loc.shape).flatten().nonzero()[:, 0]
 
 
 def rescaled_model(model: Callable[..., Any], factors: Mapping[str, float]) -> Callable[..., Any]:
@@ -225,7 +222,7 @@ class Fitted:
         return values
 
     def check(self, model: Callable[..., Any], latents: dict[str, Tensor], plates: bool = False) -> None:
-        """Refuse a model that is not the one of the fit.
+        """Raise for a model other than the one of the fit.
 
         Args:
             model: the model, with every scale as it is written.
@@ -248,7 +245,7 @@ class Fitted:
     # In files: tensors and plain values ---------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any] | None:
-        """Return tensors and plain values to make it of again; None, with a warning, if the posterior has none."""
+        """Return tensors and plain values, for files; None, with a warning, if the posterior has none."""
         try:
             posterior = self.posterior.state()
         except UnsupportedError as error:
@@ -256,7 +253,7 @@ class Fitted:
             return None
         return {
             "posterior": posterior,
-            "kind": self.posterior.kind(),
+            "kind": self.posterior.kind,
             "sites": {name: self.layout.chosen.get(name) for name in self.layout.names},
             "point": self.point.state(),
             "precision": type(self.precision).__name__,
@@ -264,7 +261,7 @@ class Fitted:
 
     @staticmethod
     def from_state(state: dict[str, Any] | None) -> "Fitted | None":
-        """Make what :meth:`state` describes.
+        """Restore it from :meth:`state`.
 
         Raises:
             CheckpointError: something is missing or unknown, as in files of another version.
@@ -274,7 +271,7 @@ class Fitted:
         try:
             point = PointMass.from_state(state["point"])
             return Fitted(
-                LaplacePosterior.of_kind(state["kind"], state["posterior"]),
+                LaplacePosterior.kinds[state["kind"]](**state["posterior"]),
                 Layout({name: point.locs[name].shape for name in state["sites"]}, state["sites"]),
                 point,
                 {"GGN": GGN, "Hessian": Hessian}[state["precision"]](),
@@ -286,7 +283,7 @@ class Fitted:
             ) from error
 
     def moved(self, function: Callable[[Tensor], Tensor]) -> "Fitted | None":
-        """Return it with ``function`` (to another device or dtype) applied to every tensor; None as :meth:`state`."""
+        """Return a copy with every tensor moved to another device or dtype by ``function``; None as :meth:`state`."""
         state = mapped(lambda leaf: function(leaf) if torch.is_tensor(leaf) else leaf, self.state())
         return Fitted.from_state(state)
 
@@ -313,7 +310,7 @@ class Draws(dist.TorchDistribution):
         super().__init__(torch.Size(batch_shape), posterior.mode.shape, validate_args=False)
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> "Draws":
-        """Return as many independent copies."""
+        """Return a batch of independent copies."""
         return Draws(self.posterior, batch_shape)
 
     def sample(self, sample_shape: Any = ()) -> Tensor:
@@ -322,7 +319,7 @@ class Draws(dist.TorchDistribution):
         return _draw(self.posterior, shape.numel()).reshape(*shape, -1)
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Refuse: a method knows draws or covariances, not always the density."""
+        """Raise: a method knows draws or covariances, not always the density."""
         raise UnsupportedError(
             "draws of a fitted LaplaceGuide have no density for a loss: compute losses before guide.fit, or "
             "with gradients enabled, as svi.step does"

@@ -314,7 +314,7 @@ def test_a_state_of_another_guide_is_refused(other, seen):
 
 
 def test_what_is_no_state_is_refused():
-    with pytest.raises(GuideError, match="not one of this MeanFieldGuide"):
+    with pytest.raises(GuideError, match="does not fit this MeanFieldGuide"):
         MeanFieldGuide(Net()).load_state_dict(3)
 
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.laplace import (
-    Accept,
     ConjugateGradient,
     Dense,
     Diagonal,
@@ -75,7 +74,7 @@ def assert_within(found: Tensor, expected: Tensor, case: Case) -> None:
 
 
 def fit(guide: LaplaceGuide, batches: list, method: Method, **options: Any) -> Any:
-    return guide.fit(batches, method, unconverged=Accept(), **options)
+    return guide.fit(batches, method, unconverged="accept", **options)
 
 
 def query_of(guide: LaplaceGuide, model: Callable, *inputs: Tensor) -> Query:

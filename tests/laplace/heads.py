@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import AffineTransform, ExpTransform
 
-from pyro_dvi.laplace import Accept, Dense, LaplaceGuide
+from pyro_dvi.laplace import Dense, LaplaceGuide
 from tests.laplace.problems import guide_at, ragged
 
 DRAWS = 40_000
@@ -52,7 +52,7 @@ class Head:
     def guide(self) -> LaplaceGuide:
         x, y = self.data(30, seed=2)
         guide = guide_at(self.model, (x[:4], y[:4]), {"w": self.true()})
-        guide.fit(ragged(x, y, 12), Dense(), unconverged=Accept())
+        guide.fit(ragged(x, y, 12), Dense(), unconverged="accept")
         return guide
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pyro_dvi import LaplaceGuide
-from pyro_dvi.laplace import Accept, Dense, Hessian, Method
+from pyro_dvi.laplace import Dense, Hessian, Method
 from pyro_dvi.laplace.methods.method import LaplacePosterior
 from tests.laplace.problems import guide_at, ragged
 
@@ -28,7 +28,7 @@ LOCS = {"slope": torch.tensor(0.7).double(), "scale": torch.tensor(-1.5).double(
 
 def fitted(**options: object) -> LaplaceGuide:
     guide = guide_at(model, (X, Y), LOCS)
-    guide.fit(ragged(X, Y, 4), Dense(), unconverged=Accept(), **options)
+    guide.fit(ragged(X, Y, 4), Dense(), unconverged="accept", **options)
     return guide
 
 

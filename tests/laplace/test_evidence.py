@@ -14,7 +14,6 @@ from pyro_dvi.errors import (
 )
 from pyro_dvi.laplace import (
     GGN,
-    Accept,
     ByLanczos,
     ConjugateGradient,
     Dense,
@@ -108,6 +107,6 @@ def test_tempered_posterior_has_no_evidence():
 def test_evidence_at_a_saddle_is_refused():
     problem = SineRegression(hidden=10)
     guide = problem.trained(5)
-    guide.fit(problem.batches, ConjugateGradient(precision=Hessian()), unconverged=Accept())
+    guide.fit(problem.batches, ConjugateGradient(precision=Hessian()), unconverged="accept")
     with pytest.raises(NotPositiveDefiniteError, match="polish"):
         guide.log_evidence(problem.batches)

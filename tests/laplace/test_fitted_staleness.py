@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import pyro_dvi as dvi
 from pyro_dvi.core.progress import progress_bar
 from pyro_dvi.errors import CheckpointError, DviWarning, GuideError
-from pyro_dvi.laplace import Accept, Dense, Hessian, LaplaceGuide, PosteriorSamples
+from pyro_dvi.laplace import Dense, Hessian, LaplaceGuide, PosteriorSamples
 from pyro_dvi.predictive import AtMean, Samples, predict
 from tests.laplace.problems import guide_at
 
@@ -30,7 +30,7 @@ def curve(x: Tensor, y: Tensor | None = None) -> Any:
 
 def fitted(model: Any = curve, method: Any = None, **options: Any) -> LaplaceGuide:
     guide = guide_at(model, (X, Y), LOCS, **options)
-    guide.fit([(X, Y)], method or Dense(), unconverged=Accept())
+    guide.fit([(X, Y)], method or Dense(), unconverged="accept")
     return guide
 
 
@@ -42,7 +42,7 @@ def refused(model: Any, guide: LaplaceGuide, what: str) -> None:
     ):
         with pytest.raises(GuideError, match=what):
             use()
-    guide.fit([(X, Y)], unconverged=Accept())
+    guide.fit([(X, Y)], unconverged="accept")
     assert guide.predictive(X).variance.shape == predict(model, guide, X, AtMean()).mean.shape == (4,)
 
 
@@ -147,11 +147,11 @@ def test_work_is_shown(monkeypatch):
         def update(self, n=1):
             seen.append(n)
 
-    monkeypatch.setattr("pyro_dvi.laplace.approximation.progress_bar", lambda *_, **__: Bar(disable=True))
+    monkeypatch.setattr("pyro_dvi.laplace.guide.progress_bar", lambda *_, **__: Bar(disable=True))
     guide = guide_at(curve, (X, Y), LOCS)
     for method in (Dense(), Dense(Hessian()), PosteriorSamples(4)):
         seen.clear()
-        guide.fit([(X, Y)], method, unconverged=Accept(), progress=True)
+        guide.fit([(X, Y)], method, unconverged="accept", progress=True)
         assert sum(seen) > 0
 
 
@@ -174,7 +174,7 @@ def test_a_fused_encoder_layer_is_the_same_model_with_and_without_gradients():
     x, labels = torch.randn(5, 4, 3), torch.arange(5) % 2
     guide = LaplaceGuide(model)
     guide.initialize(x, labels)
-    guide.fit([(x, labels)], Dense(), unconverged=Accept())
+    guide.fit([(x, labels)], Dense(), unconverged="accept")
     assert predict(model, guide, x).probabilities.shape == (5, 2)
     assert guide.predictive(x).variance.isfinite().all()
     with torch.no_grad():
@@ -207,5 +207,5 @@ def test_a_model_conditioned_on_its_data_is_the_one_without():
     x, y = torch.cat([X, X + 0.1]), torch.cat([Y, Y])
     model = pyro.condition(curve, {"y": y})
     guide = guide_at(model, (x,), LOCS)
-    guide.fit([(x,)], Dense(), unconverged=Accept())
+    guide.fit([(x,)], Dense(), unconverged="accept")
     assert predict(curve, guide, x).variance.shape == (8,)

@@ -18,7 +18,6 @@ from pyro_dvi.errors import (
     UnsupportedError,
 )
 from pyro_dvi.laplace import (
-    Accept,
     Dense,
     Hessian,
 )
@@ -68,7 +67,7 @@ def test_a_trained_network_is_a_mode_already():
     guide.initialize(X[:, None], Y[:, None])
     found = {name: value for name, value in guide.median().items() if name.endswith("0.weight")}
     torch.testing.assert_close(next(iter(found.values())), weight)
-    guide.fit([(X[:, None], Y[:, None])], Dense(), unconverged=Accept())
+    guide.fit([(X[:, None], Y[:, None])], Dense(), unconverged="accept")
     assert (predict(bayesian, guide, X[:, None]).variance > 0).all()
 
 
@@ -166,7 +165,7 @@ def test_losses_of_draws_are_refused():
 
 def test_a_method_without_draws_says_so():
     guide = guide_at(model, (X, Y), LOCS)
-    guide.fit([(X, Y)], PointSolver(), unconverged=Accept())
+    guide.fit([(X, Y)], PointSolver(), unconverged="accept")
     with pytest.raises(UnsupportedError, match="PosteriorSamples"):
         guide.sample()
     with pytest.raises(UnsupportedError, match="variances of single latents"):
@@ -190,7 +189,7 @@ def test_export_to_arviz():
     assert "the same for every draw" in data.attrs["log_likelihood_left_out"]
     pyro.clear_param_store()
     solver = guide_at(model, (X, Y), LOCS)
-    solver.fit([(X, Y)], PointSolver(), unconverged=Accept())
+    solver.fit([(X, Y)], PointSolver(), unconverged="accept")
     assert "posterior" not in dvi.to_arviz(model, solver, (X, Y), num_samples=5, sites=[])
 
 

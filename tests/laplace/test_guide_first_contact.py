@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import pyro_dvi as dvi
 from pyro_dvi.errors import ArgumentError, DataError, ModelError
-from pyro_dvi.laplace import Accept, Diagonal
+from pyro_dvi.laplace import Diagonal
 
 N = 6
 X = torch.tensor([[1.0, -1.0], [0.5, 2.0], [-1.5, 0.3], [0.2, 0.1], [2.0, 1.0], [-0.7, -0.4]])
@@ -70,7 +70,7 @@ CALLS: dict[str, Callable[[dvi.LaplaceGuide, Any], Any]] = {
     "polish": lambda guide, batches: guide.polish(batches, progress=False),
     "diagnose": lambda guide, batches: guide.diagnose(batches),
     "fit": lambda guide, batches: guide.fit(batches),
-    "fit as it is": lambda guide, batches: guide.fit(batches, Diagonal(), unconverged=Accept()),
+    "fit as it is": lambda guide, batches: guide.fit(batches, Diagonal(), unconverged="accept"),
     "evidence": lambda guide, batches: guide.log_evidence(batches),
     "tune": lambda guide, batches: guide.tune(batches, values=[1.0, 2.0], progress=False),
 }
@@ -113,7 +113,7 @@ def test_predictions_name_them_too(name):
     batches, error, message = MISTAKES[name]
     model = classifier()
     guide = dvi.LaplaceGuide(model)
-    guide.fit(halves(X, LABELS), Diagonal(), unconverged=Accept())
+    guide.fit(halves(X, LABELS), Diagonal(), unconverged="accept")
     with pytest.raises(error, match=message):
         dvi.predict(model, guide, batches())
 

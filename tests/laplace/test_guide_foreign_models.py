@@ -14,7 +14,7 @@ from pyro.optim import Adam
 from torch import Tensor, nn
 
 from pyro_dvi import LaplaceGuide, classifier, predict, to_bayesian_
-from pyro_dvi.laplace import Accept, Dense, PosteriorSamples
+from pyro_dvi.laplace import Dense, PosteriorSamples
 from tests.models import residual_network
 
 ROWS = 12
@@ -29,7 +29,7 @@ def _fitted(
     for _ in range(steps):
         for batch in batches:
             svi.step(*batch)
-    guide.fit(batches, method or Dense(), unconverged=Accept(), **options)
+    guide.fit(batches, method or Dense(), unconverged="accept", **options)
     return guide
 
 

@@ -14,7 +14,6 @@ import pyro_dvi as dvi
 from pyro_dvi.analysis.diagnostics.posterior_scales import scale_report, signal_to_noise
 from pyro_dvi.errors import ArgumentError, UnsupportedError
 from pyro_dvi.laplace import (
-    Accept,
     ConjugateGradient,
     Dense,
     Diagonal,
@@ -135,7 +134,7 @@ def test_evidence_and_tuning_are_given_what_stays(sine):
             subset=subset,
             values=[0.02, 0.3, 3.0],
             refinements=0,
-            unconverged=Accept(),
+            unconverged="accept",
             **QUIET,
         )
         varying = torch.cat([u["w2"][MASKS["w2"]], u["b2"].reshape(1)])
@@ -266,7 +265,7 @@ def test_what_takes_whole_sites_refuses_masks(sine):
     data = [(regression.x, regression.y)]
     guide = guide_at(coupled, data[0], {"w": regression.mode()})
     subset = {"w": torch.tensor([True, True, False])}
-    precision = guide.fit(data, Dense(), subset=subset, unconverged=Accept()).precision
+    precision = guide.fit(data, Dense(), subset=subset, unconverged="accept").precision
     prior = torch.linalg.inv(torch.eye(3).double() + 0.5)
     torch.testing.assert_close(precision, (regression.x.T @ regression.x / 0.25 + prior)[:2, :2])
     with pytest.raises(UnsupportedError, match="'w', a MultivariateNormal, couples its entries"):

@@ -8,14 +8,12 @@ import torch
 
 from pyro_dvi.errors import ArgumentError, UnsupportedError
 from pyro_dvi.laplace import (
-    Accept,
     ByEvidence,
     Dense,
     Hessian,
     LaplaceGuide,
     PosteriorSamples,
     TopEigen,
-    UseGGN,
 )
 from pyro_dvi.predictive import predict
 from tests.laplace.problems import guide_at
@@ -40,7 +38,7 @@ class Unasked(ByEvidence):
 @pytest.fixture
 def guide():
     guide = guide_at(model, (X, X), {"w": torch.tensor(0.9)})
-    guide.fit(BATCHES, Dense(), unconverged=Accept())
+    guide.fit(BATCHES, Dense(), unconverged="accept")
     return guide
 
 
@@ -49,7 +47,7 @@ def guide():
     [
         (lambda guide: guide.fit(BATCHES, Dense), r"the class Dense itself: write Dense\(...\)"),
         (lambda guide: guide.fit(BATCHES, "dense"), r"method must be .* Dense\(\)"),
-        (lambda guide: guide.fit(BATCHES, unconverged=UseGGN), r"unconverged must .*UseGGN\(...\)"),
+        (lambda guide: guide.fit(BATCHES, unconverged="ggn"), r"unconverged must .*\"use_ggn\""),
         (lambda guide: guide.fit(BATCHES, Dense(Hessian)), r"precision must .*Hessian\(...\)"),
         (lambda guide: guide.fit(BATCHES, subset=[]), "subset is empty"),
         (lambda guide: guide.fit(BATCHES, subset=3), r"subset names 3, .* no site .*\['w'\]"),
@@ -66,8 +64,8 @@ def guide():
         (lambda guide: guide.as_prior(exclude=3), "exclude names 3"),
         (lambda guide: guide.tune(BATCHES, criterion=ByEvidence, progress=False), "criterion must"),
         (
-            lambda guide: guide.tune(BATCHES, criterion=Unasked(), unconverged=UseGGN),
-            r"unconverged must .*UseGGN\(...\)",
+            lambda guide: guide.tune(BATCHES, criterion=Unasked(), unconverged="ggn"),
+            r"unconverged must .*\"use_ggn\"",
         ),
         (lambda guide: guide.tune(BATCHES, criterion=Unasked(), refinements="3"), "refinements must"),
         (lambda guide: guide.tune(BATCHES, "w", progress=False), r"scale must .*PriorPrecision\("),

@@ -19,7 +19,6 @@ from pyro_dvi.errors import (
     GuideError,
 )
 from pyro_dvi.laplace import (
-    Accept,
     ConjugateGradient,
     Diagonal,
     HessianFree,
@@ -79,7 +78,7 @@ def test_a_gaussian_is_refused_by_another_model_and_taken_by_the_same_one_built_
     first = network()
     guide = LaplaceGuide(first)
     guide.initialize(x, y)
-    guide.fit([(x, y)], unconverged=Accept())
+    guide.fit([(x, y)], unconverged="accept")
     expected = predict(first, guide, x).variance
     state, weights = _through_a_file(guide.state_dict()), _through_a_file(first.state_dict())
     weights = {name: value for name, value in weights.items() if "_initial" not in name}  # start values only
@@ -116,7 +115,7 @@ def test_batches_that_cannot_be_cut_are_kept_whole():
             return pyro.sample("y", pyro.distributions.Normal(w * x, 1.0), obs=y)
 
     guide = guide_at(whole, (X, Y), {"w": torch.tensor(0.7).double()})
-    guide.fit([(X, Y)], unconverged=Accept())
+    guide.fit([(X, Y)], unconverged="accept")
     predict(whole, guide, X)
     with pytest.raises(GuideError, match="prior of site 'w': scale 1 → 2"):
         predict(lambda x, y=None: whole(x, y, scale=2.0), guide, X)
@@ -199,7 +198,7 @@ def test_a_deep_copy_has_its_model_a_pickle_has_not():
 
 def test_methods_that_need_the_data_are_left_out_of_files():
     guide = guide_at(model, (X, Y), LOCS)
-    guide.fit([(X, Y)], PointSolver(), unconverged=Accept())
+    guide.fit([(X, Y)], PointSolver(), unconverged="accept")
     with pytest.warns(DviWarning, match="fit again"):
         state = guide.state_dict()
     assert state["_extra_state"]["gaussian"] is None
@@ -220,7 +219,7 @@ def test_every_method_that_can_comes_back_from_a_file(method):
     x, y = X[:, None], Y[:, None]
     guide = LaplaceGuide(network)
     guide.initialize(x, y)
-    guide.fit([(x, y)], method, unconverged=Accept())
+    guide.fit([(x, y)], method, unconverged="accept")
     state = _through_a_file(guide.state_dict())
     expected = guide.predictive(x).variance
     pyro.clear_param_store()
@@ -237,7 +236,7 @@ def test_every_method_that_can_comes_back_from_a_file(method):
 @pytest.mark.parametrize("method", [ConjugateGradient(), HessianFree()], ids=lambda m: type(m).__name__)
 def test_methods_that_solve_stay_in_memory(method):
     guide = guide_at(model, (X, Y), LOCS)
-    guide.fit([(X, Y)], method, unconverged=Accept())
+    guide.fit([(X, Y)], method, unconverged="accept")
     with pytest.warns(DviWarning, match="fit again"):
         assert guide.state_dict()["_extra_state"]["gaussian"] is None
 

@@ -18,7 +18,7 @@ from pyro_dvi.errors import (
     NotPositiveDefiniteError,
     UnconvergedError,
 )
-from pyro_dvi.laplace import Accept, Dense, Hessian, HessianFree, LaplaceGuide, parameter_uncertainty
+from pyro_dvi.laplace import Dense, Hessian, HessianFree, LaplaceGuide, parameter_uncertainty
 from pyro_dvi.laplace.hessian_free.second_fits import Pointwise
 from pyro_dvi.laplace.hessian_free.solvers import NewtonCG
 from pyro_dvi.laplace.hessian_free.training_modes import LabelShift
@@ -56,12 +56,12 @@ GRID = torch.linspace(-6, 6, 7, dtype=torch.float64).unsqueeze(-1)
 # --- closed forms ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("central", [True, False])
+@pytest.mark.parametrize("less", ["opposite", "untilted", "mode"])
 @pytest.mark.parametrize("solver", [NewtonCG(step=0.5, solve_tolerance=1e-10)], ids=type)
-def test_linear_regression_is_exact(solver: Any, central: bool) -> None:
+def test_linear_regression_is_exact(solver: Any, less: str) -> None:
     problem = LinearRegression()
     guide = problem.guide()
-    guide.fit(problem.batches, HessianFree(solver=solver, central=central))
+    guide.fit(problem.batches, HessianFree(solver=solver, less=less))
     x = torch.randn(4, problem.num_features, dtype=torch.float64)
     exact = x @ torch.linalg.inv(problem.precision()) @ x.T
     found = guide.predictive(x, joint=True)
@@ -169,7 +169,7 @@ def test_a_saddle_is_refused() -> None:
     guide = guide_at(problem.model, problem.batches[0], locs)
     with pytest.raises(UnconvergedError, match="HessianFree"):
         guide.fit(problem.batches, HessianFree())
-    guide.fit(problem.batches, HessianFree(), unconverged=Accept())
+    guide.fit(problem.batches, HessianFree(), unconverged="accept")
     with pytest.raises(NotPositiveDefiniteError):
         guide.predictive(GRID)
 
@@ -202,10 +202,10 @@ def test_names_instead_of_objects() -> None:
         HessianFree(solver="adam")  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match=r"NewtonCG\(\) or Adam\(strength\)"):
         parameter_uncertainty(LinearRegression().guide(), [], solver=NewtonCG)  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match="^tolerance must be a relative error"):
+    with pytest.raises(ArgumentError, match="^tolerance must be a positive number"):
         NewtonCG(tolerance=0.0)
-    with pytest.raises(ArgumentError, match="^solve_tolerance must be a relative error"):
-        NewtonCG(solve_tolerance=1.0)
+    with pytest.raises(ArgumentError, match="^solve_tolerance must be a positive number"):
+        NewtonCG(solve_tolerance=-1.0)
     with pytest.raises(ArgumentError, match="max_corrections"):
         NewtonCG(max_corrections=0)
     assert HessianFree().mode == Pointwise()
@@ -217,7 +217,7 @@ def test_label_shift_needs_gaussian_noise_of_known_scale() -> None:
     guide = LaplaceGuide(problem.model)
     guide.initialize(problem.x, problem.y)
     with pytest.raises(ModelError, match="Categorical"):
-        guide.fit([(problem.x, problem.y)], HessianFree(LabelShift()), unconverged=Accept())
+        guide.fit([(problem.x, problem.y)], HessianFree(LabelShift()), unconverged="accept")
 
     def model(x: Tensor, y: Tensor | None = None) -> Any:
         noise = pyro.sample("noise", dist.HalfNormal(x.new_ones(())))
@@ -229,4 +229,4 @@ def test_label_shift_needs_gaussian_noise_of_known_scale() -> None:
     guide = LaplaceGuide(model)
     guide.initialize(x, x)
     with pytest.raises(ModelError, match="does not depend on the latents"):
-        guide.fit([(x, x)], HessianFree(LabelShift()), unconverged=Accept())
+        guide.fit([(x, x)], HessianFree(LabelShift()), unconverged="accept")

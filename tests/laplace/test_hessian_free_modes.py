@@ -94,7 +94,7 @@ def responses(guide: LaplaceGuide, posterior: Any, x: Tensor) -> Tensor:
 
 
 def query(guide: LaplaceGuide, x: Tensor) -> Query:
-    fitted: Any = guide._known.fitted
+    fitted: Any = guide._fitted
     return Query(guide._plain_model.get(), (x,), fitted.point.locs, fitted.layout)
 
 

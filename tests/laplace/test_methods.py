@@ -129,7 +129,7 @@ def test_a_posterior_is_made_again_from_what_a_file_holds(
     file = io.BytesIO()
     torch.save(posterior.state(), file)
     file.seek(0)
-    again = LaplacePosterior.of_kind(posterior.kind(), torch.load(file, weights_only=True))
+    again = LaplacePosterior.kinds[posterior.kind](**torch.load(file, weights_only=True))
     query = query_of(guide, problem.model, problem.x[:3])
     torch.testing.assert_close(again.covariance(query), posterior.covariance(query))
 

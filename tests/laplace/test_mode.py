@@ -23,13 +23,11 @@ from pyro_dvi.errors import (
 )
 from pyro_dvi.laplace import (
     GGN,
-    Accept,
     ConjugateGradient,
     Dense,
     Hessian,
     HessianFree,
     LaplaceGuide,
-    UseGGN,
 )
 from pyro_dvi.laplace.energy.energy import LocalEnergy
 from pyro_dvi.laplace.mode.search import Search
@@ -241,7 +239,7 @@ def test_random_model_is_named():
 
 def test_fit_with_the_hessian_refuses_what_is_no_minimum(saddle):
     _, guide, batches = at_saddle(saddle)
-    with pytest.raises(UnconvergedError, match="Dense.*no minimum(.|\n)*UseGGN") as caught:
+    with pytest.raises(UnconvergedError, match="Dense.*no minimum(.|\n)*use_ggn") as caught:
         guide.fit(batches, Dense(Hessian()))
     assert caught.value.diagnosis.at_saddle
     assert guide.posterior is None
@@ -250,10 +248,10 @@ def test_fit_with_the_hessian_refuses_what_is_no_minimum(saddle):
 def test_fit_falls_back_to_the_gauss_newton_matrix_when_told(saddle):
     problem, guide, batches = at_saddle(saddle)
     with pytest.warns(DviWarning, match="takes the place of the Hessian") as warned:
-        guide.fit(batches, Dense(Hessian()), unconverged=UseGGN())
+        guide.fit(batches, Dense(Hessian()), unconverged="use_ggn")
     assert warned[0].filename == __file__
     fallen = guide.predictive(problem.x).variance
-    guide.fit(batches, Dense(GGN()), unconverged=Accept())
+    guide.fit(batches, Dense(GGN()), unconverged="accept")
     torch.testing.assert_close(guide.predictive(problem.x).variance, fallen)
     assert bool((fallen > 0).all())
 
@@ -261,10 +259,10 @@ def test_fit_falls_back_to_the_gauss_newton_matrix_when_told(saddle):
 def test_hessian_free_fits_give_way_to_conjugate_gradients(saddle):
     problem, guide, batches = at_saddle(saddle)
     with pytest.warns(DviWarning, match=r"ConjugateGradient\(.*in the place of HessianFree"):
-        posterior = guide.fit(batches, HessianFree(), unconverged=UseGGN())
+        posterior = guide.fit(batches, HessianFree(), unconverged="use_ggn")
     found = guide.predictive(problem.x[:3]).variance
     assert type(posterior).__name__ == "ConjugateGradientPosterior"
-    guide.fit(batches, Dense(GGN()), unconverged=Accept())
+    guide.fit(batches, Dense(GGN()), unconverged="accept")
     torch.testing.assert_close(guide.predictive(problem.x[:3]).variance, found, rtol=1e-4, atol=0)
 
 
@@ -284,24 +282,15 @@ def test_policies_are_checked():
         problem.guide().fit(bad, Dense())
 
 
-def test_a_refused_fit_leaves_no_gaussian_and_no_evidence(saddle):
+def test_a_refused_fit_leaves_no_gaussian(saddle):
     problem, guide, batches = at_saddle(saddle)
-    guide.fit(batches, Dense(), unconverged=Accept())
+    guide.fit(batches, Dense(), unconverged="accept")
     with pytest.raises(UnconvergedError):
         guide.fit(batches, ConjugateGradient(Hessian()))
-    for use in (
-        lambda: guide.log_evidence(batches),
-        lambda: guide.log_evidence(batches, subset="w2"),
-        lambda: guide.predictive(problem.x),
-        lambda: guide.sample(3),
-        lambda: guide.quantiles([0.5]),
-    ):
-        with pytest.raises(GuideError, match=r"ConjugateGradient\(.*ended in an error.*polish.*GGN\(\)"):
-            use()
-    with torch.no_grad(), pytest.warns(DviWarning, match="ended in an error: a point mass"):
-        guide(*batches[0])
+    with pytest.raises(GuideError, match=r"no Gaussian.*failed.*polish.*GGN\(\)"):
+        guide.predictive(problem.x)
     assert "w1" in guide.median() and guide.posterior is None
-    guide.fit(batches, Dense(), unconverged=Accept())
+    guide.fit(batches, Dense(), unconverged="accept")
     assert guide.log_evidence(batches).determinant == "DensePosterior"
 
 
@@ -321,7 +310,7 @@ def test_a_mode_that_was_trained_well_passes_by_an_estimate(shift, stiff):
     if found.converged:
         guide.fit(problem.batches, Dense(Hessian()))
         return
-    guide._known.certificate = None
+    guide._certificate = None
     with pytest.raises(UnconvergedError, match="Not converged: the minimum is 1 posterior"):
         guide.fit(problem.batches, Dense(Hessian()))
 
@@ -356,7 +345,7 @@ def test_kinks_refuse_the_hessian_at_once(monkeypatch):
         found = guide.diagnose(batches)
         assert found.curvature == "GGN" and not found.near and "kinks (relu)" in found.verdict
         with pytest.warns(DviWarning) as warned:
-            guide.fit(batches, Dense(Hessian()), unconverged=UseGGN())
+            guide.fit(batches, Dense(Hessian()), unconverged="use_ggn")
         first, second = (str(w.message) for w in warned)
         assert "takes the place of the Hessian" in first and "no minimum" in second
         assert "kinks (relu)" in first and "kinks (relu)" in second
@@ -367,4 +356,4 @@ def test_kinks_refuse_the_hessian_at_once(monkeypatch):
 def test_accept_leaves_it_to_the_method(saddle):
     _, guide, batches = at_saddle(saddle)
     with pytest.raises(ArithmeticError, match="not positive"):
-        guide.fit(batches, Dense(Hessian()), unconverged=Accept())
+        guide.fit(batches, Dense(Hessian()), unconverged="accept")

@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from pyro_dvi import predict, to_bayesian_
 from pyro_dvi.errors import ArgumentError, DviWarning, GuideError, ModelError, UnsupportedError
 from pyro_dvi.laplace import (
-    Accept,
     ByEvidence,
     ByLanczos,
     ByValidation,
@@ -224,7 +223,7 @@ def network():
 def fitted_with(guide, batches, method, factors):
     """The guide with these scales, fitted without any shortcut."""
     guide.scale_factors = dict(factors)
-    guide.fit(batches, method, unconverged=Accept(), seed=1)
+    guide.fit(batches, method, unconverged="accept", seed=1)
     return guide.posterior
 
 
@@ -256,7 +255,7 @@ def test_evidence_and_validation_are_those_of_the_precision_that_predicts(networ
         "values": values,
         "refinements": 0,
         "method": method,
-        "unconverged": Accept(),
+        "unconverged": "accept",
         "seed": 1,
         **QUIET,
     }
@@ -367,7 +366,7 @@ def test_one_of_several_observed_sites_is_validated():
 
     guide = guide_at(model, (x, y, y), {"weight": problem.mode()})
     batches, values = [(x, y, 2 * y)], [0.5, 1.0, 2.0]
-    options = {"values": values, "refinements": 0, "unconverged": Accept(), **QUIET}
+    options = {"values": values, "refinements": 0, "unconverged": "accept", **QUIET}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DviWarning)  # at the edge of three values
         found = guide.tune(batches, criterion=ByValidation(batches, site="z"), **options).scores

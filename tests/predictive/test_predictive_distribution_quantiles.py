@@ -12,7 +12,6 @@ from scipy import stats
 
 import pyro_dvi as dvi
 from pyro_dvi import AtMean, LaplaceGuide, MeanFieldGuide, Moments, Samples, predict
-from pyro_dvi.laplace import Accept
 
 N, K, S = 6, 5, 4000
 LEVELS = [0.025, 0.3, 0.5, 0.975]
@@ -64,7 +63,7 @@ def predicted(family, rule):
         return predict(model, guide, X, rule, seed=0)
     laplace = LaplaceGuide(model)
     laplace.initialize(X, y)
-    laplace.fit([(X, y)], unconverged=Accept())
+    laplace.fit([(X, y)], unconverged="accept")
     return predict(model, laplace, X)
 
 

@@ -59,7 +59,7 @@ def train(method: str, folder: Path, begun: Any = None) -> None:
     dvi.training.recompute_batch_norm(model, guide, sequence())
     x, y = data()
     if isinstance(guide, dvi.LaplaceGuide):
-        guide.fit([(x, y)], unconverged=dvi.laplace.Accept())
+        guide.fit([(x, y)], unconverged="accept")
     weights = {**guide.state_dict(), **model.state_dict()}
     result = {
         "history": repr({**history.to_dict(), "epochs": {**history.epochs, "seconds": []}}),

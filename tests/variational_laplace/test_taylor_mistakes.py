@@ -45,7 +45,7 @@ from pyro_dvi.errors import (
     UnsupportedError,
 )
 from pyro_dvi.guides import MeanFieldGuide, PerSite, PerWeight, SGDStepSize
-from pyro_dvi.laplace import Accept, LaplaceGuide, PosteriorSamples
+from pyro_dvi.laplace import LaplaceGuide, PosteriorSamples
 from pyro_dvi.variational_laplace.taylor import TaylorELBO
 
 X = torch.linspace(-1, 1, 6)[:, None] * torch.tensor([1.0, -0.5])
@@ -572,12 +572,6 @@ def test_a_corrected_call_after_a_mistake_works(guide):
     assert sorted(guide.median()) == ["b", "w"]
 
 
-def test_a_shared_parameter_store_is_announced():
-    MeanFieldGuide(regression)(X, Y)
-    with pytest.warns(DviWarning, match=r"already holds MeanFieldGuide.locs.*clear_param_store"):
-        MeanFieldGuide(regression).initialize(X, Y)
-
-
 KINKS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": torch.relu,
     "leaky_relu": F.leaky_relu,
@@ -675,7 +669,7 @@ def test_activations_without_second_derivative_are_smoothed_by_the_function_that
     laplace.initialize(x, labels)
     for run in (
         lambda: svi.step(x, labels),
-        lambda: laplace.fit([(x, labels)], PosteriorSamples(2), unconverged=Accept()),
+        lambda: laplace.fit([(x, labels)], PosteriorSamples(2), unconverged="accept"),
     ):
         refused = pytest.raises(UnsupportedError, match="hardsi.*smooth_activations_ replaces nn.Hardsigmoid")
         with nullcontext() if smooth else refused:

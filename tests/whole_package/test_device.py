@@ -19,7 +19,7 @@ import pyro_dvi as dvi
 from pyro_dvi import metrics
 from pyro_dvi.bayesian import HierarchicalScale, LearnedScale
 from pyro_dvi.curvature.information import expected_information
-from pyro_dvi.laplace import Accept, ByEvidence, ByLanczos, Dense, HessianFree, PriorPrecision
+from pyro_dvi.laplace import ByEvidence, ByLanczos, Dense, HessianFree, PriorPrecision
 from pyro_dvi.laplace.hessian_free.solvers import Adam
 from pyro_dvi.laplace.hessian_free.training_modes import LabelShift
 from tests import emulated
@@ -240,7 +240,7 @@ def test_evidence_and_tuning_of_laplace(device):
         exact, rel=0.2
     )
     guide.tune(batches, PriorPrecision(), ByEvidence(), progress=False)
-    guide.fit(batches, Dense(), unconverged=Accept())
+    guide.fit(batches, Dense(), unconverged="accept")
     assert guide.predictive(batches[0][0]).variance.device == device
 
 

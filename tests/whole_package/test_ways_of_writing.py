@@ -77,7 +77,7 @@ def fitted(method: Any) -> Callable[[Any], Tensor]:
     def run(model: Any) -> Tensor:
         guide = dvi.LaplaceGuide(model)
         guide.initialize(X, Y)
-        guide.fit([(X, Y)], method, unconverged=laplace.Accept())
+        guide.fit([(X, Y)], method, unconverged="accept")
         return guide.predictive(X).variance
 
     return run

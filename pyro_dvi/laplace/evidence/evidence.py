@@ -17,7 +17,7 @@ from pyro_dvi.laplace.energy.energy import Energy, LocalEnergy
 from pyro_dvi.laplace.energy.passes import same_data
 from pyro_dvi.laplace.energy.precision import PrecisionMatrix
 from pyro_dvi.laplace.energy.query import Layout
-from pyro_dvi.laplace.methods.dense_precision import Dense
+from pyro_dvi.laplace.methods.full_and_low_rank import Dense
 from pyro_dvi.laplace.methods.method import LaplacePosterior
 from pyro_dvi.laplace.mode.diagnosis import sound
 from pyro_dvi.linalg.lanczos import TraceEstimate, trace_of_function

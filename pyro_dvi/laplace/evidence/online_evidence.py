@@ -12,9 +12,8 @@ from pyro_dvi.errors import ArgumentError, DviWarning
 from pyro_dvi.laplace.evidence.candidates import PriorPrecision, Scale
 from pyro_dvi.laplace.fitted import rescaled_model
 from pyro_dvi.laplace.guide import LaplaceGuide
-from pyro_dvi.laplace.methods.diagonal import Diagonal
+from pyro_dvi.laplace.methods.kronecker_factored import Diagonal
 from pyro_dvi.laplace.methods.method import Method, check_method
-from pyro_dvi.laplace.mode.convergence import Accept
 
 
 class OnlineEvidence:
@@ -107,8 +106,8 @@ class OnlineEvidence:
                     method=self.method,
                     values=near,
                     refinements=10,
-                    unconverged=Accept(),
+                    unconverged="accept",
                     progress=False,
                 ).best
-        self.guide._known.fitted = None  # training moves its weights on
+        self.guide._fitted = None  # training moves its weights on
         self.values.append(now)

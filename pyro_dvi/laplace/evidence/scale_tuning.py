@@ -21,7 +21,7 @@ from pyro_dvi.laplace.energy.passes import Passes
 from pyro_dvi.laplace.energy.query import Query
 from pyro_dvi.laplace.evidence.candidates import Candidates
 from pyro_dvi.laplace.evidence.evidence import EXACT_SIZE, ByLanczos, check_options
-from pyro_dvi.laplace.methods.dense_precision import Dense
+from pyro_dvi.laplace.methods.full_and_low_rank import Dense
 from pyro_dvi.laplace.methods.method import GaussianOutputs
 from pyro_dvi.links import GaussHermite, Probit
 from pyro_dvi.links.class_links import ClassLink

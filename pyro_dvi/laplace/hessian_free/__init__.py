@@ -7,14 +7,13 @@ a mode: subclass ``Mode``, or ``PretrainedMode`` where one pair of fits serves a
 """
 
 from pyro_dvi.laplace.hessian_free.second_fits import AbsoluteSum, Pointwise, Sum
-from pyro_dvi.laplace.hessian_free.solvers import SGD, Adam, AsPrinted, NewtonCG
+from pyro_dvi.laplace.hessian_free.solvers import SGD, Adam, NewtonCG
 from pyro_dvi.laplace.hessian_free.training_modes import InSample, LabelShift
 
 __all__ = [
     "SGD",
     "AbsoluteSum",
     "Adam",
-    "AsPrinted",
     "InSample",
     "LabelShift",
     "NewtonCG",

@@ -4,16 +4,18 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pyro_dvi.core.arguments import check_choice
-from pyro_dvi.errors import NonFiniteError, NotPositiveDefiniteError, UnsupportedError, warn
+from pyro_dvi.errors import ArgumentError, NonFiniteError, NotPositiveDefiniteError, UnsupportedError, warn
 from pyro_dvi.laplace.energy.energy import LocalEnergy
+from pyro_dvi.laplace.energy.passes import Arguments
 from pyro_dvi.laplace.energy.precision import Hessian
-from pyro_dvi.laplace.energy.query import Query
+from pyro_dvi.laplace.energy.query import Query, Subset
+from pyro_dvi.laplace.guide import LaplaceGuide
 from pyro_dvi.laplace.hessian_free.solvers import Fits, NewtonCG, OutputTilt, Solver, Tilt
 from pyro_dvi.laplace.methods.method import LaplacePosterior, Method
 from pyro_dvi.linalg.operator import identity_rows
@@ -24,21 +26,16 @@ class Mode(ABC):
 
     Attributes:
         reusable: the fits serve other queries of the same site.
-        if_negative: why a variance may come out negative, and what to do then.
     """
 
     reusable: bool = False
-    if_negative: ClassVar[str] = (
-        "the mode is no minimum, or a second fit has missed its own. Run guide.polish(batches), and use "
-        "solver=NewtonCG()"
-    )
 
     def check(self, local: LocalEnergy) -> None:  # noqa: B027 (most suit every model)
-        """Refuse models that the mode is not made for."""
+        """Raise for models that the mode does not support."""
 
     @abstractmethod
     def tilts(self, local: LocalEnergy, query: Query) -> Iterable[Tilt]:
-        """Return these functions."""
+        """Return the functions r."""
 
     @abstractmethod
     def responses(self, fits: Iterable[Fits], query: Query) -> Tensor:
@@ -55,8 +52,6 @@ class PretrainedMode(Mode):
     its diagonal: right for inputs that are as correlated with the evaluation set as with themselves, too small by the
     mean correlation otherwise, and negative where that is negative.
     """
-
-    if_negative = "means of rows of the covariance matrix have either sign. Use Pointwise() for variances"
 
     def responses(self, fits: Iterable[Fits], query: Query) -> Tensor:
         """Return the row means."""
@@ -130,7 +125,7 @@ class Sum(PretrainedMode):
         return [OutputTilt(evaluation, weights * only) for only in torch.eye(query.size).to(weights)]
 
     def weights(self, evaluation: Query) -> Tensor:
-        """Return what multiplies the outputs of the evaluation set in the sum."""
+        """Return the weights of the outputs of the evaluation set in the sum."""
         return torch.ones_like(evaluation.mean)
 
 
@@ -164,7 +159,7 @@ class AbsoluteSum(Sum):
 
 @dataclass(frozen=True)
 class HessianFree(Method):
-    r"""Variances from fitting again: by how much a prediction moves when a multiple of it is added to the loss.
+    r"""Variances from second fits: the shift of a prediction when a multiple of it is added to the loss.
 
     .. math:: u_{\pm\lambda} = \arg\min_u U(u) \mp \lambda f(x; u), \qquad
         \frac{f(x; u_\lambda) - f(x; u_{-\lambda})}{2\lambda} \to \nabla f^\top (\nabla^2 U)^{-1} \nabla f
@@ -176,7 +171,7 @@ class HessianFree(Method):
     is the exact Hessian's covariance up to terms of the order of the step squared and the tolerance. ``Adam`` and
     ``SGD`` take gradients only, and start from any network without a look at it, as the paper does. They subtract
     two fits, so that what training had left to do cancels; the paper subtracts the network as it is:
-    ``AsPrinted(Adam(strength))``. Fine-tuning by ``Adam`` and ``SGD`` ends before the minimum: after 300 steps of the
+    ``less="mode"``. Fine-tuning by ``Adam`` and ``SGD`` ends before the minimum: after 300 steps of the
     paper's regressions, less an untilted fit, standard deviations come out 15 to 32 % too small in the median, a tenth
     of them by more than 1.7 to 3.5 times. The modes other than ``Pointwise()`` target something else.
 
@@ -188,9 +183,9 @@ class HessianFree(Method):
             and ``LabelShift()``, which fit once for all queries.
         solver: ``NewtonCG()`` at a minimum (``guide.polish(batches)``); elsewhere ``Adam(strength)`` or
             ``SGD(strength, learning_rate)``.
-        central: fit with strengths of both signs; False: with one and without a tilt, for half the cost with
-            ``NewtonCG`` and an error of the order of the step itself. ``AsPrinted(solver)`` has one side, whatever is
-            given here.
+        less: the fit that is subtracted: ``"opposite"``, with the opposite tilt; ``"untilted"``, for half the cost with
+            ``NewtonCG`` and an error of the order of the step itself; ``"mode"``, the network as it is, as the paper
+            prints; the distance that training had left to go then counts as variance, of either sign.
 
     Raises:
         ArgumentError: an option that is no such object.
@@ -220,19 +215,21 @@ class HessianFree(Method):
 
     mode: Mode = field(default_factory=Pointwise)
     solver: Solver = field(default_factory=NewtonCG)
-    central: bool = True
+    less: str = "opposite"
 
-    precision = Hessian()  # what second fits of U amount to; no field
+    precision = Hessian()  # second fits of U amount to it; no field
     by_spectrum = True
 
     def __post_init__(self) -> None:
         modes = "Pointwise(), Sum(inputs), AbsoluteSum(inputs), InSample() or LabelShift()"
         check_choice("mode", self.mode, Mode, modes)
         check_choice("solver", self.solver, Solver, "NewtonCG() or Adam(strength)")
+        if self.less not in ("opposite", "untilted", "mode"):
+            raise ArgumentError(f'less must be "opposite", "untilted" or "mode", not {self.less!r}')
 
     @property
     def needs_minimum(self) -> bool:  # type: ignore[override]
-        """Whether the solver does."""
+        """True if the solver needs one."""
         return self.solver.needs_minimum
 
     def fit(self, local: LocalEnergy, *, seed: int = 0) -> "HessianFreePosterior":
@@ -260,7 +257,7 @@ class HessianFreePosterior(LaplacePosterior):
         self._kept: dict[str | None, list[Fits]] = {}
 
     def responses(self, query: Query) -> Tensor:
-        """Return what the mode of the fit gives in the place of covariances, ``[B, K, K]``, of either sign."""
+        """Return the numbers that the mode of the fit gives for covariances, ``[B, K, K]``, of either sign."""
         return self.method.mode.responses(self._fits(query), query)
 
     def covariance(self, query: Query) -> Tensor:
@@ -270,36 +267,113 @@ class HessianFreePosterior(LaplacePosterior):
             NotPositiveDefiniteError: a variance is negative.
             NonFiniteError: one is NaN or infinite.
         """
-        found = self.responses(query)
-        _check_variances(found.diagonal(dim1=-2, dim2=-1), self.method.mode)
-        return found
+        return self._checked(self.responses(query))
 
     def joint_covariance(self, query: Query) -> Tensor:
         if not isinstance(self.method.mode, Pointwise):
             raise UnsupportedError("covariances of pairs of inputs need HessianFree(Pointwise())")
-        found = self.method.mode.joint(self._fits(query), query)
-        _check_variances(found.diagonal(), self.method.mode)
-        return found
+        return self._checked(self.method.mode.joint(self._fits(query), query))
+
+    def _checked(self, covariance: Tensor) -> Tensor:
+        variances = covariance.diagonal(dim1=-2, dim2=-1)
+        if not bool(torch.isfinite(variances).all()):
+            raise NonFiniteError(
+                "some variances are NaN or infinite: use solver=NewtonCG(), a lower learning rate, or float64"
+            )
+        if negative := int((variances < 0).sum()):
+            raise NotPositiveDefiniteError(
+                f"{negative} of {variances.numel()} variances of {type(self.method.mode).__name__}() came out "
+                "negative: run guide.polish(batches), and use HessianFree(Pointwise(), NewtonCG()), as others give "
+                "means of rows of the covariance, of either sign; posterior.responses(query) holds the numbers"
+            )
+        return covariance
 
     def _fits(self, query: Query) -> Iterable[Fits]:
         if query.site in self._kept:
             return self._kept[query.site]
         method = self.method
-        found = method.solver.fits(self.local, method.mode.tilts(self.local, query), method.central)
+        found = method.solver.fits(self.local, method.mode.tilts(self.local, query), method.less)
         if not method.mode.reusable:
             return found
         self._kept[query.site] = list(found)
         return self._kept[query.site]
 
 
-def _check_variances(variances: Tensor, mode: Mode) -> None:
-    if not bool(torch.isfinite(variances).all()):
-        raise NonFiniteError(
-            "some variances are NaN or infinite: use solver=NewtonCG(), a lower learning rate, or float64"
+def parameter_uncertainty(
+    guide: LaplaceGuide,
+    batches: Iterable[Any],
+    *,
+    subset: Subset | None = None,
+    solver: Solver | None = None,
+) -> dict[str, Tensor]:
+    r"""Return a variance for every latent, from two further fits with a small multiple of the L1 norm added.
+
+    .. math:: u_{\pm\lambda} = \arg\min_u U(u) \mp \lambda \|u\|_1, \qquad
+        \frac{|u_{i,\lambda}| - |u_{i,-\lambda}|}{2\lambda} \to
+        \sum_j s_i s_j (P^{-1})_{ij}, \quad s = \operatorname{sign} \hat u
+
+    Status: equal to the variance where latents are uncorrelated; in general the sum of a row of the covariance with the
+    signs of the mode, which may be negative. Such entries are NaN, with a warning: they are not known to be small. The
+    signs are those at the mode. For variances proper use ``PosteriorSamples(n)``, ``Diagonal()`` or ``Dense()``.
+
+    *Sparsification*: a latent whose mode is small against its standard deviation can be set to zero at little loss,
+    ``weight * (weight.abs() > 2 * variance.sqrt())``; where the variance is NaN this removes the latent, so look at
+    how many there are.
+
+    Args:
+        guide: for ``NewtonCG()`` at a minimum of U (``guide.polish``).
+        batches: all the data.
+        subset: the latents that vary, as in ``guide.fit``.
+        solver: of the tilted fits; ``NewtonCG()`` by default.
+
+    Returns:
+        For each site the variances of its unconstrained values, in squared units of these; zero outside a mask.
+
+    Raises:
+        ArgumentError: the solver is no such object.
+        NotPositiveDefiniteError: the mode is no minimum.
+        NotConvergedError: a tilted minimum was not found.
+
+    Source: McInerney & Kallus (2024), Eqs. 31 and 32.
+
+    Example:
+        >>> import pyro, pyro.distributions as dist
+        >>> def model(x, y=None):
+        ...     slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
+        ...     with pyro.plate("data", len(x)):
+        ...         return pyro.sample("y", dist.Normal(slope * x, 1.0), obs=y)
+        >>> x = torch.ones(3)
+        >>> guide = LaplaceGuide(
+        ...     model,
+        ...     init_loc_fn=pyro.infer.autoguide.init_to_value(
+        ...         values={"slope": torch.tensor(0.75)}
+        ...     ),
+        ... )
+        >>> guide.initialize(x, x)
+        >>> parameter_uncertainty(guide, [(x, x)])["slope"].round(decimals=3)
+        tensor(0.2500)
+    """
+    solver = NewtonCG() if solver is None else solver
+    check_choice("solver", solver, Solver, "NewtonCG() or Adam(strength)")
+    energy = guide.energy(batches, subset=subset)
+    local = energy.at(energy.start)
+    tilt = _NormTilt(local.point)
+    (pair,) = solver.fits(local, [tilt])
+    variances = pair.slope(lambda point: tilt.signs * point)
+    negative = variances < 0
+    if bool(negative.any()):
+        warn(
+            f"{int(negative.sum())} of {len(variances)} row sums of the covariance are negative, as latents are "
+            "correlated: these variances are NaN. PosteriorSamples(n) or Diagonal() give variances proper."
         )
-    negative = int((variances < 0).sum())
-    if negative:
-        raise NotPositiveDefiniteError(
-            f"{negative} of {variances.numel()} variances of {type(mode).__name__}() came out negative: "
-            f"{mode.if_negative}; posterior.responses(query) holds the numbers."
-        )
+    return energy.layout.place(energy.layout.split(torch.where(negative, torch.nan, variances)))
+
+
+class _NormTilt(Tilt):
+    """The L1 norm, with the signs that the latents have at the mode."""
+
+    def __init__(self, mode: Tensor) -> None:
+        self.signs = torch.where(mode < 0, -1.0, 1.0).to(mode)
+
+    def gradient(self, point: Tensor, batch: Arguments | None = None) -> Tensor:
+        return self.signs

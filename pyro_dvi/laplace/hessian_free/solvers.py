@@ -3,8 +3,8 @@ r"""Second fits: minima of U tilted by a function r of the latents, by Newton's 
 
 .. math:: U_\lambda(u) = U(u) - \lambda\, r(u)
 
-To first order its minimum moves from the mode by :math:`\lambda P^{-1} \nabla r`: what the Gaussian's covariance does
-to a gradient, read off a second fit.
+To first order its minimum moves from the mode by :math:`\lambda P^{-1} \nabla r`: a second fit gives the product of the
+Gaussian's covariance with a gradient.
 """
 
 from abc import ABC, abstractmethod
@@ -16,37 +16,31 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from pyro_dvi.core.arguments import check_choice, check_count, check_positive
+from pyro_dvi.core.arguments import check_count, check_positive
 from pyro_dvi.errors import ArgumentError, NotConvergedError
 from pyro_dvi.laplace.energy.energy import Energy, LocalEnergy
 from pyro_dvi.laplace.energy.passes import Arguments
 from pyro_dvi.laplace.energy.query import Query
-from pyro_dvi.laplace.methods.conjugate_gradient import check_tolerance
 from pyro_dvi.linalg.operator import conjugate_gradients
 
 
 class Tilt(ABC):
-    """A function r of the flat vector."""
+    """A function r of the flat vector, known by its gradient."""
 
     @abstractmethod
-    def value_and_gradient(self, point: Tensor) -> tuple[Tensor, Tensor]:
-        """Return r, a scalar, and its gradient [D]."""
+    def gradient(self, point: Tensor, batch: Arguments | None = None) -> Tensor:
+        """Return the gradient [D] of r, or an estimate from one batch of the data, if r depends on them."""
 
-    def batch_gradient(self, batch: Arguments, point: Tensor) -> Tensor:
-        """Return the gradient [D] of r as a batch of the data estimates it; most r do not depend on these."""
-        return self.value_and_gradient(point)[1]
-
-    def tilted(self, energy: Energy, point: Tensor, strength: float) -> tuple[Tensor, Tensor]:
-        r"""Return :math:`U - \lambda r` and its gradient at a point; up to a constant."""
-        value, gradient = energy.at(point).value_and_gradient
-        pull, direction = self.value_and_gradient(point)
-        return value - strength * pull, gradient - strength * direction
-
-    def tilted_batch_gradient(
-        self, energy: Energy, batch: Arguments, point: Tensor, strength: float
+    def tilted_gradient(
+        self, energy: Energy, point: Tensor, strength: float, batch: Arguments | None = None
     ) -> Tensor:
-        r"""Return the gradient of :math:`U - \lambda r` as a batch estimates it."""
-        return energy.batch_gradient(batch, point) - strength * self.batch_gradient(batch, point)
+        r"""Return the gradient of :math:`U - \lambda r`, or an estimate from one batch."""
+        return gradient_of(energy, point, batch) - strength * self.gradient(point, batch)
+
+
+def gradient_of(energy: Energy, point: Tensor, batch: Arguments | None) -> Tensor:
+    """Return the gradient of U, or an estimate from one batch."""
+    return energy.at(point).gradient if batch is None else energy.batch_gradient(batch, point)
 
 
 class OutputTilt(Tilt):
@@ -60,13 +54,11 @@ class OutputTilt(Tilt):
     def __init__(self, query: Query, weights: Tensor) -> None:
         self.query, self.weights = query, weights
 
-    def value_and_gradient(self, point: Tensor) -> tuple[Tensor, Tensor]:
-        """Return r and its gradient."""
+    def gradient(self, point: Tensor, batch: Arguments | None = None) -> Tensor:
+        """Return the gradient of r."""
         with torch.enable_grad():
             u = point.detach().requires_grad_()
-            total = (self.weights * self.query.at(u)).sum()
-            (gradient,) = torch.autograd.grad(total, u)
-        return total.detach(), gradient
+            return torch.autograd.grad((self.weights * self.query.at(u)).sum(), u)[0]
 
 
 @dataclass(frozen=True)
@@ -100,20 +92,20 @@ class Solver(ABC):
 
     needs_minimum: ClassVar[bool] = True
 
-    def fits(self, local: LocalEnergy, tilts: Iterable[Tilt], central: bool) -> Iterator[Fits]:
+    def fits(self, local: LocalEnergy, tilts: Iterable[Tilt], less: str = "opposite") -> Iterator[Fits]:
         """Give the fits of each tilt in order.
 
         Args:
             local: U around the mode.
             tilts: functions r.
-            central: fit with strengths of both signs; else with one, and without a tilt.
+            less: the fit that is subtracted, see :class:`HessianFree`.
         """
         remaining = iter(tilts)
         while chunk := list(islice(remaining, _AT_ONCE)):
-            yield from self.solve(local, chunk, central)
+            yield from self.solve(local, chunk, less)
 
     @abstractmethod
-    def solve(self, local: LocalEnergy, tilts: list[Tilt], central: bool) -> list[Fits]:
+    def solve(self, local: LocalEnergy, tilts: list[Tilt], less: str) -> list[Fits]:
         """Return the fits of some tilts; see :meth:`fits`."""
 
 
@@ -125,8 +117,8 @@ class FineTuning(Solver):
     by their tilts only, so that the noise of minibatches, and the training that was left to do, cancel to first order.
 
     Args:
-        strength: :math:`\lambda`, in units of one by those of the output. It moves an output of standard deviation
-            :math:`\sigma` by :math:`\lambda\sigma` of these, which should be below one, but above rounding.
+        strength: :math:`\lambda`, in inverse units of the output. It moves an output of standard deviation
+            :math:`\sigma` by :math:`\lambda\sigma` standard deviations, which should be below one, but above rounding.
         learning_rate: of the optimizer.
         epochs: passes over the data.
     """
@@ -146,13 +138,15 @@ class FineTuning(Solver):
     def optimizer(self, points: list[Tensor]) -> torch.optim.Optimizer:
         """Return an optimizer of torch, which treats each of the flat vectors by itself."""
 
-    def solve(self, local: LocalEnergy, tilts: list[Tilt], central: bool) -> list[Fits]:
-        """Return the fits of some tilts, with a fit without a tilt for one side only."""
-        strength = self.strength
-        others = [(tilt, -strength) for tilt in tilts] if central else [(tilts[0], 0.0)]
+    def solve(self, local: LocalEnergy, tilts: list[Tilt], less: str) -> list[Fits]:
+        """Return the fits of some tilts; see :meth:`fits`."""
+        strength, count = self.strength, len(tilts)
+        opposite, untilted = [(tilt, -strength) for tilt in tilts], [(tilts[0], 0.0)]
+        others = {"opposite": opposite, "untilted": untilted, "mode": []}[less]
         ends = self.ends(local, [*((tilt, strength) for tilt in tilts), *others])
-        above, below = ends[: len(tilts)], ends[len(tilts) :].expand(len(tilts), -1)
-        return [Fits(a, b, strength * (2 if central else 1)) for a, b in zip(above, below, strict=True)]
+        below = (ends[count:] if others else local.point.unsqueeze(0)).expand(count, -1)
+        apart = strength * (2 if less == "opposite" else 1)
+        return [Fits(a, b, apart) for a, b in zip(ends[:count], below, strict=True)]
 
     def ends(self, local: LocalEnergy, problems: list[tuple[Tilt, float]]) -> Tensor:
         """Return where training of U less each tilt times its strength ends: ``[S, D]``."""
@@ -163,49 +157,10 @@ class FineTuning(Solver):
         for _ in range(self.epochs):
             for batch in energy.passes:
                 for u, (tilt, strength) in zip(points, problems, strict=True):
-                    u.grad = tilt.tilted_batch_gradient(energy, batch, u.detach(), strength)
+                    u.grad = tilt.tilted_gradient(energy, u.detach(), strength, batch)
                 optimizer.step()
             energy.count(len(problems))
         return torch.stack(points).detach()
-
-
-@dataclass(frozen=True)
-class AsPrinted(Solver):
-    r"""The difference that the paper prints: a tilted fit less the network as it is, which is not trained further.
-
-    .. math:: \frac{f(x; u_\lambda) - f(x; \hat u)}\lambda \;\approx\;
-        \nabla f^\top P^{-1} \nabla f + \frac{\nabla f^\top (u_0 - \hat u)}\lambda
-
-    with :math:`u_0` where the solver gets without a tilt. The other solvers subtract a fit that took the same steps,
-    and so :math:`f(x; u_0)` in place of :math:`f(x; \hat u)`.
-
-    Status: one fit for each tilt, but what training had left to do counts as variance, of either sign, and the more
-    the smaller the strength. Right where the network is at a minimum and the solver finds the tilted one.
-
-    Args:
-        solver: of the tilted fits, ``Adam(strength)`` or ``SGD(strength, learning_rate)``.
-
-    Raises:
-        ArgumentError: the solver has no strength, as ``NewtonCG()``, which accounts for what training left by itself.
-
-    Source: McInerney & Kallus (2024).
-
-    Example:
-        >>> AsPrinted(Adam(0.1)).solver.strength
-        0.1
-    """
-
-    solver: FineTuning
-
-    needs_minimum: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        check_choice("solver", self.solver, FineTuning, "Adam(strength) or SGD(...)")
-
-    def solve(self, local: LocalEnergy, tilts: list[Tilt], central: bool) -> list[Fits]:
-        """Return the fits of some tilts beside the network, whatever ``central`` is."""
-        ends = self.solver.ends(local, [(tilt, self.solver.strength) for tilt in tilts])
-        return [Fits(end, local.point, self.solver.strength) for end in ends]
 
 
 @dataclass(frozen=True)
@@ -228,7 +183,7 @@ class SGD(FineTuning):
         epochs: passes over the data.
         momentum: as in torch.
 
-    Source: McInerney & Kallus (2024) for fine-tuning from the mode; their difference is that of :class:`AsPrinted`.
+    Source: McInerney & Kallus (2024) for fine-tuning from the mode; ``HessianFree(less="mode")`` is their difference.
 
     Example:
         >>> import pyro, pyro.distributions as dist
@@ -247,7 +202,6 @@ class SGD(FineTuning):
     momentum: float = 0.0
 
     def optimizer(self, points: list[Tensor]) -> torch.optim.Optimizer:
-        """Return it."""
         return torch.optim.SGD(points, lr=self.learning_rate, momentum=self.momentum)
 
 
@@ -270,7 +224,6 @@ class Adam(FineTuning):
     learning_rate: float = 5e-3
 
     def optimizer(self, points: list[Tensor]) -> torch.optim.Optimizer:
-        """Return it."""
         return torch.optim.Adam(points, lr=self.learning_rate)
 
 
@@ -322,34 +275,34 @@ class NewtonCG(Solver):
             raise ArgumentError(
                 f"step must be between 0 and 1 posterior standard deviations; got {self.step}"
             )
-        check_tolerance("tolerance", self.tolerance)
-        check_tolerance("solve_tolerance", self.solve_tolerance)
+        check_positive("tolerance", self.tolerance)
+        check_positive("solve_tolerance", self.solve_tolerance)
         check_count("max_corrections", self.max_corrections)
 
-    def solve(self, local: LocalEnergy, tilts: list[Tilt], central: bool) -> list[Fits]:
+    def solve(self, local: LocalEnergy, tilts: list[Tilt], less: str) -> list[Fits]:
         """Return the fits of some tilts, with smaller steps where the first is too large."""
         mode = local.point
         found = [Fits(mode, mode, 1.0)] * len(tilts)  # for r that do not depend on the latents
-        gradients = torch.stack([tilt.value_and_gradient(mode)[1] for tilt in tilts])
+        gradients = torch.stack([tilt.gradient(mode) for tilt in tilts])
         pending = gradients.any(1).nonzero()[:, 0]
         if not len(pending):
             return found
         directions = torch.zeros_like(gradients)
         directions[pending] = self._inverse(local, gradients[pending])
         scales = (gradients * directions).sum(-1).sqrt()
-        # What training left to do would count as variance, divided by a small step.
-        minimum = mode if central else mode - self._inverse(local, local.gradient.unsqueeze(0))[0]
+        # The distance that training left to go would count as variance, divided by a small step.
+        left = self._inverse(local, local.gradient.unsqueeze(0))[0] if less == "untilted" else 0.0
         step = self.step
         for _ in range(_SMALLER_STEPS + 1):
             strengths = step / scales[pending]
             some = [tilts[i] for i in pending.tolist()]
             above, done = self._minima(local, some, strengths, directions[pending], step)
-            below = minimum.expand_as(above)
-            if central:
+            below = (mode - left).expand_as(above)
+            if less == "opposite":
                 below, too = self._minima(local, some, -strengths, directions[pending], step)
                 done = done & too
             for i in done.nonzero()[:, 0].tolist():
-                apart = float(strengths[i]) * (2 if central else 1)
+                apart = float(strengths[i]) * (2 if less == "opposite" else 1)
                 found[int(pending[i])] = Fits(above[i], below[i], apart)
             pending, step = pending[~done], step / 4
             if not len(pending):
@@ -368,10 +321,12 @@ class NewtonCG(Solver):
         active = torch.arange(len(tilts), device=points.device)
         before = torch.full_like(strengths, step)
         for _ in range(self.max_corrections):
-            gradients = [
-                tilts[s].tilted(local.energy, points[s], float(strengths[s]))[1] for s in active.tolist()
-            ]
-            downhill = -torch.stack(gradients)
+            downhill = -torch.stack(
+                [
+                    tilts[s].tilted_gradient(local.energy, points[s], float(strengths[s]))
+                    for s in active.tolist()
+                ]
+            )
             corrections = self._inverse(local, downhill)
             points[active] += corrections
             sizes = (downhill * corrections).sum(-1).sqrt()  # in posterior standard deviations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""The Gaussian in the space of functions: a system of the size of the data in place of that of the latents.
+r"""The Gaussian in the space of functions: a linear system as large as the data, not as the latents.
 
 The N K rows of J in the data, each times the root of its Fisher information, are R. By Woodbury's identity
 
@@ -111,23 +111,16 @@ class _Rows:
         outer = self.examples.single.get(k)
         return None if outer is None else outer.factors(self.part, widest(self.examples.outputs.device))
 
-    def columns(self, k: int, span: slice) -> Tensor:
-        """Return some columns of a site, ``[m K, w]``."""
-        wide = widest(self.examples.outputs.device)
-        if k in self.examples.single:
-            outer = self.examples.single[k]
-            a, delta = outer.factors(self.part, wide)
-            left, right = (a.unsqueeze(1), delta) if outer.inputs_first else (delta, a.unsqueeze(1))
-            size = right.shape[-1]
-            first, last = span.start // size, -(-span.stop // size)
-            products = (left[..., first:last, None] * right.unsqueeze(-2)).flatten(2)
-            return products[..., span.start - first * size : span.stop - first * size].flatten(0, 1)
-        together = max(1, _ENTRIES // (self.examples.outputs.shape[1] * self.examples.sizes[k]))
-        found = []
+    def parts(self, tensors: Sequence[int] | None = None) -> Iterator[tuple[slice, Tensor]]:
+        """Give rows of some sites (None: all) a part at a time, ``[m K, size]``, with their places."""
+        examples, (_, outputs) = self.examples, self.examples.outputs.shape
+        size = sum(examples.sizes[k] for k in tensors) if tensors else examples.size
+        together = max(1, _ENTRIES // (outputs * size))
         for start in range(self.part.start, self.part.stop, together):
-            rows = self.examples.rows(slice(start, min(start + together, self.part.stop)), [k])[..., span]
-            found.append(rows.to(wide))
-        return torch.cat(found).flatten(0, 1)
+            part = slice(start, min(start + together, self.part.stop))
+            first = (start - self.part.start) * outputs
+            rows = examples.rows(part, tensors).to(widest(examples.outputs.device)).flatten(0, 1)
+            yield slice(first, first + len(rows)), rows
 
 
 def _kernel(one: _Rows, two: _Rows, variances: Sequence[Tensor]) -> Tensor:
@@ -141,9 +134,9 @@ def _kernel(one: _Rows, two: _Rows, variances: Sequence[Tensor]) -> Tensor:
             found *= (variance * a @ b.mT)[:, None, :, None]
             total += found.reshape(total.shape)
         else:
-            each = variance.expand(one.examples.sizes[k])
-            for span in _spans(len(each), sum(total.shape)):
-                total += one.columns(k, span) * each[span] @ two.columns(k, span).mT
+            for i, some in one.parts([k]):
+                for j, others in two.parts([k]):
+                    total[i, j] += some * variance @ others.mT
     return total
 
 
@@ -151,12 +144,6 @@ def _variances(prior: Tensor, data: Sequence[_Rows]) -> list[Tensor]:
     """Return the prior variances ``[size]`` of each site, ``[1]`` where all are the same."""
     parts = (1 / prior.to(widest(prior.device))).split(data[0].examples.sizes)
     return [part[:1] if bool((part == part[0]).all()) else part for part in parts]
-
-
-def _spans(size: int, rows: int) -> Iterator[slice]:
-    """Give parts of the columns of a site of which so many rows are held together."""
-    width = max(1, _ENTRIES // rows)
-    return (slice(start, min(start + width, size)) for start in range(0, size, width))
 
 
 class FunctionalPosterior(LaplacePosterior):
@@ -201,26 +188,30 @@ class FunctionalPosterior(LaplacePosterior):
 
     def _updated(self, vectors: Tensor, noise: Tensor) -> Tensor:
         """Return S v - S Rᵀ B⁻¹ (R S v + noise); draws from N(0, P⁻¹) for draws v from N(0, Π) and unit noise."""
-        seen, found = noise, vectors.to(self.kernel, copy=True)
-        for part, columns in self._columns(found / self.prior):
-            seen += part @ columns.mT
+        prior = self.prior.to(self.kernel)
+        seen, found = noise.clone(), vectors.to(self.kernel) / prior
+        for places, rows in self._rows():
+            seen[:, places] += found @ rows.mT
         pulls = torch.cholesky_solve(seen.mT, self._factor).mT
-        for part, columns in self._columns(found):
-            part -= pulls @ columns
-        return (found / self.prior).to(vectors)
+        for places, rows in self._rows():
+            found -= pulls[:, places] @ rows / prior
+        return found.to(vectors)
 
     def marginal_variance(self) -> Tensor:
-        found = (1 / self.prior).to(self.kernel)
-        for part, columns in self._columns(found):
-            half = torch.linalg.solve_triangular(self._factor, columns, upper=False)
-            part -= part.square() * half.square().sum(0)
-        return found.to(self.mode)
+        inverse, prior = torch.cholesky_inverse(self._factor), self.prior.to(self.kernel)
+        reduction = torch.zeros_like(prior)
+        for i, some in self._rows():
+            for j, others in self._rows():
+                reduction += (some * (inverse[i, j] @ others)).sum(0)
+        return ((1 - reduction / prior) / prior).to(self.mode)
 
-    def _columns(self, vectors: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Give parts of vectors ``[*lead, D]``, which are views of them, with the columns of R that belong to these."""
-        for k, part in enumerate(vectors.split(self._data[0].examples.sizes, -1)):
-            for span in _spans(part.shape[-1], len(self.kernel)):
-                yield part[..., span], self.root * torch.cat([one.columns(k, span) for one in self._data])
+    def _rows(self) -> Iterator[tuple[slice, Tensor]]:
+        """Give the rows of R a part at a time, with their places."""
+        before = 0
+        for data in self._data:
+            for places, rows in data.parts():
+                yield slice(before + places.start, before + places.stop), self.root * rows
+            before += len(data)
 
     def reweighted(self, likelihood: float, prior: Tensor) -> "FunctionalPosterior | None":
         factor = common_ratio(prior, self.prior)

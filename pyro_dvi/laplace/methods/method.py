@@ -4,14 +4,9 @@ r"""The contract of a Laplace method, and of the Gaussian that it makes.
 Adding a method: subclass :class:`Method`, whose :meth:`~Method.fit` looks at U around the mode and returns a
 :class:`LaplacePosterior`. That needs :meth:`~LaplacePosterior.solve`, from which covariances follow; other operations
 are optional. :class:`RootPosterior` is for a Gaussian with a root of its covariance.
-
-The gradient of output k with respect to a layer's weight is :math:`J_k = \sum_t \delta_{kt} a_t^\top`, with one
-position t in a dense layer, so that covariances of outputs come from the inputs a and the gradients of a layer, without
-rows of the Jacobian.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -19,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.core.arguments import check_choice
-from pyro_dvi.curvature.example_gradients import ExampleGradients, OuterGradients
+from pyro_dvi.curvature.example_gradients import ExampleGradients
 from pyro_dvi.errors import ArgumentError, UnsupportedError
 from pyro_dvi.laplace.energy.energy import LocalEnergy
 from pyro_dvi.laplace.energy.precision import PrecisionMatrix
@@ -57,14 +52,15 @@ class Method(ABC):
 
 
 def check_method(method: object) -> None:
-    """Refuse what is no method, or has no matrix for its precision.
+    """Check that a method is one, and has a matrix for its precision.
 
     Raises:
-        ArgumentError: a class or string in place of an object.
+        ArgumentError: it is no object, but a class or string, or has no precision.
     """
     check_choice("method", method, Method, "Dense(), Dense(Hessian()) or PosteriorSamples()")
     assert isinstance(method, Method)
-    check_choice("precision", method.precision, PrecisionMatrix, "GGN() or Hessian()")
+    precision = getattr(method, "precision", None)
+    check_choice("precision", precision, PrecisionMatrix, "GGN() or Hessian(), as an attribute of the method")
 
 
 class LaplacePosterior(ABC):  # noqa: B024 (a method gives what it can)
@@ -75,37 +71,26 @@ class LaplacePosterior(ABC):  # noqa: B024 (a method gives what it can)
         independent: its precision is diagonal.
         stored: the arguments of the class, tensors and plain values, that its attributes of the same names hold: what
             a file keeps of it. None: it needs the model and the data to work, and is not saved.
+        kind: the name of the class in files.
+        kinds: the classes by these names.
     """
 
     mode: Tensor
     independent: ClassVar[bool] = False
     stored: ClassVar[tuple[str, ...] | None] = None
-    _kinds: ClassVar[dict[str, type["LaplacePosterior"]]] = {}
+    kind: ClassVar[str]
+    kinds: ClassVar[dict[str, type["LaplacePosterior"]]] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        LaplacePosterior._kinds[cls.kind()] = cls
-
-    @classmethod
-    def kind(cls) -> str:
-        """Return the name of the class in files."""
-        return f"{cls.__module__}.{cls.__qualname__}"
-
-    @staticmethod
-    def of_kind(kind: str, state: Mapping[str, Any]) -> "LaplacePosterior":
-        """Make a Gaussian again from the name of its class and what :meth:`state` returned.
-
-        Raises:
-            KeyError: no such class has been imported.
-            TypeError: it is made of something else.
-        """
-        return LaplacePosterior._kinds[kind](**state)
+        cls.kind = f"{cls.__module__}.{cls.__qualname__}"
+        LaplacePosterior.kinds[cls.kind] = cls
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {len(self.mode)} latents>"
 
     def state(self) -> dict[str, Any]:
-        """Return what a file keeps.
+        """Return the arguments that a file keeps.
 
         Raises:
             UnsupportedError: the posterior cannot do without the model and the data.
@@ -147,9 +132,7 @@ class LaplacePosterior(ABC):  # noqa: B024 (a method gives what it can)
         Raises:
             UnsupportedError: the method has no draws.
         """
-        raise UnsupportedError(
-            f"{type(self).__name__} has no draws of the latents: use PosteriorSamples(n) or Dense()"
-        )
+        raise self._lacks("draws of the latents", "PosteriorSamples(n) or Dense()")
 
     def solve(self, vectors: Tensor) -> Tensor:
         r"""Return the rows :math:`P^{-1} v` for vectors ``[S, D]``.
@@ -157,10 +140,7 @@ class LaplacePosterior(ABC):  # noqa: B024 (a method gives what it can)
         Raises:
             UnsupportedError: the method cannot.
         """
-        raise UnsupportedError(
-            f"{type(self).__name__} has no solutions of P x = v, so that it has no joint covariance either: use "
-            "Dense(), ConjugateGradient(), TopEigen(k), Diagonal() or KroneckerFactored()"
-        )
+        raise self._lacks("solutions of P x = v, nor a joint covariance", "Dense() or ConjugateGradient()")
 
     def marginal_variance(self) -> Tensor:
         """Return the diagonal of the covariance, [D].
@@ -168,13 +148,10 @@ class LaplacePosterior(ABC):  # noqa: B024 (a method gives what it can)
         Raises:
             UnsupportedError: the method does not know it.
         """
-        raise UnsupportedError(
-            f"{type(self).__name__} does not know the variances of single latents: use Diagonal(), Dense() or "
-            "PosteriorSamples(n)"
-        )
+        raise self._lacks("variances of single latents", "Diagonal(), Dense() or PosteriorSamples(n)")
 
     def reweighted(self, likelihood: float, prior: Tensor) -> "LaplacePosterior | None":
-        r"""Return the Gaussian of precision :math:`a G + \Pi_c` in place of :math:`G + \Pi`; None: it takes a fit.
+        r"""Return the Gaussian of precision :math:`a G + \Pi_c` in place of :math:`G + \Pi`; None where it takes a fit.
 
         Args:
             likelihood: a, positive.
@@ -191,10 +168,12 @@ class LaplacePosterior(ABC):  # noqa: B024 (a method gives what it can)
         Raises:
             UnsupportedError: the method does not know it.
         """
-        raise UnsupportedError(
-            f"{type(self).__name__} has no log-determinant: use Dense(), or that of the matrix itself, which "
-            "guide.log_evidence(batches, determinant=ByLanczos()) and ByEvidence(ByLanczos()) take"
+        raise self._lacks(
+            "log-determinant", "Dense(), or ByLanczos() for the determinant of the matrix itself"
         )
+
+    def _lacks(self, what: str, instead: str) -> UnsupportedError:
+        return UnsupportedError(f"{type(self).__name__} has no {what}: use {instead}")
 
 
 class RootPosterior(LaplacePosterior):
@@ -228,62 +207,12 @@ class RootPosterior(LaplacePosterior):
         return self.coloured(self.whitened(vectors))
 
 
-def products_at_layer(
-    outer: OuterGradients,
-    variances: Tensor,
-    changed: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = lambda a, delta: (a, delta),
-) -> Tensor:
-    r"""Return :math:`\sum_{pq} v_{pq}\,J_{kpq}\,J_{lpq}` for each example, ``[B, K, K]``.
-
-    With one position it is :math:`\sum_p \delta_{kp}\,\delta_{lp} \sum_q v_{pq}\,a_q^2`.
-
-    Args:
-        outer: factors of the gradients J of a weight.
-        variances: v, ``[p, q]``.
-        changed: another basis: new a and :math:`\delta` from those of the layer.
-    """
-    found = []
-    for part in outer.chunks(0 if outer.is_single else outer.num_outputs * variances.numel()):
-        a, delta = changed(*outer.parts(part))
-        if outer.is_single:
-            spread = a.square() @ variances.mT  # [m, 1, p]
-            half = delta.squeeze(2).transpose(0, 1) * spread.sqrt()
-        else:
-            half = ((delta.transpose(0, 1).mT @ a.unsqueeze(1)) * variances.sqrt()).flatten(2)
-        found.append(half @ half.mT)
-    return torch.cat(found)
-
-
-def products_of_diagonal(
-    examples: ExampleGradients, variances: Tensor, tensors: Iterable[int] | None = None
-) -> Tensor:
-    r"""Return :math:`J_i \operatorname{diag}(v) J_i^\top` for each example, ``[B, K, K]``.
-
-    Args:
-        examples: J.
-        variances: v, ``[D]``.
-        tensors: those that count; None: all.
-    """
-    spans, rest, total = examples.spans, [], variances.new_zeros(())
-    for k in range(len(spans)) if tensors is None else tensors:
-        outer = examples.outer(k)
-        if outer is None or not outer.is_whole:
-            rest.append(k)
-        else:
-            total = total + products_at_layer(outer, outer.by_unit(variances[spans[k]]))
-    if rest:
-        deviations = torch.cat([variances[spans[k]] for k in rest]).sqrt()
-        halves = [examples.rows(part, rest) * deviations for part in examples.chunks()]
-        total = total + torch.cat([half @ half.mT for half in halves])
-    return total
-
-
 @dataclass(frozen=True)
 class GaussianOutputs:
     r"""Outputs f of B examples, :math:`f \sim \mathcal N(\hat f, J P^{-1} J^\top)`.
 
     Outputs are real numbers: a mean, logits, the logarithm of a rate or of a noise scale. The location of the
-    observed distribution is the prediction, also where it is certain; the others matter to :func:`~pyro_dvi.predict`.
+    observed distribution is the prediction; :func:`~pyro_dvi.predict` uses the others too.
 
     Attributes:
         outputs: the outputs at the mode, and the distribution around them.
@@ -298,7 +227,7 @@ class GaussianOutputs:
     @classmethod
     @torch.enable_grad()  # Jacobians need it, whoever asks
     def of(cls, posterior: LaplacePosterior, query: Query, *, joint: bool = False) -> "GaussianOutputs":
-        """Return those of a query; with ``joint`` also over all its examples."""
+        """Return the outputs of a query; with ``joint`` also the covariance between examples."""
         outputs = query.outputs.detached()
         if not joint:
             return cls(outputs, posterior.covariance(query).detach())

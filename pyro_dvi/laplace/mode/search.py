@@ -26,9 +26,12 @@ from pyro_dvi.errors import (
 )
 from pyro_dvi.laplace.energy.energy import Energy, LocalEnergy
 from pyro_dvi.laplace.energy.precision import GGN, prior_diagonal
-from pyro_dvi.laplace.methods.dense_precision import DensePosterior
-from pyro_dvi.laplace.methods.diagonal import DiagonalPosterior, likelihood_diagonal
-from pyro_dvi.laplace.methods.kronecker_factored import KroneckerFactored
+from pyro_dvi.laplace.methods.full_and_low_rank import DensePosterior
+from pyro_dvi.laplace.methods.kronecker_factored import (
+    DiagonalPosterior,
+    KroneckerFactored,
+    likelihood_diagonal,
+)
 from pyro_dvi.laplace.methods.method import RootPosterior
 from pyro_dvi.laplace.mode.diagnosis import kinks, smallest_in_prior_units, without_kinks
 from pyro_dvi.linalg.minimise import Descent, InMetric, Minimum, descend, minimise_newton

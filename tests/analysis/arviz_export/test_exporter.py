@@ -24,7 +24,6 @@ from pyro_dvi import (
     to_bayesian_,
 )
 from pyro_dvi.errors import ArgumentError, DataError, DviWarning, GuideError, ModelError
-from pyro_dvi.laplace import Accept
 from tests.analysis.arviz_export.reading import ARVIZ_1, az, groups, reopened, values
 
 
@@ -358,6 +357,6 @@ def test_a_tuned_noise_is_in_the_draws():
     guide = LaplaceGuide(model)
     guide.initialize(x, x)
     guide.scale_factors = {"obs": 8.0}
-    guide.fit([(x, x)], unconverged=Accept())
+    guide.fit([(x, x)], unconverged="accept")
     draws = to_arviz(model, guide, data=(x, x), num_samples=1000, seed=0).posterior_predictive["obs"]
     assert float(draws.std()) == pytest.approx((16 + 1 / (1 + 4 / 16)) ** 0.5, rel=0.05)

@@ -33,7 +33,6 @@ from pyro_dvi import (
 from pyro_dvi.errors import ArgumentError, GuideError, UnsupportedError
 from pyro_dvi.guides.factors import PerSite, PerWeight
 from pyro_dvi.laplace import (
-    Accept,
     ConjugateGradient,
     Dense,
     Diagonal,
@@ -77,7 +76,7 @@ def pyro_laplace():
 def laplace(method):
     guide = LaplaceGuide(model)
     guide.initialize(X, Y)
-    guide.fit([(X, Y)], method, unconverged=Accept())
+    guide.fit([(X, Y)], method, unconverged="accept")
     return guide
 
 
@@ -159,7 +158,7 @@ def test_kronecker_factors_export():
     x, y = torch.randn(6, 2), torch.randn(6, 1)
     guide = LaplaceGuide(regression)
     guide.initialize(x, y)
-    guide.fit([(x, y)], KroneckerFactored(), unconverged=Accept())
+    guide.fit([(x, y)], KroneckerFactored(), unconverged="accept")
     assert values(to_arviz(regression, guide, (x, y), 20), "posterior", "weight").shape == (1, 20, 1, 2)
 
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from pyro_dvi.errors import DviWarning, UnsupportedError
 from pyro_dvi.laplace import (
     GGN,
-    Accept,
     Dense,
     Diagonal,
     LaplaceGuide,
@@ -65,24 +64,24 @@ def chain() -> tuple[LaplaceGuide, tuple[Tensor, Tensor], Tensor]:
 @pytest.mark.parametrize("before", range(5))
 def test_dependent_elements_of_a_site_are_seen_at_any_place(before: int) -> None:
     guide, batch, precision = dependent_slopes(before)
-    found = guide.fit([batch], Dense(), unconverged=Accept())
+    found = guide.fit([batch], Dense(), unconverged="accept")
     torch.testing.assert_close(found.marginal_variance(), precision.inverse().diagonal())
     for method in (Diagonal(), PosteriorSamples(4), TopEigen(1)):
         with pytest.raises(UnsupportedError, match="slopes"):
-            guide.fit([batch], method, unconverged=Accept())
+            guide.fit([batch], method, unconverged="accept")
 
 
 def test_dependent_sites_are_seen() -> None:
     guide, batch, precision = chain()
     torch.testing.assert_close(
-        guide.fit([batch], Dense(), unconverged=Accept()).marginal_variance(), precision.inverse().diagonal()
+        guide.fit([batch], Dense(), unconverged="accept").marginal_variance(), precision.inverse().diagonal()
     )
-    found = guide.fit([batch], Diagonal(), unconverged=Accept())
+    found = guide.fit([batch], Diagonal(), unconverged="accept")
     torch.testing.assert_close(found.marginal_variance(), 1 / precision.diagonal())
     method: Method
     for method in (PosteriorSamples(4), TopEigen(1)):
         with pytest.raises(UnsupportedError, match="'b' and 'c'|'c' and 'b'"):
-            guide.fit([batch], method, unconverged=Accept())
+            guide.fit([batch], method, unconverged="accept")
 
 
 def test_gradients_of_single_examples_meet_the_whole_prior() -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 import pyro_dvi as dvi
 from pyro_dvi.errors import ArgumentError, ModelError
-from pyro_dvi.laplace import Accept, ConjugateGradient, Dense, Functional, LaplaceGuide
+from pyro_dvi.laplace import ConjugateGradient, Dense, Functional, LaplaceGuide
 from tests.laplace.problems import guide_at
 from tests.laplace.test_methods_networks import Network
 
@@ -80,7 +80,7 @@ def test_every_number_is_that_of_the_dense_matrix(problem, kl_weight):
     site = "y" if problem is two_sites else None
     found, numbers = {}, {}
     for method in (Dense(), Functional()):
-        posterior = guide.fit(batches, method, unconverged=Accept())
+        posterior = guide.fit(batches, method, unconverged="accept")
         vectors = torch.randn(3, len(posterior.mode), generator=torch.Generator().manual_seed(1)).double()
         before = vectors.clone()
         found[method] = {
@@ -108,7 +108,7 @@ def test_masks_of_entries_have_their_kernel():
     subset = {"0.weight": mask, "2.bias": True}
     covariances = []
     for method in (Dense(), Functional()):
-        guide.fit(batches, method, subset=subset, unconverged=Accept())
+        guide.fit(batches, method, subset=subset, unconverged="accept")
         covariances.append(guide.predictive(x).covariance)
     torch.testing.assert_close(*covariances, rtol=1e-9, atol=1e-12)
 
@@ -135,14 +135,14 @@ def digits(dtype, hidden, num_data):
 
 def test_digits_with_fifty_thousand_weights_are_those_of_solves():
     guide, batches, others = digits(torch.float64, (300, 100), 12)
-    posterior = guide.fit(batches, Functional(), unconverged=Accept())
+    posterior = guide.fit(batches, Functional(), unconverged="accept")
     assert len(posterior.mode) == 50_610 and posterior.kernel.shape == (120, 120)
     found = guide.predictive(others[:1]).covariance
     evidence = guide.log_evidence(batches)
-    curve = guide.tune(batches, values=[0.02, 0.2, 1.0], refinements=0, unconverged=Accept(), progress=False)
+    curve = guide.tune(batches, values=[0.02, 0.2, 1.0], refinements=0, unconverged="accept", progress=False)
     assert float(curve.scores[2]) == pytest.approx(evidence.value, abs=1e-9)  # no Lanczos
     guide.scale_factors = {}
-    guide.fit(batches, ConjugateGradient(tolerance=1e-7), unconverged=Accept())
+    guide.fit(batches, ConjugateGradient(tolerance=1e-7), unconverged="accept")
     torch.testing.assert_close(found, guide.predictive(others[:1]).covariance, rtol=1e-6, atol=1e-9)
 
 
@@ -161,7 +161,7 @@ def test_dense_layers_form_no_rows(monkeypatch):
             return found
 
     with Sizes():
-        posterior = guide.fit(batches, Functional(), unconverged=Accept())
+        posterior = guide.fit(batches, Functional(), unconverged="accept")
         guide.predictive(others[:5])
     assert len(posterior.mode) > 3e6
     assert largest <= 2 * len(posterior.mode)  # two probes of the prior's curvature
@@ -184,7 +184,7 @@ def test_float32_keeps_the_variances_of_a_stiff_posterior():
     variances = []
     for dtype in (torch.float64, torch.float32):
         guide, batches = stiff(dtype)
-        guide.fit(batches, Functional(), unconverged=Accept())
+        guide.fit(batches, Functional(), unconverged="accept")
         variances.append(guide.predictive(batches[0][0][:20]).variance.double())
     torch.testing.assert_close(variances[1], variances[0], rtol=5e-5, atol=0)
 
@@ -200,6 +200,6 @@ def test_what_has_no_kernel_is_refused():
 
     guide, batches = guide_at(model, (x, x[:, 0]), {}), [(x[:3], x[:3, 0]), (x[3:], x[3:, 0])]
     with pytest.raises(ModelError, match="depends on .*unused"):
-        guide.fit(batches, Functional(), subset="unused", unconverged=Accept())
+        guide.fit(batches, Functional(), subset="unused", unconverged="accept")
     with pytest.raises(ArgumentError, match="more than 4 rows.*Dense"):
-        guide.fit(batches, Functional(max_size=4), unconverged=Accept())
+        guide.fit(batches, Functional(max_size=4), unconverged="accept")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import pyro_dvi
 from pyro_dvi.bayesian import classifier, regressor, to_bayesian_
 from pyro_dvi.laplace import Dense, Diagonal, KroneckerFactored, LaplaceGuide, Method
-from pyro_dvi.laplace.methods.dense_precision import DensePosterior
+from pyro_dvi.laplace.methods.full_and_low_rank import DensePosterior
 from pyro_dvi.laplace.methods.method import LaplacePosterior
 from tests.laplace.cases import fit, query_of
 from tests.laplace.problems import SineRegression

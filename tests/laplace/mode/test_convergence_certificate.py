@@ -119,7 +119,7 @@ def test_a_minimum_over_some_sites_is_none_over_all(spent):
 
 
 def test_what_one_fit_has_seen_serves_the_next(polished, spent):
-    polished._known.certificate = None
+    polished._certificate = None
     polished.fit(PROBLEM.batches, ConjugateGradient(Hessian()))
     assert spent() > SIZE
     polished.fit(PROBLEM.batches, ConjugateGradient(Hessian()))
@@ -127,7 +127,7 @@ def test_what_one_fit_has_seen_serves_the_next(polished, spent):
 
 
 def test_a_diagnosis_serves_the_fit(polished, spent):
-    polished._known.certificate = None
+    polished._certificate = None
     assert polished.diagnose(PROBLEM.batches).converged
     spent()
     polished.fit(PROBLEM.batches, ConjugateGradient(Hessian()))
@@ -142,7 +142,7 @@ def test_it_survives_files_and_copies(polished, spent):
     loaded = LaplaceGuide(PROBLEM.model)
     loaded.load_state_dict(torch.load(buffer, weights_only=True))
     again = pickle.loads(pickle.dumps(polished))
-    assert again._known.certificate.is_of(again._point_mass())
+    assert again._certificate.is_of(again._point_mass())
     for guide in (loaded, copy.deepcopy(polished)):
         guide.fit(PROBLEM.batches, ConjugateGradient(Hessian()))
         assert spent() == 0

@@ -13,9 +13,8 @@ from torch import nn
 import pyro_dvi as dvi
 from pyro_dvi.errors import DviWarning, UnconvergedError
 from pyro_dvi.laplace import Dense, Hessian, LaplaceGuide
-from pyro_dvi.laplace.methods.dense_precision import DensePosterior
-from pyro_dvi.laplace.methods.diagonal import DiagonalPosterior
-from pyro_dvi.laplace.methods.kronecker_factored import KroneckerFactored
+from pyro_dvi.laplace.methods.full_and_low_rank import DensePosterior
+from pyro_dvi.laplace.methods.kronecker_factored import DiagonalPosterior, KroneckerFactored
 from pyro_dvi.laplace.mode import search
 from pyro_dvi.laplace.mode.diagnosis import kinks as kinks_of
 from pyro_dvi.laplace.mode.search import metric_at

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from pyro_dvi import AtMean, Linearised, MeanFieldGuide, Moments, predict
 from pyro_dvi.errors import ArgumentError, GuideError
-from pyro_dvi.laplace import Accept, Dense
+from pyro_dvi.laplace import Dense
 from pyro_dvi.links import Probit, SobolSoftmax
 from tests.laplace.heads import DRAWS, HEADS, Head
 from tests.laplace.problems import LinearRegression, guide_at
@@ -41,8 +41,8 @@ def test_without_uncertainty_it_is_the_model_itself(name):
     x, y = head.data(30, seed=2)
     guide = guide_at(head.model, (x, y), {"w": head.true()})
     many = [(x, y)] * 1
-    posterior = guide.fit(many, Dense(), unconverged=Accept())
-    guide._known.fitted = replace(
+    posterior = guide.fit(many, Dense(), unconverged="accept")
+    guide._fitted = replace(
         guide.fitted, posterior=type(posterior)(posterior.mode, 1e12 * posterior.precision)
     )
     narrow = predict(head.model, guide, (x, y)).log_likelihood()
@@ -76,7 +76,7 @@ class TestLinearRegression:
 
     def fitted(self):
         guide = self.problem.guide()
-        guide.fit(self.problem.batches, Dense(), unconverged=Accept())
+        guide.fit(self.problem.batches, Dense(), unconverged="accept")
         return guide
 
     def test_predictive_is_exact(self):
@@ -160,7 +160,7 @@ def test_links_of_classes():
 def test_rare_classes_keep_their_digits_in_float32():
     head = Head(lambda f: dist.Bernoulli(logits=20 * f[..., 0]))
     guide = guide_at(head.model, (torch.ones(2, 1), torch.ones(2)), {"w": torch.ones(1, 1)})
-    guide.fit([(torch.ones(30, 1), torch.ones(30))], Dense(), unconverged=Accept())
+    guide.fit([(torch.ones(30, 1), torch.ones(30))], Dense(), unconverged="accept")
     found = predict(head.model, guide, (torch.ones(2, 1), torch.zeros(2))).log_likelihood()
     variance = 400 / guide.posterior.precision.item()
     z = torch.linspace(-12, 12, 20001, dtype=torch.float64)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pyro_dvi import AtMean, Linearised, Samples, predict
 from pyro_dvi.errors import DviWarning, ModelError, UnsupportedError
-from pyro_dvi.laplace import Accept, ByValidation, Dense, Hessian, LaplaceGuide
+from pyro_dvi.laplace import ByValidation, Dense, Hessian, LaplaceGuide
 from tests.laplace.heads import DRAWS, HEADS, Head
 from tests.laplace.problems import guide_at
 
@@ -30,7 +30,7 @@ def test_densities_of_an_inner_plate_are_integrated_one_by_one():
     x = torch.randn(30, 2, dtype=torch.float64, generator=generator)
     y = torch.randn(3, 30, dtype=torch.float64, generator=generator)
     guide = guide_at(_plated, (x, y), {"w": 0.5 * torch.ones(2, 6, dtype=torch.float64)})
-    guide.fit([(x, y)], Dense(), unconverged=Accept())
+    guide.fit([(x, y)], Dense(), unconverged="accept")
     prediction = predict(_plated, guide, x[:4])
     assert prediction.variance.shape == (4, 3)
     f = x[:4] @ guide.sample(50_000)["w"]
@@ -56,7 +56,7 @@ def test_latent_noise_scale_correlates_with_the_mean():
         "scale": torch.tensor(-0.4, dtype=torch.float64),
     }
     guide = guide_at(_uncertain_noise, (x, y), locs)
-    guide.fit([(x, y)], Dense(precision=Hessian()), unconverged=Accept())
+    guide.fit([(x, y)], Dense(precision=Hessian()), unconverged="accept")
     assert guide.posterior.precision[0, 2].abs() > 0.1
     draws = guide.sample(DRAWS)
     scores = dist.Normal(draws["w"] @ x.T, draws["scale"].unsqueeze(-1)).log_prob(y)
@@ -80,7 +80,7 @@ def test_a_learned_parameter_is_certain():
     x = torch.ones(4)
     guide = LaplaceGuide(model)
     guide.initialize(x, x)
-    guide.fit([(x, x)], Dense(), unconverged=Accept())
+    guide.fit([(x, x)], Dense(), unconverged="accept")
     found = predict(model, guide, (x, x))
     torch.testing.assert_close(found.variance, torch.full((4,), 0.25 + 1 / (1 + 4 / 0.25)))
     assert isinstance(found._parts[0].distribution, torch.distributions.Normal)
@@ -95,7 +95,7 @@ def test_a_certain_mean_stays_the_prediction(loc):
 
     x = torch.tensor([3.0, 4.0, 6.0, 8.0])
     guide = guide_at(model, (x, x), {"scale": torch.tensor(0.5)})
-    guide.fit([(x, x)], Dense(), unconverged=Accept())
+    guide.fit([(x, x)], Dense(), unconverged="accept")
     found = guide.predictive(x)
     torch.testing.assert_close(found.mean, torch.full((4,), 5.0))
     torch.testing.assert_close(found.variance, torch.zeros(4))
@@ -118,7 +118,7 @@ def test_a_tuned_noise_counts_for_every_rule(rule):
     x = torch.ones(4)
     guide = guide_at(model, (x, x), {"w": torch.tensor(0.9)})
     guide.scale_factors = {"y": 4.0}
-    guide.fit([(x, x)], Dense(), unconverged=Accept())
+    guide.fit([(x, x)], Dense(), unconverged="accept")
     weights = 0.0 if isinstance(rule, AtMean) else 1 / (1 + 4 / 2.0**2)
     found = predict(model, guide, x, rule, seed=0).variance
     torch.testing.assert_close(found, torch.full((4,), 2.0**2 + weights), rtol=0, atol=0.06)
@@ -134,7 +134,7 @@ def test_one_of_several_observed_sites():
     x = torch.ones(4)
     guide = LaplaceGuide(model)
     guide.initialize(x, x, x)
-    guide.fit([(x, x, x)], Dense(), unconverged=Accept())
+    guide.fit([(x, x, x)], Dense(), unconverged="accept")
     spread = 1 / (1 + 4 / 0.25 + 4 / 0.01)
     for site, noise in (("y", 0.25), ("z", 0.01)):
         found = predict(model, guide, x, site=site)
@@ -152,7 +152,7 @@ def test_masked_rows_are_predicted_and_do_not_count_in_the_fit():
     x = torch.tensor([1.0, 1.0, 2.5, 4.0])
     guide = LaplaceGuide(model)
     guide.initialize(x, x)
-    guide.fit([(x, x)], Dense(), unconverged=Accept())
+    guide.fit([(x, x)], Dense(), unconverged="accept")
     spread = 1 / (1 + 2 / 0.25)
     torch.testing.assert_close(guide.predictive(x).variance, spread * x**2)
     torch.testing.assert_close(predict(model, guide, x).variance, 0.25 + spread * x**2)
@@ -205,7 +205,7 @@ def test_distributions_that_cannot_be_linearised(distribution):
     x = torch.zeros(3, 2, dtype=torch.float64)
     guide = guide_at(head.model, (x, torch.zeros(3).double()), {"w": head.true()})
     normal = HEADS["normal, two heads"].guide()
-    guide._known.fitted = replace(normal.fitted, point=replace(guide._point_mass(), model=None))
+    guide._fitted = replace(normal.fitted, point=replace(guide._point_mass(), model=None))
     with pytest.raises(UnsupportedError, match=r"pyro.deterministic"):
         guide.predictive(x)
 
@@ -220,7 +220,7 @@ def test_prediction_without_latents():
     x = torch.ones(4)
     guide = LaplaceGuide(model)
     guide.initialize(x, x)
-    guide.fit([(x, x)], Dense(), unconverged=Accept())
+    guide.fit([(x, x)], Dense(), unconverged="accept")
     for site in ("y", "twice"):
         with pytest.raises(ModelError, match="no uncertainty"):
             guide.predictive(x, site=site)

@@ -123,7 +123,7 @@ METHODS = {
 
 def laplace():
     model, guide = trained(dvi.LaplaceGuide)()
-    guide.fit([(X, Y)], dvi.laplace.Diagonal(dvi.laplace.GGN()), unconverged=dvi.laplace.Accept())
+    guide.fit([(X, Y)], dvi.laplace.Diagonal(dvi.laplace.GGN()), unconverged="accept")
     return model, guide
 
 
@@ -163,7 +163,7 @@ def test_members_that_are_mixtures_themselves():
         with torch.no_grad():
             for value in guide.parameters():
                 value.add_(torch.randn_like(value))
-        guide.fit([(X, Y)], dvi.laplace.Dense(dvi.laplace.GGN()), unconverged=dvi.laplace.Accept())
+        guide.fit([(X, Y)], dvi.laplace.Dense(dvi.laplace.GGN()), unconverged="accept")
         return model, guide
 
     model, guide = train_ensemble(train, 3, progress=False)

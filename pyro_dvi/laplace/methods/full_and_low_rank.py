@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The precision as a matrix, whole, or of low rank beside the prior's."""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from pyro_dvi.core.arguments import check_count
+from pyro_dvi.core.undisturbed import widest
+from pyro_dvi.curvature.example_gradients import ExampleGradients
+from pyro_dvi.errors import ArgumentError, NotConvergedError, NotPositiveDefiniteError
+from pyro_dvi.laplace.energy.energy import LocalEnergy
+from pyro_dvi.laplace.energy.precision import GGN, PrecisionMatrix, common_ratio, independent_prior_precision
+from pyro_dvi.laplace.energy.query import Query
+from pyro_dvi.laplace.methods.method import LaplacePosterior, Method, RootPosterior
+from pyro_dvi.linalg.lanczos import top_eigenpairs
+
+
+@dataclass(frozen=True)
+class Dense(Method):
+    r"""Build :math:`P \in \mathbb R^{D\times D}` and factorise it.
+
+    Memory :math:`3 D^2` numbers. The Gauss-Newton matrix comes from gradients of single examples (K backward passes for
+    K outputs) where layers have rules for them; otherwise, and for the Hessian, a column costs two gradients.
+
+    Status: exact.
+
+    Args:
+        precision: ``GGN()`` or ``Hessian()``.
+        max_size: refuse a larger D, instead of running out of memory.
+
+    Raises:
+        ArgumentError: D is larger than ``max_size``.
+        NotPositiveDefiniteError: P has an eigenvalue that is not positive: the mode is no minimum.
+
+    Source: MacKay (1992) for the Hessian; Schraudolph (2002) for the Gauss-Newton matrix.
+
+    Example:
+        >>> import pyro_dvi as dvi
+        >>> from pyro_dvi.laplace import Dense
+        >>> net = dvi.to_bayesian_(torch.nn.Linear(1, 1, bias=False))
+        >>> guide = dvi.LaplaceGuide(dvi.regressor(net, num_data=3, noise_scale=1.0))
+        >>> batches = [(torch.ones(3, 1), torch.zeros(3, 1))]
+        >>> _ = guide.polish(batches, progress=False)
+        >>> guide.fit(batches, Dense()).marginal_variance()
+        tensor([0.2500])
+    """
+
+    precision: PrecisionMatrix = field(default_factory=GGN)
+    max_size: int = 20_000
+
+    reweights = True
+
+    def fit(self, local: LocalEnergy, *, seed: int = 0) -> "DensePosterior":
+        """Return the posterior."""
+        size = len(local.point)
+        if size > self.max_size:
+            raise ArgumentError(
+                f"Dense() would build a matrix of {size} x {size} ({size**2 * 8 / 2**30:.1f} GiB): use "
+                "PosteriorSamples() or ConjugateGradient(), a subset of the sites, or a larger max_size"
+            )
+        precision = self.precision.matrix(local)
+        return DensePosterior(local.point, 0.5 * (precision + precision.mT), local.prior_diagonal)
+
+
+class DensePosterior(RootPosterior):
+    """A Gaussian by the Cholesky factor of its precision.
+
+    Attributes:
+        precision: P, [D, D].
+        prior: the prior's part, [D], as far as it is known to be diagonal.
+    """
+
+    stored = ("mode", "precision")
+
+    def __init__(self, mode: Tensor, precision: Tensor, prior: Tensor | None = None) -> None:
+        self.mode, self.precision, self.prior = mode, precision, prior
+        factor, info = torch.linalg.cholesky_ex(precision)
+        if int(info) != 0:
+            values = torch.linalg.eigvalsh(precision)
+            raise NotPositiveDefiniteError(
+                f"the precision has {int((values <= 0).sum())} of {len(values)} eigenvalues that are not positive: the "
+                "mode is no minimum. Run guide.polish(batches), or use precision=GGN()."
+            )
+        self.factor = factor
+        self._rows_asked = 0
+
+    def whitened(self, rows: Tensor) -> Tensor:
+        flat = rows.reshape(-1, rows.shape[-1])
+        return torch.linalg.solve_triangular(self.factor, flat.mT, upper=False).mT.reshape(rows.shape)
+
+    def coloured(self, rows: Tensor) -> Tensor:
+        return torch.linalg.solve_triangular(self.factor.mT, rows.mT, upper=True).mT
+
+    def covariance(self, query: Query) -> Tensor:
+        self._rows_asked += query.num_rows * query.size
+        if self._rows_asked < len(self.mode):  # solves for so few rows take less work than the inverse
+            return LaplacePosterior.covariance(self, query)
+        return super().covariance(query)
+
+    def covariance_of_examples(self, examples: ExampleGradients) -> Tensor:
+        return torch.cat([self._of_part(examples, part) for part in examples.chunks()])
+
+    def _of_part(self, examples: ExampleGradients, part: slice) -> Tensor:
+        half, rows, found = self._half_inverse, examples.rows(part).to(self._half_inverse), []
+        for k, span in enumerate(examples.spans):
+            block, before = half[span, : span.stop], rows[..., : span.stop].mT
+            if k in examples.single:  # rows are products of delta and a, and a is the same for all outputs
+                a, delta = examples.single[k].factors(part, half.dtype)
+                units = examples.single[k].by_unit(block)
+                found.append(delta @ torch.cat([(a @ unit).unsqueeze(1) @ before for unit in units], 1))
+            else:
+                found.append(rows[..., span] @ block @ before)
+        total = torch.stack(found).sum(0)
+        return (total + total.mT).to(self.mode)
+
+    @cached_property
+    def _half_inverse(self) -> Tensor:
+        r"""The lower triangle S of the covariance, with half of its diagonal, so that it is :math:`S + S^\top`.
+
+        In double precision: variances among the data are small differences of the large ones that the prior leaves.
+        """
+        wide = self.precision.to(widest(self.mode.device))
+        half = torch.cholesky_inverse(torch.linalg.cholesky(wide)).tril_()
+        half.diagonal().mul_(0.5)
+        return half
+
+    def marginal_variance(self) -> Tensor:
+        return torch.cholesky_inverse(self.factor).diagonal()
+
+    def reweighted(self, likelihood: float, prior: Tensor) -> "DensePosterior | None":
+        if self.prior is None:
+            return None
+        precision = likelihood * self.precision
+        precision.diagonal().add_(prior - likelihood * self.prior)
+        return DensePosterior(self.mode, precision, prior)
+
+    def log_determinant(self) -> Tensor:
+        return 2 * self.factor.diagonal().log().sum()
+
+
+@dataclass(frozen=True)
+class TopEigen(Method):
+    r"""Keep the k directions that the data determine best, relative to the prior.
+
+    With the diagonal prior precision :math:`\Pi` and the likelihood's curvature G,
+
+    .. math::
+        \Pi^{-1/2} G\, \Pi^{-1/2} \approx U^\top \Lambda U, \qquad
+        P \approx \Pi^{1/2} (I + U^\top \Lambda U)\, \Pi^{1/2}, \qquad
+        P^{-1} \approx \Pi^{-1/2} \Bigl(I - U^\top \tfrac{\Lambda}{1+\Lambda}\, U\Bigr) \Pi^{-1/2} .
+
+    These are top directions of the precision, where the posterior is narrow; elsewhere it stays as wide as the prior.
+    For one prior scale they are the top eigenvectors of G.
+
+    Status: exact for k = D, or where k reaches the rank of G; otherwise variances are too large, never too small.
+
+    Args:
+        rank: k, the number of directions, at most D; about 2 k + 64 vectors are held while it looks for them.
+        precision: ``GGN()`` or ``Hessian()``.
+        tolerance: of the eigenvectors' residuals, relative to the largest eigenvalue.
+
+    Raises:
+        UnsupportedError: the prior couples latents.
+        NotPositiveDefiniteError: the Hessian is not positive definite.
+        NotConvergedError: the eigenvectors were not found to the tolerance.
+
+    Source: Spantini et al. (2015), Theorem 2.3, for the optimality of the update relative to the prior.
+
+    Example:
+        >>> import pyro_dvi as dvi
+        >>> from pyro_dvi.laplace import TopEigen
+        >>> net = dvi.to_bayesian_(torch.nn.Linear(1, 1, bias=False))
+        >>> guide = dvi.LaplaceGuide(dvi.regressor(net, num_data=3, noise_scale=1.0))
+        >>> batches = [(torch.ones(3, 1), torch.zeros(3, 1))]
+        >>> _ = guide.polish(batches, progress=False)
+        >>> guide.fit(batches, TopEigen(1)).marginal_variance()
+        tensor([0.2500])
+    """
+
+    rank: int
+    precision: PrecisionMatrix = field(default_factory=GGN)
+    tolerance: float = 1e-4
+
+    reweights = True
+
+    def __post_init__(self) -> None:
+        check_count("rank", self.rank)
+
+    def fit(self, local: LocalEnergy, *, seed: int = 0) -> "TopEigenPosterior":
+        """Return the posterior."""
+        prior = independent_prior_precision(local, "TopEigen()")
+        half = prior.rsqrt()
+
+        def relative(vectors: Tensor) -> Tensor:
+            return self.precision.product(local, vectors * half) * half - vectors
+
+        found = top_eigenpairs(
+            relative,
+            prior,
+            min(self.rank, len(prior)),
+            tolerance=max(self.tolerance, 100 * torch.finfo(prior.dtype).eps),
+        )
+        if not found.converged:
+            raise NotConvergedError(
+                f"the top {self.rank} eigenvectors have residuals up to {float(found.residuals.max()):.2g} after "
+                f"{found.applications} products, not {self.tolerance:.2g} of {float(found.values[0]):.2g}: use a "
+                "smaller rank, or a larger tolerance"
+            )
+        return TopEigenPosterior(local.point, prior, found.values, found.vectors)
+
+
+class TopEigenPosterior(RootPosterior):
+    """A Gaussian of low rank plus diagonal.
+
+    Attributes:
+        prior: the prior's precision, [D].
+        values: eigenvalues relative to the prior, ``[k]``.
+        vectors: the eigenvectors, orthonormal rows ``[k, D]``.
+    """
+
+    stored = ("mode", "prior", "values", "vectors")
+
+    def __init__(self, mode: Tensor, prior: Tensor, values: Tensor, vectors: Tensor) -> None:
+        self.mode, self.prior, self.values, self.vectors = mode, prior, values, vectors
+        if not bool((values > -1).all()):
+            lowest = 1 + float(values.min())
+            raise NotPositiveDefiniteError(
+                f"the precision has curvature {lowest:.3g} times the prior's along a direction: the mode is no "
+                "minimum. Run guide.polish(batches), or use precision=GGN().",
+                curvature=lowest,
+            )
+
+    def whitened(self, rows: Tensor) -> Tensor:
+        return self._shrunk(rows * self.prior.rsqrt())
+
+    def coloured(self, rows: Tensor) -> Tensor:
+        return self._shrunk(rows) * self.prior.rsqrt()
+
+    def _shrunk(self, rows: Tensor) -> Tensor:
+        return rows + (rows @ self.vectors.mT * ((1 + self.values).rsqrt() - 1)) @ self.vectors
+
+    def marginal_variance(self) -> Tensor:
+        return (1 - self.values / (1 + self.values) @ self.vectors.square()) / self.prior
+
+    def reweighted(self, likelihood: float, prior: Tensor) -> "TopEigenPosterior | None":
+        factor = common_ratio(prior, self.prior)
+        if factor is None:  # the directions are others then
+            return None
+        return TopEigenPosterior(self.mode, prior, self.values * (likelihood / factor), self.vectors)
+
+    def log_determinant(self) -> Tensor:
+        return self.prior.log().sum() + self.values.log1p().sum()
