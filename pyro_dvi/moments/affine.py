@@ -229,9 +229,23 @@ def _subscripts(equation: str, operands: tuple) -> tuple[list[str], str]:
         )
     elif "..." in left and "..." not in output:
         reason = "a sum over an ellipsis: name its indices"
+    elif _sizes_differ(terms, operands):
+        reason = "an index of size 1 in one operand and larger in another: expand the operand first"
     if reason is not None:
         raise UnsupportedError(f'torch.einsum("{equation}") of moments with {reason}.')
     return terms, output
+
+
+def _sizes_differ(terms: list[str], operands: tuple) -> bool:
+    """Return whether an index repeats an element, which would count as independent ones."""
+    sizes: dict[str, int] = {}
+    for term, operand in zip(terms, operands, strict=True):
+        before, _, after = term.partition("...")
+        pairs = [*zip(before, operand.shape, strict=False)]
+        pairs += zip(reversed(after), reversed(operand.shape), strict=False)
+        if any(sizes.setdefault(index, size) != size for index, size in pairs):
+            return True
+    return False
 
 
 def _linear_in_one(function: Any, x: Any) -> Any:
