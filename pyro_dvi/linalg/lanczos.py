@@ -78,6 +78,9 @@ class LanczosProcess:
         return self.diagonal[row, :k].diag() + beside.diag(1) + beside.diag(-1)
 
 
+_BASIS_BYTES = 2**31
+
+
 @dataclass(frozen=True)
 class Eigenpair:
     r"""An eigenvalue and its vector.
@@ -114,7 +117,7 @@ def smallest_eigenpair(
     Args:
         operator: A, symmetric.
         like: vector ``[D]`` with the dtype and device to use.
-        steps: applications at most, one vector each; ``steps * D`` numbers are held.
+        steps: applications at most, one vector each; ``steps * D`` numbers are held, 20 steps or 2 GiB at most.
         tolerance: bound on the residual relative to ``|value|``: below one, the sign of that eigenvalue is settled.
 
     Raises:
@@ -128,6 +131,7 @@ def smallest_eigenpair(
         -0.5
     """
     check_count("steps", steps)
+    steps = min(steps, max(20, _BASIS_BYTES // (len(like) * like.element_size())))
     process = LanczosProcess(operator, gaussian_rows(1, len(like), like), steps)
     rounding, next_look = 8 * torch.finfo(like.dtype).eps, 1
     while True:
@@ -142,9 +146,6 @@ def smallest_eigenpair(
             break
     vector = vectors[:, 0].to(like) @ process.basis[0, : len(values)]
     return Eigenpair(value, vector / vector.norm(), residual, norm)
-
-
-_BASIS_BYTES = 2**31
 
 
 @dataclass(frozen=True)
@@ -332,7 +333,7 @@ def top_eigenpairs(operator: Operator, like: Tensor, k: int, *, tolerance: float
         if converged or len(basis) == dim or applications >= budget:
             return Eigenpairs(top, found[:k], residuals, converged or len(basis) == dim, applications)
         following = _orthonormal(product, basis, scale)
-        # An invariant space that is too small or not known to be the top one: look elsewhere.
+        # The space is invariant, but too small or not known to hold the largest eigenvalues: add random directions.
         if not len(following):
             following = _orthonormal(gaussian_rows(block, dim, like, generator), basis, 0.0)
         if len(basis) + len(following) > capacity and len(basis) > keep:
@@ -341,7 +342,7 @@ def top_eigenpairs(operator: Operator, like: Tensor, k: int, *, tolerance: float
 
 
 def _orthonormal(rows: Tensor, basis: Tensor, scale: float) -> Tensor:
-    """Return an orthonormal basis of the rows' part outside ``basis``, without what is rounding error of ``scale``."""
+    """Return an orthonormal basis of the rows' part outside ``basis``, without rounding errors of size ``scale``."""
     for _ in range(2):
         rows = rows - (rows @ basis.T) @ basis
         q, r = torch.linalg.qr(rows.T)

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Minimise a smooth function: a quasi-Newton method far from the minimum, Newton's method to reach and prove it.
+r"""Minimisation of smooth functions: a quasi-Newton method far from the minimum, then Newton's method.
 
-Both work in coordinates :math:`x = x_0 + R^{-1} y` of a metric :math:`M = R^\top R`, in which the function is about
-round.
+Both work in coordinates :math:`x = x_0 + R^{-1} y` of a metric :math:`M = R^\top R`, in which the Hessian is close to
+the identity.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from pyro_dvi.errors import NonFiniteError, NotPositiveDefiniteError
-from pyro_dvi.linalg.conjugate_gradients import conjugate_gradients
 from pyro_dvi.linalg.lanczos import Eigenpair, smallest_eigenpair
+from pyro_dvi.linalg.operator import conjugate_gradients
 
 _DECREASE, _SLOPE = 1e-4, 0.9  # Wolfe's conditions
 _TRIALS = 12  # of one line search
@@ -31,28 +31,19 @@ class SmoothFunction(Protocol):
         """Return the products ``[S, D]`` of the Hessian at x with the rows of ``vectors``."""
 
 
-class Metric(Protocol):
-    r"""A positive definite matrix :math:`M = R^\top R` by a root, for rows ``[S, D]``."""
-
-    def coloured(self, rows: Tensor) -> Tensor:
-        r"""Return :math:`R^{-1} y`, a displacement of x, for each row y."""
-
-    def whitened(self, rows: Tensor) -> Tensor:
-        r"""Return :math:`R^{-\top} g`, the gradient with respect to y, for each gradient g with respect to x."""
-
-
 @dataclass(frozen=True)
 class InMetric:
-    r"""The function :math:`y \mapsto U(x_0 + R^{-1} y)`, in whose coordinates the norm is that of M.
+    r"""The function :math:`y \mapsto U(x_0 + R^{-1} y)`, whose coordinates have the norm of M.
 
     Attributes:
         problem: U.
-        metric: M, close to the Hessian of U in scale.
+        metric: M, close to the Hessian of U in scale: ``coloured(rows)`` returns :math:`R^{-1} y`, a displacement of x,
+            for each row y, and ``whitened(rows)`` the gradient :math:`R^{-\top} g` with respect to y.
         origin: :math:`x_0`, ``[D]``; displacements from it lose nothing to rounding.
     """
 
     problem: SmoothFunction
-    metric: Metric
+    metric: Any
     origin: Tensor
 
     def x(self, y: Tensor) -> Tensor:
@@ -153,8 +144,8 @@ class Minimum:
             before the last step, with :math:`|r|^2/\lambda_{\min}` for the residual r of that step, or
             :math:`|g|^2/\lambda_{\min}` after it where that bound is smaller; infinite where P showed negative
             curvature.
-        smallest_eigenvalue: of the Hessian there, with the residual of the pair; None where the search ended before it
-            was looked for.
+        smallest_eigenvalue: of the Hessian there, with the residual of the pair; None if the search ended before
+            it was computed.
         steps: number of steps.
         converged: the decrement is within the tolerance, and the Hessian positive definite as far as the Lanczos
             recursion from a random start shows.

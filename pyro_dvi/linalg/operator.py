@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrices that are known only by their products."""
+"""Matrices that are known only by their products: rows to multiply with, and linear solves A X = B."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from pyro_dvi.errors import NonFiniteError
+from pyro_dvi.errors import NonFiniteError, NotPositiveDefiniteError
 
 Operator = Callable[[Tensor], Tensor]
 """A symmetric matrix A as a function of rows: ``[S, D] -> [S, D]``, each row v to A v.
@@ -49,3 +50,116 @@ def gaussian_rows(count: int, dim: int, like: Tensor, generator: torch.Generator
         generator = torch.Generator().manual_seed(0)
     rows = torch.randn(count, dim, generator=generator, dtype=like.dtype, device=generator.device)
     return rows.to(like.device)
+
+
+@dataclass(frozen=True)
+class Solution:
+    """Solutions found by :func:`conjugate_gradients`.
+
+    Attributes:
+        x: the solutions, ``[S, D]``.
+        iterations: calls of the operator within the recursion.
+        residuals: ``|b - A x| / |b|`` of each row, ``[S]``, computed afresh from x; zero where b is zero.
+        converged: every residual is within the tolerance.
+    """
+
+    x: Tensor
+    iterations: int
+    residuals: Tensor
+    converged: bool
+
+
+def conjugate_gradients(
+    operator: Operator, rhs: Tensor, *, tolerance: float = 1e-6, max_iterations: int | None = None
+) -> Solution:
+    r"""Solve :math:`A x_s = b_s` for symmetric positive definite A, every x from the space of all residuals.
+
+    With :math:`Q C = B` orthonormalised, S = Q, and as columns of matrices
+
+    .. math::
+        \Xi = (S^\top A S)^{-1}, \quad X \leftarrow X + S\,\Xi\,C, \quad
+        Q\,Z \leftarrow Q - A S\,\Xi \;\text{ (QR)}, \quad S \leftarrow Q + S Z^\top, \quad C \leftarrow Z C .
+
+    The columns of C have the norms of the residuals. Where the matrix is the identity except in some directions, such
+    as a prior precision with the information in the data, S right-hand sides take about 1/S of the iterations of one.
+    Linearly dependent right-hand sides do no harm. Each iteration costs :math:`O(S^2 D)` besides the products.
+
+    The recursion's residual drifts away from :math:`b - A x` in finite precision. When the recursion ends, the residual
+    is computed afresh (one application more), and rows above the tolerance start again from their x, as long as each
+    restart at least halves their residuals.
+
+    Status: exact to the tolerance where ``converged``.
+
+    Args:
+        operator: A, symmetric positive definite.
+        rhs: the rows b, ``[S, D]``; dtype and device of everything follow it.
+        tolerance: bound on ``|b - A x| / |b|`` of each row. About ``eps |A| |x| / |b|`` can be reached: in float32 1e-5
+            rather than 1e-6 for a condition number of 1,000.
+        max_iterations: the default is ``min(10 D, 1000)``: D suffice in exact arithmetic.
+
+    Raises:
+        NotPositiveDefiniteError: a direction has a curvature that is negative, or not larger than the rounding error;
+            the error carries ``direction`` and ``curvature``.
+        NonFiniteError: a right-hand side or a product is NaN or infinite.
+
+    Source: Hestenes & Stiefel (1952); O'Leary (1980) for blocks; Dubrulle (2001) for the form with QR factorisations,
+        which does not break down.
+
+    Example:
+        >>> precision = torch.tensor([[4.0, 1.0], [1.0, 3.0]])
+        >>> conjugate_gradients(lambda v: v @ precision, torch.tensor([[1.0, 2.0]])).x
+        tensor([[0.0909, 0.6364]])
+    """
+    rhs = rhs.detach()
+    limit = min(10 * rhs.shape[-1], 1000) if max_iterations is None else max_iterations
+    norms = rhs.norm(dim=-1)
+    if not bool(norms.isfinite().all()):
+        raise NonFiniteError("a right-hand side is NaN or infinite (or its square overflows)")
+    x, residual, sizes, iterations = torch.zeros_like(rhs), rhs, norms.clone(), 0
+    targets = tolerance * norms
+    rows = (sizes > targets).nonzero()[:, 0]
+    residual = residual[rows]
+    while len(rows) and iterations < limit:
+        steps, taken = _recursion(operator, residual, targets[rows], limit - iterations)
+        x.index_add_(0, rows, steps)
+        residual, iterations = rhs[rows] - apply(operator, x[rows]), iterations + taken
+        before, after = sizes[rows], residual.norm(dim=-1)
+        sizes[rows] = after
+        again = (after > targets[rows]) & (after <= before / 2)
+        rows, residual = rows[again], residual[again]
+    relative = torch.where(norms > 0, sizes / norms, torch.zeros_like(norms))
+    return Solution(x, iterations, relative, bool((relative <= tolerance).all()))
+
+
+def _recursion(operator: Operator, residual: Tensor, targets: Tensor, limit: int) -> tuple[Tensor, int]:
+    x, iterations, largest = torch.zeros_like(residual), 0, residual.new_zeros(())
+    q, c = torch.linalg.qr(residual.mT)
+    s = q
+    while True:
+        product, iterations = apply(operator, s.mT).mT, iterations + 1
+        matrix, gram = s.mT @ product, s.mT @ s
+        largest = torch.maximum(largest, (matrix.diagonal() / gram.diagonal()).abs().max())
+        factor = _factor(0.5 * (matrix + matrix.mT), torch.finfo(s.dtype).eps * largest * gram, s)
+        x = x + (s @ torch.cholesky_solve(c, factor)).mT
+        q, z = torch.linalg.qr(q - torch.cholesky_solve(product.mT, factor).mT)
+        c = z @ c
+        if iterations >= limit or bool((c.norm(dim=0) <= targets).all()):
+            return x, iterations
+        s = q + s @ z.mT
+
+
+def _factor(matrix: Tensor, rounding: Tensor, directions: Tensor) -> Tensor:
+    """Return the Cholesky factor of a matrix that is positive definite beyond rounding."""
+    _, failed = torch.linalg.cholesky_ex(matrix - rounding)
+    if not bool(failed):
+        return torch.linalg.cholesky_ex(matrix).L
+    values, vectors = torch.linalg.eigh(matrix)
+    direction = directions @ vectors[:, 0]
+    curvature = float(values[0] / direction.square().sum())
+    raise NotPositiveDefiniteError(
+        f"conjugate gradients met a direction d with d'A d / d'd = {curvature:.3g}, which is not above the rounding "
+        f"error of {matrix.dtype}. Reach a minimum first, or use a positive definite matrix (the Gauss-Newton matrix, "
+        "a damped Hessian); where the matrix is known to be positive, use float64.",
+        direction=direction,
+        curvature=curvature,
+    )

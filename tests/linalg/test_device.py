@@ -4,10 +4,9 @@
 import pytest
 import torch
 
-from pyro_dvi.linalg.conjugate_gradients import conjugate_gradients
 from pyro_dvi.linalg.lanczos import smallest_eigenpair, top_eigenpairs, trace_of_function
 from pyro_dvi.linalg.minimise import minimise_newton
-from pyro_dvi.linalg.operator import gaussian_rows
+from pyro_dvi.linalg.operator import conjugate_gradients, gaussian_rows
 from tests.linalg.matrices import rows, with_eigenvalues
 
 

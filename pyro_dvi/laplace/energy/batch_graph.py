@@ -25,9 +25,9 @@ class BatchGraph:
         values: the sites' tensors, in the graph.
         run: the model at them.
         kl_weight: :math:`\beta`.
-        with_prior: this batch, of all of a pass, brings the prior.
-        labels: gives labels of a site without a closed-form Fisher information; products of the prior need none.
-        vectors_at_once: how many vectors go through the graph together.
+        with_prior: this batch contributes the prior, which counts once a pass.
+        labels: draws labels for a site without a closed-form Fisher information; products with the prior need none.
+        vectors_at_once: number of vectors that go through the graph together.
     """
 
     layout: Layout
@@ -39,7 +39,7 @@ class BatchGraph:
     vectors_at_once: int = 2
 
     @cached_property
-    @torch.enable_grad()  # whoever asks
+    @torch.enable_grad()  # also where the caller disabled gradients
     def energy(self) -> Tensor:
         """Contribution of the batch to U."""
         energy = -self.run.log_likelihood() / self.kl_weight

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""The function that the MAP minimises, over all data, with its derivatives.
+r"""The function that the MAP estimate minimises, over all data, with its derivatives.
 
 .. math:: U(u) = -\frac{1}{\beta}\sum_i \log p(y_i \mid u) - \log p(u)
 
 in the unconstrained space of the latents, where :math:`\log p(u)` includes the Jacobian of the transforms and
 :math:`\beta` is the ``kl_weight`` of training: :math:`e^{-U}` is the (tempered) posterior that a Gaussian is to
-approximate, and the prior is part of it with its full weight.
+approximate, and the prior is part of it with full weight.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -43,8 +43,8 @@ class Work:
     """Work in gradients of all data: 1 for a gradient, 2 for the product with a vector.
 
     Attributes:
-        done: so far.
-        report: called with more of it as it is done; None: nobody.
+        done: the work so far.
+        report: called with each further piece of work; may be None.
     """
 
     done: int = 0
@@ -54,7 +54,7 @@ class Work:
 class Energy:
     r"""U of a model on fixed batches.
 
-    Sums are exact over a pass: every example counts once whatever the sizes of batches and the scale of the plate.
+    Sums over a pass are exact: every example counts once, whatever the batch sizes and the scale of the plate.
     Modules run in evaluation mode.
 
     Args:
@@ -63,14 +63,14 @@ class Energy:
         locs: unconstrained value of every latent site.
         layout: the latents that vary; the rest stays at ``locs``. None: all of every site.
         kl_weight: :math:`\beta`.
-        memory: bytes of graphs to keep between products at one point; what does not fit is run again each time.
+        memory: bytes of graphs to keep between products at one point; larger graphs are made again for each product.
 
     Raises:
         UnsupportedError: latents in half precision.
 
     Attributes:
         layout: order of the latents that vary in the flat vector.
-        work: done so far.
+        work: the work so far.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Energy:
         self._announced: set[str] = set()  # sites of which labels are drawn
         self.work = Work()
         self._local: LocalEnergy | None = None
-        self._checked = False  # whether gradients of the likelihood reach the latents
+        self._checked = False  # gradients of the likelihood reach the latents
 
     @property
     def start(self) -> Tensor:
@@ -107,7 +107,7 @@ class Energy:
         return self.layout.flatten(self.layout.pieces(self.locs))
 
     def at(self, point: Tensor) -> "LocalEnergy":
-        """Return U around a flat vector [D]; the last one is remembered."""
+        """Return U around a flat vector [D]; the last point is remembered."""
         if self._local is None or not torch.equal(self._local.point, point):
             self._local = None  # let its graphs go first
             # A copy, which does not remember it: graphs in a cycle live until the garbage collector comes.
@@ -115,7 +115,7 @@ class Energy:
         return self._local
 
     def with_model(self, model: Callable) -> "Energy":
-        """Return the same for a model with the same sites on the same data."""
+        """Return U of another model with the same sites on the same data."""
         other = copy(self)
         other.model, other.work, other._local = model, Work(report=self.work.report), None
         return other
@@ -138,13 +138,13 @@ class Energy:
         return log_likelihood, log_prior
 
     def first_run(self, point: Tensor) -> tuple[list[Tensor], JointRun]:
-        """Run the model on the first batch, for what does not depend on data; the sites' tensors come with it."""
+        """Run the model on the first batch, for quantities that do not depend on data; see :meth:`runs`."""
         return next(iter(self.runs(point)))
 
     def runs(
         self, point: Tensor, recorder: Recorder | None = None
     ) -> Iterator[tuple[list[Tensor], JointRun]]:
-        """Run the model on every batch, within ``recorder`` of the sites' tensors; give what varies with each run.
+        """Run the model on every batch, inside ``recorder(sites)``; yield the varying tensors and the run.
 
         Raises:
             DataError: the batches of a whole pass do not hold every row once.
@@ -172,13 +172,6 @@ class Energy:
                 self._checked = True
                 check_gradients(Call(self.model, None, args, kwargs), found.trace, found.log_likelihood())
             return values, found
-
-    def change_between_runs(self, point: Tensor) -> float:
-        """Return the difference between two runs of the same batch in U: rounding, unless the model is random."""
-        batch = self.passes.first_again()
-        with torch.no_grad():
-            first, second = (self.graph(*self.run(batch, point)).energy for _ in range(2))
-        return (first - second).abs().item()
 
     def labels(self, site: ObservedSite, batch: int) -> list[Tensor]:
         """Draw labels of a site from its own distribution, the same in every pass over the data.
@@ -210,13 +203,13 @@ class Energy:
             return [site.sample_labels() for _ in range(_LABELS)]
 
     def batch_gradient(self, batch: Arguments, point: Tensor) -> Tensor:
-        """Gradient [D] of U as a batch estimates it: its likelihood, times the number of batches, is that of all."""
+        """Gradient [D] of U estimated from one batch, whose likelihood is multiplied by the number of batches."""
         with torch.enable_grad():
             found = self.run(batch, point)
             return self.graph(*found, kl_weight=self.kl_weight / self.passes.num_batches).gradient()
 
     def graph(self, values: list[Tensor], run: JointRun, **options: Any) -> BatchGraph:
-        """Return the graph of a run; options are those of :class:`BatchGraph`."""
+        """Return the graph of a run, with options of :class:`BatchGraph`."""
         return BatchGraph(self.layout, values, run, **{"kl_weight": self.kl_weight, **options})
 
 
@@ -277,7 +270,7 @@ class LocalEnergy:
     def prior_diagonal(self) -> Tensor | None:
         """Diagonal [D] of the Hessian of minus the log prior; None unless that is diagonal and positive.
 
-        Independent Normal priors have one. Latents in the prior of others couple them.
+        Independent Normal priors have one. A latent in the prior of another couples the two.
         """
         return diagonal_of(self.prior_hessian, self.point)
 
@@ -348,7 +341,7 @@ class LocalEnergy:
 
 def diagonal_of(product: Callable[[Tensor], Tensor], like: Tensor) -> Tensor | None:
     """Return the diagonal [D] of a matrix known by its products; None unless it is diagonal and positive."""
-    # Sums of rows are the diagonal if nothing else is there, which one vector tells whose elements all differ.
+    # Row sums are the diagonal of a diagonal matrix, as a product with a vector of distinct elements shows.
     probe = torch.randn(like.shape, generator=torch.Generator().manual_seed(0)).to(like)
     diagonal, check = product(torch.stack([torch.ones_like(probe), probe]))
     rounding = 100 * torch.finfo(probe.dtype).eps * diagonal.abs() * probe.abs().clamp(min=1)

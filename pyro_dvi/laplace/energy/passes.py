@@ -27,7 +27,7 @@ class Passes:
 
     Args:
         batches: a loader or a list of batches, each a tuple of the model's arguments or a mapping of them.
-        device: where to bring the tensors.
+        device: of the tensors that are yielded.
 
     Raises:
         DataError: a list holds the same tensors twice.
@@ -45,23 +45,22 @@ class Passes:
         self.batches = batches
         self.device = device
         self.reordered = False
-        self._first: tuple[int, float] | None = None
+        self._checksum: float | None = None
         self._order: list[float] = []
         self._known: dict[int, tuple[list[Any], list[int | None], tuple[float, float]]] = {}
 
     @property
     def checksum(self) -> float:
         """Checksum of the rows with their labels, in any order; goes through the data if no pass was made yet."""
-        if self._first is None:
+        if self._checksum is None:
             deque(self, maxlen=0)
-        assert self._first is not None
-        return self._first[1]
+        assert self._checksum is not None
+        return self._checksum
 
     @property
     def num_batches(self) -> int:
         """Number of batches in the first whole pass."""
-        assert self._first is not None
-        return self._first[0]
+        return len(self._order)
 
     def __iter__(self) -> Iterator[Arguments]:
         """Yield the arguments of every batch.
@@ -77,7 +76,7 @@ class Passes:
             bad = None if math.isfinite(total) else bad_values(*found)
             if bad is not None:
                 raise bad
-            if count == len(self._order) and self._first is None:
+            if count == len(self._order) and self._checksum is None:
                 self._order.append(ordered)
             elif count >= len(self._order) or not same_data(ordered, self._order[count]):
                 self.reordered = True
@@ -85,9 +84,9 @@ class Passes:
             yield found
         if count == 0:
             raise DataError("batches is empty: it has no batches")
-        if self._first is None:
-            self._first = count, total
-        elif not same_data(self._first[1], total):
+        if self._checksum is None:
+            self._checksum = total
+        elif not same_data(self._checksum, total):
             raise DataError(
                 "the batches changed between two passes over the data (random augmentation, sampling with replacement, "
                 "or drop_last of a shuffled loader): list(loader) fixes one pass"
@@ -97,7 +96,7 @@ class Passes:
         """Return the first batch of another pass, which is completed where its rows have changed or moved.
 
         Raises:
-            DataError: as a pass.
+            DataError: see :meth:`__iter__`.
         """
         first = next(iter(self))
         if self.reordered:
@@ -142,7 +141,7 @@ def _checksums(tensors: Iterable[Tensor]) -> tuple[float, float]:
             place = rows.device, len(rows)
             angles[place] = (
                 angles.get(place, torch.ones(())) + angle
-            )  # not even: a row and its negative differ
+            )  # 1 makes the cosine of a row and of its negative differ
     anyhow = ordered = 0.0
     for angle in angles.values():
         marks = angle.cos()
@@ -155,7 +154,6 @@ class Rows:
     """Count the rows of plates over a pass, and compare the prior and the scales of its batches."""
 
     def __init__(self) -> None:
-        self.batches = 0
         self._log_priors: Tensor | None = None
         # For each batch: the rows of a plate and its size; the observations of a site and their scale.
         self._plates: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
@@ -167,7 +165,6 @@ class Rows:
         Raises:
             ModelError: its prior differs from the prior in the first batch.
         """
-        self.batches += 1
         found = torch.stack([term.detach() for term in run.log_priors.values()])
         self._log_priors = found if self._log_priors is None else self._log_priors
         rounding = 1e3 * torch.finfo(found.dtype).eps

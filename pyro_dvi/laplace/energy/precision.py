@@ -93,7 +93,7 @@ def independent_prior_precision(local: LocalEnergy, method: str) -> Tensor:
         method: name of the caller, for the message.
 
     Raises:
-        UnsupportedError: latents are coupled by their prior, as the scale of a hierarchical prior with what it scales.
+        UnsupportedError: the prior couples latents, for example a weight and the scale in its hierarchical prior.
         NotPositiveDefiniteError: the prior has no positive curvature at some latent.
     """
     diagonal = prior_diagonal(local, method, independent=True)
@@ -110,7 +110,7 @@ def prior_diagonal(local: LocalEnergy, method: str, *, independent: bool = False
     """Return the diagonal [D] of the Hessian of minus the log prior, by a probe for each site.
 
     Raises:
-        UnsupportedError: elements of one site are coupled by their prior; with ``independent``, also if sites are.
+        UnsupportedError: the prior couples elements of one site, or, with ``independent``, several sites.
     """
     if local.prior_diagonal is not None:
         return local.prior_diagonal
@@ -135,7 +135,7 @@ def prior_diagonal(local: LocalEnergy, method: str, *, independent: bool = False
 
 
 def common_ratio(new: Tensor, old: Tensor) -> float | None:
-    """Return the number by which all prior precisions were multiplied; None if there is no one such number."""
+    """Return the number by which all prior precisions were multiplied; None if the ratios differ."""
     ratio = new / old
     lowest, highest = float(ratio.min()), float(ratio.max())
     return highest if highest - lowest <= 100 * torch.finfo(new.dtype).eps * highest else None

@@ -21,17 +21,17 @@ from pyro_dvi.runs.outputs import Outputs, run_outputs
 
 
 class Layout:
-    """The order of sites, or of the entries of theirs that vary, in a flat vector.
+    """The order of sites, or of their entries that vary, in a flat vector.
 
-    The vector has a piece for each site: the whole site, or a vector of those of its entries that vary.
+    The vector has a piece for each site: the whole site, or a vector of its entries that vary.
 
     Args:
         shapes: shape of each site by name, in order.
-        chosen: where the entries that vary are in a flattened site, ``[n]`` integers; None, as for sites that are left
-            out: all of them vary.
+        chosen: indices ``[n]`` of the entries that vary in the flattened site; where it is None or missing, all entries
+            vary.
 
     Attributes:
-        chosen: of sites of which not all entries vary.
+        chosen: indices for the sites of which only some entries vary.
         size: D, the length of the vector.
 
     Example:
@@ -82,7 +82,7 @@ class Layout:
         return dict(zip(self.shapes, self.split(vector), strict=True))
 
     def pieces(self, sites: Mapping[str, Tensor]) -> list[Tensor]:
-        """Return what varies of whole sites, in order."""
+        """Return the varying parts of whole sites, in order."""
         chosen = {name: sites[name].flatten()[places] for name, places in self.chosen.items()}
         return [chosen[name] if name in chosen else sites[name] for name in self.shapes]
 
@@ -93,7 +93,7 @@ class Layout:
 
         Args:
             pieces: values of the latents that vary, in order.
-            elsewhere: the values ``[*site]`` of entries that do not, by site; None: zero.
+            elsewhere: values ``[*site]`` of the other entries, by site; None: zero.
         """
         sites = dict(zip(self.shapes, pieces, strict=True))
         for name, places in self.chosen.items():
@@ -176,7 +176,7 @@ class Query:
 
     def at(self, point: Tensor) -> Tensor:
         """Return the outputs [B, K] at another flat vector [D], as a node of its graph if it has one."""
-        with torch.enable_grad():  # which parameters are outputs shows in their graph
+        with torch.enable_grad():  # the graph shows which parameters are outputs
             start = point if point.requires_grad else point.detach().requires_grad_()
             found = self._run(self.layout.place(self.layout.split(start), self._locs)).values
         return found if point.requires_grad else found.detach()
@@ -202,7 +202,7 @@ class Query:
 
     @cached_property
     def examples(self) -> ExampleGradients:
-        """The rows of J, and what they are made of."""
+        """The rows of J, with the factors that they are made of."""
         outputs = self.outputs.values
         return ExampleGradients(self._recorder, outputs, self.layout.entries, self.layout.names)
 
@@ -222,10 +222,10 @@ class Query:
 
 
 def refuse_torch_modes(device: torch.device | None) -> None:
-    """Refuse to differentiate where nothing can be, and to solve equations in half precision.
+    """Refuse to differentiate in inference mode, and to solve equations in half precision.
 
     Args:
-        device: of the model; None: not known, so the CPU.
+        device: of the model; None means the CPU.
 
     Raises:
         UnsupportedError: ``torch.inference_mode()`` or ``torch.autocast`` is on.

@@ -27,9 +27,9 @@ class Scale(ABC):
     """A positive number that multiplies something in the model, to be tuned.
 
     Attributes:
-        exponent: of the number, in what multiplies the scale of the sites' distributions.
-        of_prior: it changes the prior's part of P, not the likelihood's.
-        grid: the values that are tried where the caller names none.
+        exponent: power of the number that multiplies the scale of the sites' distributions.
+        of_prior: the number changes the prior's part of P, not the likelihood's.
+        grid: the values to try by default.
     """
 
     exponent: ClassVar[float]
@@ -41,11 +41,11 @@ class Scale(ABC):
         """Return the sites whose distributions change; :func:`~pyro_dvi.runs.log_joint.rescaled` refuses others."""
 
     def factor(self, value: float) -> float:
-        """Return what multiplies the scale of these sites."""
+        """Return the factor of the scale of these sites."""
         return value**self.exponent
 
     def proportions(self, value: float) -> tuple[float, float]:
-        """Return what multiplies the likelihood's part of P and the prior's, if all sites of a kind change."""
+        """Return the factors of the likelihood's and the prior's part of P, if all sites of a kind change."""
         precision = value ** (-2 * self.exponent)
         return (1.0, precision) if self.of_prior else (precision, 1.0)
 
@@ -55,7 +55,7 @@ class PriorPrecision(Scale):
     """The precision of the prior, times one number for several sites.
 
     Args:
-        names: the sites, by name or pattern (``"net.0.*"``); None: all that are uncertain and whose prior is Normal,
+        names: the sites, by name or pattern (``"net.0.*"``); None: all uncertain sites whose prior is Normal,
             MultivariateNormal, StudentT, Laplace or Cauchy.
     """
 
@@ -82,8 +82,8 @@ class NoiseScale(Scale):
     """The scale of the observation noise, times a number.
 
     Args:
-        site: the observed site, a Normal, MultivariateNormal, StudentT, Laplace or Cauchy; None for the one that the
-            model has.
+        site: the observed site, a Normal, MultivariateNormal, StudentT, Laplace or Cauchy; None for the only
+            observed site.
     """
 
     site: str | None = None
@@ -110,8 +110,8 @@ _ANOTHER = 4.0  # a value to compare with 1
 class Candidates:
     r"""Quantities that depend on the tuned value, around a fixed mode; criteria compare values by these.
 
-    The model runs once for the priors of all values. The method fits once where its Gaussian, of precision
-    :math:`G + \Pi`, can be made that of :math:`a G + \Pi_c`, and again for each value elsewhere.
+    The model runs once for the priors of all values. The method fits once where its Gaussian of precision
+    :math:`G + \Pi` can be turned into the Gaussian of :math:`a G + \Pi_c`, and for each value otherwise.
 
     Attributes:
         energy: U with value 1.
@@ -128,7 +128,7 @@ class Candidates:
     seed: int
 
     def local(self, value: float) -> LocalEnergy:
-        """Return U with another value around the mode, which stays where it is."""
+        """Return U with another value of the scale around the same mode."""
         factors = dict.fromkeys(self.sites, self.scale.factor(value))
         energy = self.energy.with_model(rescaled_model(self.energy.model, factors))
         return energy.at(energy.start)
@@ -140,7 +140,7 @@ class Candidates:
 
     @property
     def prior_is_proportional(self) -> bool:
-        """The whole prior precision is multiplied by one number, as another value shows."""
+        """Another value multiplies the whole prior precision by one number."""
         before, after = self.prior_diagonal(1.0), self.prior_diagonal(_ANOTHER)
         return before is not None and after is not None and common_ratio(after, before) is not None
 
@@ -152,10 +152,10 @@ class Candidates:
 
     @cached_property
     def likelihood_is_proportional(self) -> bool:
-        """The likelihood's part of P is multiplied by one number, as one product shows."""
+        """Another value multiplies the likelihood's part of P by one number, as one product shows."""
+        if self.scale.of_prior:
+            return True
         factor = self.scale.proportions(_ANOTHER)[0]
-        if factor == 1:
-            return True  # the scale of a prior, which is no part of the likelihood
         found, expected = self._likelihood_product(_ANOTHER), factor * self._likelihood_product(1.0)
         return bool((found - expected).norm() <= math.sqrt(torch.finfo(found.dtype).eps) * expected.norm())
 
@@ -168,7 +168,7 @@ class Candidates:
         return self.reweighted(value) or self.method.fit(self.local(value), seed=self.seed)
 
     def reweighted(self, value: float) -> LaplacePosterior | None:
-        """Return the Gaussian made of that of value 1; None where it takes a fit.
+        """Return the Gaussian, made from the fit at value 1; None where it needs a fit of its own.
 
         Raises:
             NotPositiveDefiniteError: there is none.
@@ -185,7 +185,7 @@ class Candidates:
 
     @cached_property
     def fitted(self) -> LaplacePosterior | None:
-        """The Gaussian of value 1, if it exists and can become that of another."""
+        """The Gaussian of value 1, if it exists and can be reweighted for other values."""
         if not self.method.reweights:
             return None
         try:
@@ -194,7 +194,7 @@ class Candidates:
             return None
 
     def _prior_run(self, value: float) -> JointRun:
-        """The run with other scales: values of sites are given, so that only their own densities change."""
+        """Return the run with other scales; the values of sites are given, so that only their own densities change."""
         _, run = self._first
         terms, trace = dict(run.log_priors), run.trace.copy()
         factor = self.scale.factor(value)
@@ -203,7 +203,7 @@ class Candidates:
                 node = run.trace.nodes[name]
                 trace.nodes[name] = {**node, "fn": rescaled(name, node["fn"], factor)}
                 log_prob = trace.nodes[name]["fn"].log_prob(node["value"])
-                # Of real numbers, which need no transform.
+                # Sites with a scale are real and need no transform.
                 terms[name] = scale_and_mask(log_prob, node["scale"], node["mask"]).sum()
         return replace(run, log_priors=terms, trace=trace)
 

@@ -91,7 +91,7 @@ class Evidence(InNotebook):
         log_prior: of the mode in unconstrained space.
         log_determinant: of the precision P.
         size: D, the number of latents.
-        determinant: where the log determinant comes from.
+        determinant: the source of the log determinant.
 
     Example:
         >>> import pyro, pyro.distributions as dist
@@ -142,10 +142,10 @@ def log_evidence(
     Args:
         energy: U around the mode.
         precision: the precision.
-        determinant: how its log determinant is found; None: by the posterior, or by the matrix up to D = 1,000.
-        posterior: the Gaussian of a fit; its own log determinant is taken where it has one, which is as good as its
+        determinant: method for its log determinant; None: the posterior, or the matrix up to D = 1,000.
+        posterior: the Gaussian of a fit, whose log determinant is taken if it has one; it is as good as its
             approximation of P.
-        data: checksum of the batches of that fit; with others the posterior is of no use.
+        data: checksum of the batches of that fit; the posterior is not used for other batches.
 
     Raises:
         ArgumentError: ``kl_weight`` is not 1.
@@ -193,13 +193,13 @@ def check_options(energy: Energy, determinant: ByLanczos | None) -> None:
 
 
 def free_terms(values: list[Tensor], run: JointRun, layout: Layout) -> float:
-    """Return the log prior of what varies, given what does not.
+    """Return the log prior of the varying latents, given the others.
 
-    Where the prior of something fixed depends on a site that varies, as weights do on their scale, it says something
-    about the latter and counts as well.
+    The prior of a fixed site counts as well if it depends on a varying site, as the prior of weights depends on their
+    scale.
 
     Args:
-        values: tensors of what varies, in the graph of the run.
+        values: tensors of the varying latents, in the graph of the run.
         run: the model at them.
         layout: order of the latents that vary.
 

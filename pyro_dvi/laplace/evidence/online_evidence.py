@@ -15,31 +15,29 @@ from pyro_dvi.laplace.guide import LaplaceGuide
 from pyro_dvi.laplace.methods.kronecker_factored import Diagonal
 from pyro_dvi.laplace.methods.method import Method, check_method
 
-_NEAR = (0.25, 0.5, 1.0, 2.0, 4.0)  # times the present value
-
 
 class OnlineEvidence:
     r"""A callback of :func:`~pyro_dvi.fit` that moves scales to the largest evidence, every few epochs.
 
     .. math:: c \leftarrow \arg\max_c\; \log p_c(D, u) - \tfrac12 \log\det(G + \Pi_c)
 
-    at the weights u as they are; training goes on with the scales that were found. Give ``SVI`` the :attr:`model` of
+    at the present weights u; training goes on with the scales that were found. Give ``SVI`` the :attr:`model` of
     this object, whose scales follow. Needs no validation data.
 
     Status: for linear models with Gaussian noise, an exact method and enough epochs the optimum of the evidence. For
     networks a heuristic: training moves the weights without regard to what they do to the determinant, so that the
-    evidence may fall; compare :meth:`LaplaceGuide.log_evidence` with that of a training without it.
+    evidence may fall; compare :meth:`LaplaceGuide.log_evidence` after training with and without this callback.
 
     Args:
         guide: the guide that is trained, with ``kl_weight=1``.
         batches: all the data, as for :meth:`LaplaceGuide.tune`; without augmentation.
         scales: scales to choose, one after the other: ``PriorPrecision()``, the default, ``PriorPrecision("net.0.*")``
             for layers of their own, ``NoiseScale()``.
-        method: whose determinant is taken; ``Diagonal()`` by default.
+        method: Laplace method that provides the determinant; ``Diagonal()`` by default.
         every: epochs between two choices, each of which costs a few fits of the method for every scale.
 
     Attributes:
-        model: the model with its scales as they are now, to be trained; predictions take the model itself.
+        model: the model with its present scales, to be trained; predictions take the model itself.
         values: for each choice the values of the scales, relative to the model as it is written.
 
     Source: Immer et al. (2021), "Scalable marginal likelihood estimation", Algorithm 1, with a search in place of
@@ -98,9 +96,9 @@ class OnlineEvidence:
             return
         now = dict(self.values[-1]) if self.values else {}
         for scale in self.scales:
-            near = [now[scale] * factor for factor in _NEAR] if scale in now else None
+            near = [now[scale] * 2.0**k for k in range(-2, 3)] if scale in now else None
             with warnings.catch_warnings():
-                # At an edge the next choice goes on.
+                # The next choice goes on from an edge.
                 warnings.filterwarnings("ignore", "the best of", DviWarning)
                 now[scale] = self.guide.tune(
                     self.batches,

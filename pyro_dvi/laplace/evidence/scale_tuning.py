@@ -34,7 +34,7 @@ class Criterion(ABC):
 
     @abstractmethod
     def score(self, candidates: Candidates) -> Callable[[float], float]:
-        """Return the function of the value that is to be as large as possible.
+        """Return the function of the value that tuning maximises.
 
         It raises ``NotPositiveDefiniteError`` for a value without a Gaussian.
         """
@@ -47,9 +47,9 @@ class ByEvidence(Criterion):
     .. math:: \log p_c(D) \approx \log p(D \mid \hat u) + \log p_c(\hat u) + \tfrac D2 \log 2\pi
         - \tfrac12 \log\det(G + \Pi_c)
 
-    The determinant is that of the precision with which the method predicts: of the matrix for ``Dense()`` and
-    ``Functional()``, of the diagonal for ``Diagonal()``, of the factors for ``KroneckerFactored()``, of the directions
-    that are kept for ``TopEigen(rank)``; these fit once for all values where their Gaussian allows it. For methods that
+    The determinant belongs to the precision with which the method predicts: the matrix for ``Dense()`` and
+    ``Functional()``, the diagonal for ``Diagonal()``, the factors for ``KroneckerFactored()``, the directions that are
+    kept for ``TopEigen(rank)``; these fit once for all values where their Gaussian allows it. For methods that
     solve or draw, the matrix serves up to D = 1,000. Beyond, a common multiplier of all priors, and the scale of a
     constant Gaussian noise, need its eigenvalues once; anything else needs them for each value.
 
@@ -73,13 +73,12 @@ class ByEvidence(Criterion):
         energy = candidates.energy
         check_options(energy, self.determinant)
         log_determinant = self._log_determinant(candidates)
-        likelihood_changes = candidates.scale.proportions(2.0)[0] != 1
         log_likelihood = energy.log_joint(energy.start)[0].item()
         constant = 0.5 * energy.layout.size * math.log(2 * math.pi)
 
         def score(value: float) -> float:
             fit = log_likelihood
-            if likelihood_changes:
+            if not candidates.scale.of_prior:
                 fit = candidates.local(value).energy.log_joint(energy.start)[0].item()
             return fit + candidates.log_prior(value) + constant - 0.5 * log_determinant(value)
 
@@ -112,12 +111,12 @@ class ByValidation(Criterion):
     ``Diagonal()``, ``KroneckerFactored()`` and ``TopEigen(k)`` fit once for a multiplier of all priors, ``Dense()``
     builds its matrix once and factorises it for each value.
 
-    Status: as :class:`~pyro_dvi.predictive.Linearised`, whose predictions are scored.
+    Status: scores the predictions of :class:`~pyro_dvi.predictive.Linearised`.
 
     Args:
         batches: held-out data with the observations, in tuples or mappings of the model's arguments.
         link: from Gaussian logits to class probabilities.
-        site: the observed site that is predicted; None for the one that the model has.
+        site: the observed site that is predicted; None for the only observed site.
 
     Example:
         >>> import pyro, pyro.distributions as dist
@@ -169,7 +168,7 @@ class ByValidation(Criterion):
 
     @torch.no_grad()
     def _log_density(self, energy: Energy, args: tuple, gaussian: GaussianOutputs) -> Tensor:
-        """Log predictive density of every observation of a batch that is not masked."""
+        """Return the log predictive density of every unmasked observation of a batch."""
         distribution = integrated(
             gaussian.outputs, gaussian.full_covariance, self.link, GaussHermite(20), num_points=256
         )
@@ -187,13 +186,13 @@ class ByValidation(Criterion):
 
 @dataclass(frozen=True)
 class TuningCurve(InNotebook):
-    """Values that were tried, and how good they are.
+    """Values that were tried, with their scores.
 
     Attributes:
         values: ascending.
         scores: larger is better; NaN where the precision is not positive definite.
-        best: the value that was taken.
-        at_edge: it is the smallest or largest that was tried, or next to where there is no positive precision.
+        best: the value with the largest score.
+        at_edge: the best value is the smallest or largest of all, or next to a value without a Gaussian.
         what: the scale and the criterion, in words.
 
     Example:
@@ -224,7 +223,7 @@ class TuningCurve(InNotebook):
             for v, s in zip(self.values.tolist(), self.scores.tolist(), strict=True)
         ]
         if bool(self.scores.isnan().any()):
-            rows.append("  nan: the precision is not positive definite there; that of GGN() is")
+            rows.append("  nan: the precision is not positive definite there: use GGN()")
         return "\n".join([self.what, *rows])
 
 
@@ -241,7 +240,7 @@ def tune(
     Args:
         candidates: quantities that depend on the value.
         criterion: the score to maximise.
-        values: the grid, positive; None: that of the scale.
+        values: the grid, positive; None: the default grid of the scale.
         refinements: values to try between the neighbours of the best one, in pairs; none where that is at the edge.
         progress: show a progress bar where there is a terminal or notebook.
 

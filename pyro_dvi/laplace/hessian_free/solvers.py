@@ -21,7 +21,7 @@ from pyro_dvi.errors import ArgumentError, NotConvergedError
 from pyro_dvi.laplace.energy.energy import Energy, LocalEnergy
 from pyro_dvi.laplace.energy.passes import Arguments
 from pyro_dvi.laplace.energy.query import Query
-from pyro_dvi.linalg.conjugate_gradients import conjugate_gradients
+from pyro_dvi.linalg.operator import conjugate_gradients
 
 
 class Tilt(ABC):

@@ -12,8 +12,7 @@ from pyro_dvi.laplace.energy.energy import LocalEnergy
 from pyro_dvi.laplace.energy.precision import GGN, PrecisionMatrix, independent_prior_precision
 from pyro_dvi.laplace.energy.query import Query
 from pyro_dvi.laplace.methods.method import LaplacePosterior, Method
-from pyro_dvi.linalg.conjugate_gradients import conjugate_gradients
-from pyro_dvi.linalg.operator import gaussian_rows
+from pyro_dvi.linalg.operator import conjugate_gradients, gaussian_rows
 
 
 @dataclass(frozen=True)

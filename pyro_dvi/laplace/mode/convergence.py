@@ -24,7 +24,7 @@ class Certificate:
 
     Attributes:
         point: the mode, and the U that it belongs to, with its data and its model.
-        sites: those all of whose entries varied.
+        sites: the sites of which all entries varied.
         curvature: ``"Hessian"`` for a minimum with a positive definite Hessian; ``"GGN"`` where there is only no slope.
         decrement: :math:`g^\top P^{-1} g` with that matrix, from above.
     """
@@ -36,17 +36,17 @@ class Certificate:
 
     @classmethod
     def of(cls, point: PointMass, energy: Energy, shown: Polished | Diagnosis) -> "Certificate":
-        """Return what a search or a diagnosis has shown of U on all the data."""
+        """Return the record of a search or a diagnosis on all the data."""
         assert shown.newton_decrement is not None
         whole = tuple(name for name in energy.layout.names if name not in energy.layout.chosen)
         return cls(point, whole, shown.curvature, shown.newton_decrement)
 
     def is_of(self, point: PointMass) -> bool:
-        """Tell if it is about this mode of this U."""
+        """Return True if the record is about this mode of this U."""
         return point.change_since(self.point) is None
 
     def covers(self, energy: Energy, model: Callable[..., Any], latents: dict[str, Tensor]) -> bool:
-        """Tell if it holds for these data and the present model; a minimum over more sites is one over fewer.
+        """Return True if the record holds for these data and this model; a minimum over more sites is one over fewer.
 
         Args:
             energy: U.
@@ -65,7 +65,7 @@ class Certificate:
 
     @staticmethod
     def from_state(state: Mapping[str, Any] | None) -> "Certificate | None":
-        """Make what :meth:`state` describes."""
+        """Return the object that :meth:`state` describes."""
         if state is None:
             return None
         return Certificate(**{**state, "point": PointMass.from_state(state["point"])})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is the mode a minimum, and if not, why?"""
+"""Diagnosis of a mode: its distance from a minimum, with a remedy."""
 
 import math
 from contextlib import suppress
@@ -16,8 +16,8 @@ from pyro_dvi.errors import ModelError, NotPositiveDefiniteError, UnsupportedErr
 from pyro_dvi.laplace.energy.energy import Energy, LocalEnergy
 from pyro_dvi.laplace.energy.precision import GGN, Hessian, PrecisionMatrix
 from pyro_dvi.laplace.methods.method import LaplacePosterior
-from pyro_dvi.linalg.conjugate_gradients import conjugate_gradients
 from pyro_dvi.linalg.lanczos import Eigenpair, smallest_eigenpair
+from pyro_dvi.linalg.operator import conjugate_gradients
 
 
 @dataclass(frozen=True)
@@ -27,16 +27,16 @@ class Diagnosis(InNotebook):
     Attributes:
         value: U at the mode.
         gradient_norm: of the gradient of U.
-        kinks: functions of which the Hessian knows half (ReLU and others), if they are between latents and U.
+        kinks: functions with kinks between latents and U (ReLU and others), which the Hessian ignores.
         newton_decrement: :math:`g^\top P^{-1} g`, the squared distance to the minimum in posterior standard deviations;
             no functional of the latents has its mean shifted by more standard deviations than its square root. An
             estimate from above: where conjugate gradients leave a residual r, :math:`|r|^2 / \lambda_{\min}` is
-            added, with the smallest eigenvalue found. None where it was not looked for.
-        decrement_at_least: the same from below.
+            added, with the smallest eigenvalue found. None if it was not computed.
+        decrement_at_least: a lower bound on the decrement.
         curvature: the matrix P of the decrement, ``"Hessian"`` or ``"GGN"``.
         smallest_eigenvalue: of the Hessian of U, with its residual; an upper bound, so that a negative one is a proof.
-            None where it was not looked for.
-        in_prior_units: the eigenvalue is relative to the prior precision: 1 is a direction that only the prior holds.
+            None if it was not computed.
+        in_prior_units: the eigenvalue is relative to the prior precision; it is 1 along directions without data.
         tolerance: on the decrement.
     """
 
@@ -194,7 +194,7 @@ def kinks(energy: Energy) -> tuple[str, ...]:
 
 
 def without_kinks(found: tuple[str, ...]) -> str:
-    """Return a text that says what to take in place of functions with kinks."""
+    """Return the advice about functions with kinks, as a phrase."""
     of_networks = "smooth_activations_(net) before training"
     of_densities = "a density that is smooth at its mode, as StudentT or Normal in the place of Laplace"
     ways = {of_densities if " in " in name else of_networks for name in found}
@@ -215,8 +215,11 @@ def sound(energy: Energy) -> Diagnosis:
             f"NaN or infinite values in latent {bad[0]!r}: train again, with a lower learning rate."
         )
     value, gradient = energy.at(energy.start).value_and_gradient
+    batch = energy.passes.first_again()
+    with torch.no_grad():
+        first, second = (energy.graph(*energy.run(batch, energy.start)).energy for _ in range(2))
     rounding = torch.finfo(gradient.dtype).eps ** 0.5 * (1 + abs(float(value)))
-    if energy.change_between_runs(energy.start) > rounding:
+    if (first - second).abs().item() > rounding:
         raise ModelError(
             "The model is random: in evaluation mode, two runs at the same latents differ, so that there is no "
             "minimum. Remove dropout(x, training=True) or torch.rand from it."
@@ -225,12 +228,12 @@ def sound(energy: Energy) -> Diagnosis:
 
 
 def distance_by(posterior: LaplacePosterior, found: Diagnosis, local: LocalEnergy) -> Diagnosis:
-    r"""Add how far the minimum is in standard deviations of a Gaussian with the Gauss-Newton matrix, by that Gaussian.
+    r"""Add the distance to the minimum in standard deviations of a Gaussian with the Gauss-Newton matrix.
 
     .. math:: v = \tilde P^{-1} g, \qquad g^\top P^{-1} g \ge \frac{(g^\top v)^2}{v^\top P v}
 
-    Where its own distance :math:`g^\top v` is more than one, one product with P shows whether that is so in fact. Of a
-    Gaussian that cannot solve at once, the prior's part of its precision is taken.
+    Where its distance :math:`g^\top v` is more than one, one product with P gives the lower bound. The prior's part of
+    the precision replaces a Gaussian that cannot solve at once.
 
     Args:
         posterior: the Gaussian around the mode, of a precision close to P.
@@ -262,7 +265,7 @@ def _with_decrement(
     r"""Add :math:`g^\top P^{-1} g` from both sides, in coordinates in which the prior precision is one.
 
     With the residual r of an x from conjugate gradients it is :math:`g^\top x + r^\top P^{-1} r`. Eigenvalues of the
-    Gauss-Newton matrix are at least that of the prior, one; the smallest of the Hessian was looked for.
+    Gauss-Newton matrix are at least one, the prior's; the smallest eigenvalue of the Hessian was computed before.
     """
     diagonal, lowest, scale = local.prior_diagonal, found.smallest_eigenvalue, local.prior_scale
     floor = 0.0 if diagonal is None else 1.0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The search for a minimum of U, and for a point at rest where U has kinks."""
+"""The search for a minimum of U, or for a stationary point where U has kinks."""
 
 import math
 import warnings
@@ -34,8 +34,8 @@ from pyro_dvi.laplace.methods.kronecker_factored import (
 )
 from pyro_dvi.laplace.methods.method import RootPosterior
 from pyro_dvi.laplace.mode.diagnosis import kinks, smallest_in_prior_units, without_kinks
-from pyro_dvi.linalg.conjugate_gradients import conjugate_gradients
 from pyro_dvi.linalg.minimise import Descent, InMetric, Minimum, descend, minimise_newton
+from pyro_dvi.linalg.operator import conjugate_gradients
 
 _DENSE = 2000  # latents up to which a matrix is factorised again every some thirty gradients
 
@@ -54,24 +54,23 @@ def metric_at(local: LocalEnergy) -> RootPosterior:
             with suppress(NotPositiveDefiniteError):
                 return DensePosterior(local.point, matrix)
         with suppress(NotPositiveDefiniteError, UnsupportedError), warnings.catch_warnings():
-            warnings.simplefilter("ignore", DviWarning)  # sites that keep a diagonal are no matter here
+            warnings.simplefilter("ignore", DviWarning)  # about sites that keep a diagonal
             return KroneckerFactored().fit(local)
         diagonal = prior_diagonal(local, "polish") + likelihood_diagonal(local)
-        # One where a prior bends down, or is flat and no data are near.
+        # One where the prior has no positive curvature and the data add none.
         return DiagonalPosterior(local.point, torch.where(diagonal > 0, diagonal, 1.0))
     except (ModelError, UnsupportedError):
         return DiagonalPosterior(local.point, local.prior_scale.square().reciprocal())
 
 
 GOOD_ENOUGH = 1e-2
-"""The decrement of a mode that no prediction is off by more than a tenth of its standard deviation for."""
+"""A decrement at which no prediction is off by more than a tenth of its standard deviation."""
 
 _NEAR = 1e-6  # the squared gradient, in the metric, at which Newton's method takes over
 _STEPS = 30  # of the quasi-Newton method, before the metric is made again
 _NEWTON_STEPS = 5  # likewise
-_NEGLIGIBLE = 1e-6  # a fall of U, a log density, that is not worth such a round
+_NEGLIGIBLE = 1e-6  # decrease of U, in nats, below which a round is not worth its cost
 _KRYLOV_STEPS = 200
-_KRYLOV_BYTES = 2**31
 
 
 @dataclass(frozen=True)
@@ -79,15 +78,15 @@ class Polished(InNotebook):
     r"""Result of :meth:`~pyro_dvi.LaplaceGuide.polish`: the distance of the mode from a minimum, before and after.
 
     Attributes:
-        mode: where it ended, flat, [D].
-        value_before: U where it began.
-        value: U where it ended.
-        gradient_norm: of the gradient of U where it ended.
+        mode: the last point, flat, [D].
+        value_before: U at the start.
+        value: U at the mode.
+        gradient_norm: of the gradient of U at the mode.
         newton_decrement: :math:`g^\top P^{-1} g` at the mode: the squared distance to the minimum in posterior standard
             deviations; infinite where P is not positive definite.
         curvature: the matrix P of the decrement: ``"Hessian"``, or ``"GGN"`` where U has kinks.
-        smallest_eigenvalue: of the Hessian, relative to the prior precision where that is diagonal (1 is a direction
-            that only the prior holds); None where the search ended before it was looked for.
+        smallest_eigenvalue: of the Hessian, relative to the prior precision where that is diagonal (1 along
+            directions without data); None if the search ended before it was computed.
         steps: number of steps.
         gradients: work in gradients of all data.
         converged: the mode is a minimum with a positive definite Hessian, or with kinks a point at rest, and
@@ -127,20 +126,20 @@ class BudgetSpent(Exception):
 
 
 class Search:
-    r"""U as searches see it, which remembers the best point and counts gradients.
+    r"""A search on U, which remembers the best point and counts gradients.
 
     Quasi-Newton steps in the metric of the Gauss-Newton matrix, which is made again every thirty of them, follow curved
     valleys for a gradient or two each; Newton's method in that metric ends the search.
 
     Args:
         energy: U.
-        max_gradients: of all data, that may be taken before the search ends.
+        max_gradients: budget of the search, in gradients of all data.
         report: called after each step with U and the decrement or, far from the minimum, the squared norm of the
             gradient in the metric, which estimates it.
 
     Attributes:
-        first_value: U where it starts.
-        best: the lowest point so far, U and the norm of the gradient there.
+        first_value: U at the start.
+        best: the lowest point so far, with U and the norm of its gradient.
         steps: number of steps.
     """
 
@@ -148,14 +147,14 @@ class Search:
         self.energy, self.report = energy, report
         self.before, self.max_gradients = energy.work.done, max_gradients
         self.limit: float = self.before + max_gradients
-        start = energy.at(energy.start)  # its gradient raises where there is nothing to start from
+        start = energy.at(energy.start)  # its gradient raises where U is not finite
         self.best = start.point, float(start.value), float(start.gradient.norm())
         self.first_value = self.best[1]
         self.steps = 0
         self.decrement = math.nan
 
     def ended(self, **outcome: Any) -> Polished:
-        """Return what was done until now, with the other attributes of :class:`Polished`."""
+        """Return the report so far, with the given attributes of :class:`Polished`."""
         mode, value, norm = self.best
         return Polished(
             mode=mode,
@@ -167,10 +166,10 @@ class Search:
             **outcome,
         )
 
-    # --- U, for the searches of linalg ----------------------------------------------------------------------
+    # --- U, as a SmoothFunction ----------------------------------------------------------------------
 
     def value_and_gradient(self, x: Tensor, /) -> tuple[Tensor, Tensor]:
-        """Return U and its gradient; infinite where the model fails, so that a step which is too long is taken back."""
+        """Return U and its gradient; infinite where the model fails, so that line searches shorten the step."""
         self._spend()
         try:
             value, gradient = self.energy.at(x).value_and_gradient
@@ -200,7 +199,10 @@ class Search:
         try:
             while True:
                 before = self.best[1]
-                x, found = self._newton(self._down(x, near), wanted, _NEWTON_STEPS)
+                x, down = self._descent(x, near)
+                if down.steps == _STEPS and not down.stuck and down.fallen >= _NEGLIGIBLE:
+                    continue  # along the valley
+                x, found = self._newton(x, wanted, _NEWTON_STEPS)
                 if found.smallest_eigenvalue is not None:
                     break
                 if before - found.value < _NEGLIGIBLE:
@@ -214,7 +216,7 @@ class Search:
         self.best = x, found.value, float(local.gradient.norm())
         converged = False
         if lowest is not None:
-            value = smallest_in_prior_units(local, _krylov_steps(x), 0.1).value
+            value = smallest_in_prior_units(local, _KRYLOV_STEPS, 0.1).value
             positive = lowest.value > lowest.resolution and value > 0
             converged = positive and found.newton_decrement <= max(GOOD_ENOUGH, tolerance)
         return self.ended(
@@ -225,13 +227,6 @@ class Search:
             reason=spent or found.reason,
         )
 
-    def _down(self, x: Tensor, near: float) -> Tensor:
-        """Follow the valley until the gradient is near zero, or hardly anything is gained."""
-        while True:
-            x, down = self._descent(x, near)
-            if down.stuck or down.steps < _STEPS or down.fallen < _NEGLIGIBLE:
-                return x
-
     def _descent(self, x: Tensor, target: float) -> tuple[Tensor, Descent]:
         local = InMetric(self, metric_at(self.energy.at(x)), x)
         down = descend(local, torch.zeros_like(x), target=target, max_steps=_STEPS, callback=self._step)
@@ -240,12 +235,7 @@ class Search:
     def _newton(self, x: Tensor, tolerance: float, steps: int) -> tuple[Tensor, Minimum]:
         local = InMetric(self, metric_at(self.energy.at(x)), x)
         found = minimise_newton(
-            local,
-            torch.zeros_like(x),
-            tolerance=tolerance,
-            max_steps=steps,
-            krylov_steps=_krylov_steps(x),
-            callback=self._step,
+            local, torch.zeros_like(x), tolerance=tolerance, max_steps=steps, callback=self._step
         )
         return local.x(found.x), found
 
@@ -256,7 +246,7 @@ class Search:
     # --- with kinks -----------------------------------------------------------------------------------------
 
     def rest(self, kinked: tuple[str, ...]) -> Polished:
-        """Go to a point at rest in the norm of the Gauss-Newton matrix, or to where kinks stop the search."""
+        """Go to a stationary point in the norm of the Gauss-Newton matrix, or until kinks stop the search."""
         x, target, reason, decrement = self.best[0], GOOD_ENOUGH / 2, "", math.inf
         try:
             while not reason:
@@ -278,19 +268,16 @@ class Search:
     def _gauss_newton_decrement(self, x: Tensor) -> float:
         local, metric = self.energy.at(x), metric_at(self.energy.at(x))
         gradient = metric.whitened(local.gradient.unsqueeze(0))
-
-        def product(rows: Tensor) -> Tensor:
-            return metric.whitened(local.ggn(metric.coloured(rows)))
-
         try:
-            solution = conjugate_gradients(product, gradient, tolerance=0.1, max_iterations=_KRYLOV_STEPS)
+            solution = conjugate_gradients(
+                lambda rows: metric.whitened(local.ggn(metric.coloured(rows))),
+                gradient,
+                tolerance=0.1,
+                max_iterations=_KRYLOV_STEPS,
+            )
         except NotPositiveDefiniteError:
             return math.inf
         return float((solution.x * gradient).sum())
-
-
-def _krylov_steps(x: Tensor) -> int:
-    return max(20, min(_KRYLOV_STEPS, _KRYLOV_BYTES // (len(x) * x.element_size())))
 
 
 def polish(
@@ -313,11 +300,10 @@ def polish(
     """
     check_positive("tolerance", tolerance)
     check_count("max_gradients", max_gradients)
-    spent = energy.work.done
     with progress_bar(progress, max_gradients, unit="gradient") as bar:
 
         def report(value: float, decrement: float) -> None:
-            bar.update(energy.work.done - spent - bar.n)
+            bar.update(energy.work.done - search.before - bar.n)
             bar.set_postfix_str(f"U {value:.6g}, decrement {decrement:.2g}")
 
         search = Search(energy, max_gradients, report)

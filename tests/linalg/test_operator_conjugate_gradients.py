@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from pyro_dvi.errors import NonFiniteError, NotPositiveDefiniteError
-from pyro_dvi.linalg.conjugate_gradients import conjugate_gradients
+from pyro_dvi.linalg.operator import conjugate_gradients
 from tests.linalg.matrices import Counting, rows, with_eigenvalues
 
 CONDITIONED = torch.logspace(0, 2, 40, dtype=torch.float64)
