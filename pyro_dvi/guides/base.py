@@ -212,7 +212,7 @@ class FactorisedGuide(AutoGuide):
             UnsupportedError: a site is constrained, or its posterior is a point mass.
 
         Example:
-            >>> import torch
+            >>> import pyro, torch
             >>> def model(x):
             ...     w = pyro.sample("w", dist.Normal(0.0, 1.0))
             ...     pyro.sample("y", dist.Normal(w, 1.0), obs=x)

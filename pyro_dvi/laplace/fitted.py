@@ -283,7 +283,7 @@ class Fitted:
             ) from error
 
     def moved(self, function: Callable[[Tensor], Tensor]) -> "Fitted | None":
-        """Return a copy with every tensor moved to another device or dtype by ``function``; None as :meth:`state`."""
+        """Return a copy with ``function`` applied to all tensors; None as :meth:`state`."""
         state = mapped(lambda leaf: function(leaf) if torch.is_tensor(leaf) else leaf, self.state())
         return Fitted.from_state(state)
 

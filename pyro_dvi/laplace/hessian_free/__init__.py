@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hessian-free Laplace: variances from second fits of an energy that is tilted by the prediction.
 
-A mode says which functions tilt, and reads variances off the fits; a solver sets their strength, and makes them. Adding
-a mode: subclass ``Mode``, or ``PretrainedMode`` where one pair of fits serves all queries. Adding a solver: subclass
-``FineTuning`` with an optimizer, or ``Solver``.
+A mode chooses the functions that tilt, and reads variances off the fits; a solver sets their strength, and makes them.
+Adding a mode: subclass ``Mode``. Adding a solver: subclass ``FineTuning`` with an optimizer, or ``Solver``.
 """
 
 from pyro_dvi.laplace.hessian_free.second_fits import AbsoluteSum, Pointwise, Sum

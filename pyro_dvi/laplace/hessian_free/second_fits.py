@@ -22,7 +22,14 @@ from pyro_dvi.linalg.operator import identity_rows
 
 
 class Mode(ABC):
-    """Choice of the functions by which U is tilted.
+    r"""Choice of the functions by which U is tilted; by default their fits are read as one pair for each output k.
+
+    .. math:: r_k(u) = \frac1M \sum_j f_k(x_j; u), \qquad
+        \frac{\partial f_k(x; u_\lambda)}{\partial\lambda} \to \frac1M \sum_j \operatorname{Cov}(f_k(x), f_k(x_j))
+
+    With r the mean of an output over M inputs, one pair of fits serves any number of queries, but gives the mean of a
+    row of the covariance matrix, not its diagonal: right for inputs that are as correlated with the M inputs as with
+    themselves, too small by the mean correlation otherwise, and negative where that is negative.
 
     Attributes:
         reusable: the fits serve other queries of the same site.
@@ -37,24 +44,8 @@ class Mode(ABC):
     def tilts(self, local: LocalEnergy, query: Query) -> Iterable[Tilt]:
         """Return the functions r."""
 
-    @abstractmethod
     def responses(self, fits: Iterable[Fits], query: Query) -> Tensor:
-        """Return ``[B, K, K]`` of either sign, read off the fits."""
-
-
-class PretrainedMode(Mode):
-    r"""One pair of fits for each output k, tilted by its mean over an evaluation set of M inputs.
-
-    .. math:: r_k(u) = \frac1M \sum_j f_k(x_j; u), \qquad
-        \frac{\partial f_k(x; u_\lambda)}{\partial\lambda} \to \frac1M \sum_j \operatorname{Cov}(f_k(x), f_k(x_j))
-
-    One pair of fits serves any number of inputs, but what it gives is the mean of a row of the covariance matrix, not
-    its diagonal: right for inputs that are as correlated with the evaluation set as with themselves, too small by the
-    mean correlation otherwise, and negative where that is negative.
-    """
-
-    def responses(self, fits: Iterable[Fits], query: Query) -> Tensor:
-        """Return the row means."""
+        """Return ``[B, K, K]`` of either sign, read off the fits: by default the row means."""
         found = torch.stack([pair.slope(query.at) for pair in fits], -1)  # [B, K] by the tilt of each output
         return 0.5 * (found + found.mT)
 
@@ -92,13 +83,13 @@ class Pointwise(Mode):
 
 
 @dataclass(frozen=True, eq=False)
-class Sum(PretrainedMode):
+class Sum(Mode):
     r"""Tilt by the sum of an output over an evaluation set, divided by its size M.
 
     .. math:: r_k(u) = \frac1M \sum_j f_k(x_j; u)
 
     Status: gives :math:`\frac1M\sum_j \operatorname{Cov}(f_k(x), f_k(x_j))`, the mean of a row of the covariance matrix
-    and not the variance; see :class:`PretrainedMode`.
+    and not the variance; see :class:`Mode`.
 
     Args:
         inputs: arguments of the model for the evaluation set, a tensor or a tuple; None takes the inputs of each query,
@@ -235,7 +226,7 @@ class HessianFree(Method):
     def fit(self, local: LocalEnergy, *, seed: int = 0) -> "HessianFreePosterior":
         """Return the posterior; its fits follow when queries come."""
         self.mode.check(local)
-        if isinstance(self.mode, PretrainedMode):
+        if not isinstance(self.mode, Pointwise):
             warn(
                 f"{type(self.mode).__name__}() gives means of rows of the covariance matrix, not variances: too small "
                 "away from the evaluation set, or negative. Pointwise() or ConjugateGradient(Hessian()) gives these."

@@ -15,7 +15,7 @@ from pyro_dvi.errors import ModelError, UnsupportedError
 from pyro_dvi.laplace.energy.energy import Energy, LocalEnergy, within
 from pyro_dvi.laplace.energy.passes import Arguments
 from pyro_dvi.laplace.energy.query import Query
-from pyro_dvi.laplace.hessian_free.second_fits import PretrainedMode
+from pyro_dvi.laplace.hessian_free.second_fits import Mode
 from pyro_dvi.laplace.hessian_free.solvers import OutputTilt, Tilt, gradient_of
 from pyro_dvi.runs.sites import example_axis
 
@@ -83,7 +83,7 @@ class _Shift(Messenger):
 
 
 @dataclass(frozen=True)
-class InSample(PretrainedMode):
+class InSample(Mode):
     r"""Tilt by the mean of an output over the training data.
 
     .. math:: r_k(u) = \frac1N \sum_{i=1}^N f_k(x_i; u)

@@ -219,7 +219,7 @@ def sound(energy: Energy) -> Diagnosis:
     with torch.no_grad():
         first, second = (energy.graph(*energy.run(batch, energy.start)).energy for _ in range(2))
     rounding = torch.finfo(gradient.dtype).eps ** 0.5 * (1 + abs(float(value)))
-    if float((first - second).abs()) > rounding:
+    if (first - second).abs().item() > rounding:
         raise ModelError(
             "The model is random: in evaluation mode, two runs at the same latents differ, so that there is no "
             "minimum. Remove dropout(x, training=True) or torch.rand from it."
