@@ -70,6 +70,17 @@ _PIECES: dict[str, Callable[[Any], Tensor]] = {
 PIECEWISE_LINEAR = frozenset(_PIECES) - {"elu", "hardswish"}
 """Names of functions whose second derivative is zero wherever it exists."""
 
-_KINKED = "ReLU ReLU6 Hardtanh LeakyReLU Hardswish Hardsigmoid PReLU RReLU Threshold Hardshrink Softshrink"
-KINKED_MODULES: tuple[type[nn.Module], ...] = tuple(getattr(nn, name) for name in _KINKED.split())
+KINKED_MODULES: tuple[type[nn.Module], ...] = (
+    nn.ReLU,
+    nn.ReLU6,
+    nn.Hardtanh,
+    nn.LeakyReLU,
+    nn.Hardswish,
+    nn.Hardsigmoid,
+    nn.PReLU,
+    nn.RReLU,
+    nn.Threshold,
+    nn.Hardshrink,
+    nn.Softshrink,
+)
 """Activation modules with kinks."""

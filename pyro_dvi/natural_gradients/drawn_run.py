@@ -93,7 +93,6 @@ class _Draws(GuideRun):
     def __init__(self, guide: Any, estimate: Estimate) -> None:
         super().__init__()
         self.guide, self.estimate = guide, estimate
-        self.gaussians: dict[str, Any] = {}
 
     def _chosen(self, name: str, base: td.Normal, transforms: tuple[Any, ...]) -> Drawn:
         leaves = [base.loc] if base.loc.is_leaf else leaves_of([base.loc])
