@@ -213,7 +213,7 @@ def _unpack(saved: tuple[Tensor, int]) -> Tensor:
     tensor, version = saved
     if tensor._version != version:  # with hooks, torch does not look
         raise ModelError(
-            f"the model writes in place to a tensor of shape {tuple(tensor.shape)} whose old values a gradient needs: "
+            f"the model writes to a tensor of shape {tuple(tensor.shape)} in place, whose old values a gradient needs: "
             "write to a copy, x.clone(), or use torch.relu(x) for x.relu_()"
         )
     return tensor

@@ -121,7 +121,7 @@ class SquaredGradients(WeightRecorder):
             for use in uses:
                 hook = partial(gathered.arrived, [(use.contribution, use.rows)], use.output.output_nr)
                 use.output.node.register_prehook(hook)
-            self.values[k].register_hook(partial(_deliver, k, gathered, deliver))
+            self.values[k].register_hook(partial(gathered.deliver, k, deliver))
         # Hooks hold what they need, and not their node; the graph must not be held twice.
         self._uses, self.values, self._normalised, self.parts = {}, {}, [], WeightParts()
 
@@ -180,15 +180,12 @@ class _Gathered:
         found = use.gradients(arranged) if self._several else use.squares(arranged)
         self._total = found if self._total is None else self._total + found
 
-    def squares(self) -> Tensor | None:
-        """The sum of squares, once; None where no gradient has arrived."""
+    def deliver(self, k: int, deliver: Deliver, gradient: Tensor) -> None:
+        """Deliver the sum of squares, once."""
         total, self._total = self._total, None
-        return total.square().sum(0) if self._several and total is not None else total
-
-
-def _deliver(k: int, gathered: _Gathered, deliver: Deliver, gradient: Tensor) -> None:
-    squares = gathered.squares()
-    deliver(k, torch.zeros_like(gradient) if squares is None else squares.to(gradient.dtype))
+        if total is not None and self._several:
+            total = total.square().sum(0)
+        deliver(k, torch.zeros_like(gradient) if total is None else total.to(gradient.dtype))
 
 
 def _divided(x: Tensor, inputs: tuple[Tensor | None, ...], outputs: tuple[Tensor, ...]) -> tuple | None:

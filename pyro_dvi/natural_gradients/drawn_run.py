@@ -93,7 +93,6 @@ class _Draws(GuideRun):
     def __init__(self, guide: Any, estimate: Estimate) -> None:
         super().__init__()
         self.guide, self.estimate = guide, estimate
-        self.gaussians: dict[str, Any] = {}
 
     def _chosen(self, name: str, base: td.Normal, transforms: tuple[Any, ...]) -> Drawn:
         leaves = [base.loc] if base.loc.is_leaf else leaves_of([base.loc])
@@ -171,8 +170,8 @@ class DrawnRun(PosteriorRun):
             parents = enters([one.value for one in self.drawn], [prior.loc, prior.scale])
             if any(parents):
                 raise ModelError(
-                    f"the prior of site {latent.name!r} depends on site {self.drawn[parents.index(True)].name!r}: "
-                    "learn the scale instead (bayesian.LearnedScale), or use TaylorELBO"
+                    f"natural gradients need priors with fixed parameters; the prior of site {latent.name!r} depends "
+                    f"on site {self.drawn[parents.index(True)].name!r}: learn it (LearnedScale), or use TaylorELBO"
                 )
         whole = latent.mask is None or latent.mask is True
         if torch.is_tensor(latent.plate_scale) or latent.plate_scale != 1 or not whole:

@@ -170,8 +170,7 @@ def _embedding(
 ) -> Contribution | None:
     if sparse:
         raise UnsupportedError(
-            "an embedding with sparse=True has sparse gradients, but every entry of a latent table moves in every "
-            "step, by its prior: use sparse=False"
+            "every entry of a latent embedding moves in every step, by its prior: use sparse=False"
         )
     if wanted != "weight" or input.dim() < 1 or max_norm is not None or scale_grad_by_freq:
         return None

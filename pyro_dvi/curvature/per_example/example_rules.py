@@ -141,7 +141,7 @@ class Rows:
         return x.unflatten(0, (self.examples, self.each))
 
 
-def possible_rows(shape: torch.Size, examples: int) -> Iterator[Rows]:
+def _possible_rows(shape: torch.Size, examples: int) -> Iterator[Rows]:
     """Give the dimensions of an output that may count examples, the likeliest first."""
     for axis, size in enumerate(shape):
         if size == examples:
@@ -308,11 +308,9 @@ class Use:
         return self if rows == self.rows else replace(self, rows=rows)
 
     def candidates(self, examples: int) -> "Iterator[Use]":
-        """Give the use with each place of the examples for which it has a rule."""
-        for rows in possible_rows(self.shape, examples):
-            use = self.at(rows)
-            if use._contribution is not None:
-                yield use
+        """Return the use with each place of the examples for which it has a rule."""
+        uses = (self.at(rows) for rows in _possible_rows(self.shape, examples))
+        return (use for use in uses if use._contribution is not None)
 
     @property
     def contribution(self) -> Contribution:
