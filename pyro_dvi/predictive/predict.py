@@ -202,8 +202,7 @@ def default_rule(guide: Any) -> PredictionRule:
         >>> default_rule(MeanFieldGuide(lambda: None))
         Samples(num_samples=30)
     """
-    members = members_of(guide)
-    if members:
+    if members := members_of(guide):
         return OfMembers(tuple(default_rule(member.guide) for member in members))
     trained = "Moments" if isinstance(guide, MultiplicativeNoiseGuide) else "Samples"
     by_objective = "AtMean" if isinstance(guide, AutoDelta) else trained_for(guide)

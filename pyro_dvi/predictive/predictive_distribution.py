@@ -19,10 +19,8 @@ from pyro_dvi.errors import ArgumentError, DataError, UnsupportedError
 from pyro_dvi.links.noise_links import EqualMixture, PointMixture, ShapedNormal, distribution_function
 from pyro_dvi.predictive.metrics import mean_distance
 
-Statistics = dict[str, Tensor]
 
-
-def statistics(fn: Any, observed: Tensor | None) -> Statistics:
+def statistics(fn: Any, observed: Tensor | None) -> dict[str, Tensor]:
     """Return the numbers that a mixture averages, in the shapes that the distribution gives them.
 
     A plain mapping of tensors without any check of values, so that it may be computed for many draws by ``vmap``.
@@ -36,7 +34,7 @@ def statistics(fn: Any, observed: Tensor | None) -> Statistics:
         the variance that is the posterior's, where it knows it;
         ``log_probabilities``, and ``entropy`` of each label, for classes; ``log_likelihood`` of what was observed.
     """
-    found: Statistics = {}
+    found: dict[str, Tensor] = {}
     classes = class_log_probabilities(fn)
     if classes is not None:
         p = classes.exp()

@@ -166,8 +166,7 @@ def predictor(
     device = device_of(model, guide)
     batch = next(batches(model, example, observed=observed, batch_size=EXAMPLES, device=device))
     inputs = batch.inputs
-    if not all(torch.is_tensor(value) for value in inputs):
-        kinds = [type(value).__name__ for value in inputs]
+    if kinds := [type(value).__name__ for value in inputs if not torch.is_tensor(value)]:
         raise UnsupportedError(f"a prepared predictor takes tensors, not {kinds}: use predict")
     with seeded(seed, device) as seed, evaluation_mode(model, guide):
         expected = predict(model, guide, inputs, method, site=site, seed=seed)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 import pyro.distributions as dist
 import torch
@@ -23,7 +23,6 @@ from pyro_dvi.predictive.engine.inputs import Batch
 from pyro_dvi.runs.sites import AllRows, SetLatents, choose_response, counted, example_axis, responses
 
 Latents = Mapping[str, Tensor]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -118,9 +117,9 @@ def sites_at(
     return run
 
 
-def with_others(run: Callable[[Latents], T], others: Latents) -> Callable[[Latents], T]:
+def with_others(run: Callable[[Latents], Any], others: Latents) -> Callable[[Latents], Any]:
     """Return ``run`` with further observed sites at their observed values."""
-    conditioned: Callable[[Latents], T] = ConditionMessenger(dict(others))(run) if others else run
+    conditioned: Callable[[Latents], Any] = ConditionMessenger(dict(others))(run) if others else run
     return conditioned
 
 

@@ -152,12 +152,12 @@ def one_draw(guide: Callable[..., Any], inputs: tuple[Any, ...]) -> dict[str, Te
 
 def seeded_draws(guide: Any, inputs: tuple[Any, ...], count: int) -> Iterator[dict[str, Tensor]]:
     """Give draws, each with its own seed, since the model may use random numbers whose count depends on the batch."""
-    check_is_set_up(guide)
-    yield from map(_latents, traced_draws(guide, inputs, count))
+    return map(_latents, traced_draws(guide, inputs, count))
 
 
 def traced_draws(guide: Any, inputs: tuple[Any, ...], count: int) -> Iterator[Any]:
     """Give the traces of a guide in the draws that :func:`seeded_draws` gives."""
+    check_is_set_up(guide)
     for _ in reseeded(count):
         yield _traced(guide, inputs)
 

@@ -111,12 +111,10 @@ class ReverseDelta(Propagation):
             return response
         axis = response.axis - len(response.distribution.event_shape) + len(part.event_shape)
         num_rows = response.distribution.batch_shape[response.axis]
-        parameters = {
-            name: _pulled_back(recorder, part, name, axis, num_rows)
-            if isinstance(value, GaussianMoments)
-            else value
-            for name, value in part.parameters.items()
-        }
+        parameters = dict(part.parameters)
+        for name, value in part.parameters.items():
+            if isinstance(value, GaussianMoments):
+                parameters[name] = _pulled_back(recorder, part, name, axis, num_rows)
         new = UncertainDistribution(part.family, parameters, part.estimator)
         return replace(response, distribution=with_uncertain_part(response.distribution, new))
 

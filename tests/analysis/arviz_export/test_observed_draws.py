@@ -149,7 +149,7 @@ MISTAKES = {
     "one of two arguments": (
         lambda: to_arviz(two, slope, (X, Y), observed=["y", "n"]),
         DataError,
-        r"some of the observations.*not \['n'\]",
+        r"hold observations but not \['n'\]",
     ),
     "argument": (
         lambda: to_arviz(two, slope, (X, Y, N), observed=["y", "m"]),
