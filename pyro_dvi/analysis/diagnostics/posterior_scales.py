@@ -160,12 +160,12 @@ def signal_to_noise(guide: Any) -> dict[str, Tensor]:
 
 
 def _row(spread: "Spread", earlier: Mapping[str, Tensor] | None) -> dict[str, Any]:
-    scale = spread.scale.double().cpu()
+    scale = spread.scale.cpu().double()
     to_prior = to_start = moved = change = math.nan
     if spread.prior_scale is not None:
-        to_prior = float((scale / spread.prior_scale.double().cpu()).nanmedian())
+        to_prior = float((scale / spread.prior_scale.cpu().double()).nanmedian())
     if spread.initial_scale is not None:
-        log_ratio = (scale / spread.initial_scale.detach().double().cpu()).log()
+        log_ratio = (scale / spread.initial_scale.detach().cpu().double()).log()
         to_start, moved = float(log_ratio.mean().exp()), float(log_ratio.abs().mean().expm1())
     if earlier is not None:
         then = earlier.get(spread.site)
@@ -174,7 +174,7 @@ def _row(spread: "Spread", earlier: Mapping[str, Tensor] | None) -> dict[str, An
                 f"the snapshot of site {spread.site!r} does not hold its {scale.numel()} scales of shape "
                 f"{tuple(scale.shape)}: make it by scale_snapshot(guide)"
             )
-        change = float((scale / then.double()).log().abs().mean().expm1())
+        change = float((scale / then.cpu().double()).log().abs().mean().expm1())
     if not spread.is_learned:
         state = "not trained"
     elif change > MOVING:
