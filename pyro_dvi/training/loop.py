@@ -32,7 +32,7 @@ from pyro_dvi.training.between_epochs import (
 )
 from pyro_dvi.training.checkpoint import save
 from pyro_dvi.training.history import History, posterior_scale
-from pyro_dvi.training.parameter_checks import check_parameters, claim_parameters
+from pyro_dvi.training.parameter_checks import check_parameters, claim_parameters, warn_of_decaying_scales
 from pyro_dvi.training.rollback import Rollback
 from pyro_dvi.training.routes import Route, route_of
 
@@ -335,10 +335,18 @@ def _informed(route: Route, loader: Iterable[Any]) -> Iterator[Any]:
     if told and known is None:
         elbo.num_data = size
     try:
-        yield check
+        yield _checked(route, check)
     finally:
         if told:
             elbo.num_data = known
+
+
+@contextmanager
+def _checked(route: Route, check: Any) -> Iterator[None]:
+    """Check the plates of the first step, and the options of the optimizer, which has groups only after it."""
+    with check:
+        yield
+    warn_of_decaying_scales(route)
 
 
 class _SitesSeen(Messenger):

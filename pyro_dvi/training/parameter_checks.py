@@ -5,6 +5,7 @@ Pyro's store knows parameters by name only. A second model or guide with the sam
 session for instance, takes over the parameters of the first without a word, and training one then changes the other.
 """
 
+import re
 import weakref
 from collections.abc import Iterator
 from contextlib import suppress
@@ -15,8 +16,8 @@ from pyro.infer.autoguide import AutoGuide
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from pyro_dvi.errors import GuideError, ModelError
-from pyro_dvi.optim.learning_rates import is_uninitialised, parameter_names
+from pyro_dvi.errors import GuideError, ModelError, warn
+from pyro_dvi.optim.learning_rates import SCALE_PATTERN, is_uninitialised, parameter_names
 from pyro_dvi.runs.posterior_prior import without_posterior_prior
 from pyro_dvi.training.routes import Route
 
@@ -111,3 +112,14 @@ def _owner_of(parameter: Tensor) -> int | None:
     """Return the identity of the model or guide that a parameter was trained with; None if that is gone."""
     owner = _owners.get(parameter, lambda: None)()
     return None if owner is None else id(owner)
+
+
+def warn_of_decaying_scales(route: Route) -> None:
+    """Warn of a weight decay that acts on posterior scales."""
+    for name, optimizer, place in route.optimizer_groups():
+        if optimizer.param_groups[place].get("weight_decay") and re.search(SCALE_PATTERN, name):
+            warn(
+                f"the weight decay of {route.optimizer_name()} acts on {name!r}, posterior scales on a logarithmic "
+                "axis, and pulls them to a value near 1. The prior decays the weights already: train without it."
+            )
+            break
