@@ -14,10 +14,10 @@ from pyro.infer.autoguide import (
     AutoDelta,
     AutoDiagonalNormal,
     AutoGuideList,
-    AutoLowRankMultivariateNormal,
     AutoMultivariateNormal,
     AutoNormal,
 )
+from pyro.infer.autoguide.guides import AutoContinuous
 from torch import Tensor
 from torch import distributions as td
 
@@ -278,9 +278,9 @@ def _gaussians(guide: Any) -> Iterator[tuple[str, Tensor, Tensor, Tensor | None,
         for site in guide.median():
             loc, scale = attrgetter(site)(guide.locs), attrgetter(site)(guide.scales)
             yield site, loc, scale, loc.new_tensor(guide._init_scale), True
-    elif isinstance(guide, (AutoDiagonalNormal, AutoMultivariateNormal, AutoLowRankMultivariateNormal)):
+    elif isinstance(guide, AutoContinuous) and type(guide)._loc_scale is not AutoContinuous._loc_scale:
         joint_loc, joint_scale = guide._loc_scale()
-        is_known = not isinstance(guide, AutoLowRankMultivariateNormal)
+        is_known = isinstance(guide, (AutoDiagonalNormal, AutoMultivariateNormal))
         start = joint_loc.new_tensor(guide._init_scale) if is_known else None
         locs, scales = guide._unpack_latent(joint_loc), guide._unpack_latent(joint_scale)
         for (node, loc), (_, scale) in zip(locs, scales, strict=True):
