@@ -72,6 +72,8 @@ class SquaredGradients(WeightRecorder):
             return
         if func in self.others and (args[5] if len(args) > 5 else kwargs.get("training", False)):
             self._normalised.append((output.grad_fn, args[0] if args else kwargs["input"]))
+        if not found:
+            return
         arguments = Arguments(args, kwargs, tuple(p for p, _ in found)).prepared(not self._differentiable)
         for place, part in found:
             if place is not None and isinstance(output, Tensor) and has_rule(func):

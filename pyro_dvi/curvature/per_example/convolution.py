@@ -40,11 +40,14 @@ class _Layer:
 
     def squares(self, x: Tensor, delta: Tensor) -> Tensor:
         """Their sum of squares."""
+        if self.shape.numel() <= _SMALL or x.device.type != "cpu":
+            return summed_squares(self.gradients, x, delta, self.shape)
         # Torch's own gradient of a convolution is faster than a matrix product for large weights with many positions.
-        large = self.shape.numel() > _SMALL and delta.shape[2:].numel() > _FEW_POSITIONS
-        if large and x.device.type == "cpu":
+        if self.groups > 1 or delta.shape[2:].numel() > _FEW_POSITIONS:
             return summed_squares(self._by_torch, x, delta, self.shape, 1)
-        return summed_squares(self.gradients, x, delta, self.shape)
+        patches = self._patches(x, delta.shape[2:]).mT
+        shape = torch.Size((self.shape[0], self.shape[1:].numel()))
+        return summed_squares(torch.bmm, delta.flatten(2), patches, shape, 1).view(self.shape)
 
     def _by_torch(self, x: Tensor, delta: Tensor) -> Tensor:
         """The gradient of one example, ``[1, *shape]``."""

@@ -107,8 +107,9 @@ def summed_squares(
     total = delta.new_zeros(shape)
     for part, delta_of_part in zip(x.split(count), delta.split(count), strict=True):
         found = gradients(part, delta_of_part)
-        if len(found) == 1:
-            total.addcmul_(found[0], found[0])
+        if count == 1:
+            one = found[0]
+            total.addcmul_(one, one)
         else:
             total += found.square_().sum(0)
     return total
