@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from copy import copy
 from typing import Any
 
+import pyro
 import pyro.distributions as dist
 import torch
 from pyro.infer.autoguide import AutoGuide
@@ -19,7 +20,7 @@ from torch.distributions import constraints, transform_to
 
 from pyro_dvi.core.distributions import broadcasts_to, strip_event_dims
 from pyro_dvi.core.undisturbed import preserve_buffers
-from pyro_dvi.errors import ArgumentError, GuideError, ModelError, PyroDviError
+from pyro_dvi.errors import ArgumentError, GuideError, ModelError, PyroDviError, warn
 from pyro_dvi.guides.factors import Factor, GuideSite, complete_loaded, owner_of
 from pyro_dvi.runs.explained import AS_A_MODEL, explained_errors
 from pyro_dvi.runs.latents import unconstraining_transform
@@ -212,7 +213,7 @@ class FactorisedGuide(AutoGuide):
             UnsupportedError: a site is constrained, or its posterior is a point mass.
 
         Example:
-            >>> import pyro, torch
+            >>> import torch
             >>> def model(x):
             ...     w = pyro.sample("w", dist.Normal(0.0, 1.0))
             ...     pyro.sample("y", dist.Normal(w, 1.0), obs=x)
@@ -260,6 +261,7 @@ class FactorisedGuide(AutoGuide):
                     "guide.initialize(*args) with observations, or load a state of this model"
                 )
             self._check_sites(sites)
+            self._warn_of_shared_parameters(sites)
             self._seen = {name: self._setup_site(name, site) for name, site in sites.items()}
             for site in sites.values():  # only shapes are asked for from now on
                 site["value"] = site["value"].new_zeros(()).expand(site["value"].shape)
@@ -329,6 +331,17 @@ class FactorisedGuide(AutoGuide):
             return super().__getstate__()
         finally:
             self._model, self.master = model, master
+
+    def _warn_of_shared_parameters(self, names: Iterable[str]) -> None:
+        own = {id(parameter) for parameter in self.parameters()}
+        stored = dict(pyro.get_param_store().named_parameters())
+        taken = [key for name in names if (key := f"{self._pyro_name}.locs.{name}") in stored]
+        taken = [key for key in taken if id(stored[key]) not in own]
+        if taken and not pyro.settings.get("module_local_params"):
+            warn(
+                f"Pyro's parameter store already holds {taken[0]}: this guide will share it (and {len(taken) - 1} "
+                "other means) with the guide that made it. Call pyro.clear_param_store() first"
+            )
 
     # The prediction rule goes along in a state_dict
 

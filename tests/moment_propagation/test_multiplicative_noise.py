@@ -342,6 +342,12 @@ def test_discrete_latents_and_none_at_all():
         MultiplicativeNoiseGuide(functional).median()
 
 
+def test_two_guides_that_share_parameters_are_told():
+    started(regression, X, Y)(X, Y)
+    with pytest.warns(dvi.errors.DviWarning, match=r"MultiplicativeNoiseGuide\.locs\.w"):
+        started(regression, X, Y)
+
+
 def test_mean_weights_in_one_dimension_stay_with_the_choice_for_biases():
     problem = LinearRegression()
     guide = started(problem.model, problem.x, problem.y, biases=MeanField(PerSite()))

@@ -572,6 +572,12 @@ def test_a_corrected_call_after_a_mistake_works(guide):
     assert sorted(guide.median()) == ["b", "w"]
 
 
+def test_a_shared_parameter_store_is_announced():
+    MeanFieldGuide(regression)(X, Y)
+    with pytest.warns(DviWarning, match=r"already holds MeanFieldGuide.locs.*clear_param_store"):
+        MeanFieldGuide(regression).initialize(X, Y)
+
+
 KINKS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": torch.relu,
     "leaky_relu": F.leaky_relu,
