@@ -169,7 +169,7 @@ class Objective(ELBO):
     def _total(self, call: Call, training: bool) -> Tensor:
         if torch.is_inference_mode_enabled():
             raise PyroDviError(
-                f"{type(self).__name__} differentiates the model: use torch.no_grad() for torch.inference_mode()"
+                f"{type(self).__name__} differentiates the model: use torch.no_grad(), not torch.inference_mode()"
             )
         weight = self.current_kl_weight()
         with torch.enable_grad():
