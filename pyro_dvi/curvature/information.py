@@ -83,9 +83,8 @@ def _finite_support(fn: td.Distribution, site: str) -> Pairs:
         support = fn.enumerate_support(expand=False)
     except NotImplementedError as error:
         raise UnsupportedError(
-            f"GGN has no closed-form Fisher information for {type(fn).__name__} at site {site!r}, whose values it "
-            "cannot enumerate either. Use TaylorELBO(curvature=Fisher()), which draws labels instead, or register one "
-            "with pyro_dvi.curvature.information.information_rule."
+            f"GGN has no closed-form Fisher information for {type(fn).__name__} at site {site!r}: use "
+            "TaylorELBO(curvature=Fisher()), or register one with pyro_dvi.curvature.information.information_rule"
         ) from error
     log_prob = fn.log_prob(support).movedim(0, -1)
     return [(log_prob, (0.5 * log_prob).exp())]

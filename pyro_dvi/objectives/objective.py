@@ -169,15 +169,14 @@ class Objective(ELBO):
     def _total(self, call: Call, training: bool) -> Tensor:
         if torch.is_inference_mode_enabled():
             raise PyroDviError(
-                f"{type(self).__name__} differentiates the model even when it only evaluates the loss, which "
-                "torch.inference_mode() forbids: use torch.no_grad() instead"
+                f"{type(self).__name__} differentiates the model: use torch.no_grad(), not torch.inference_mode()"
             )
         weight = self.current_kl_weight()
         with torch.enable_grad():
             runs = [self.evaluate(call, weight, training) for _ in range(self.num_particles)]
-            terms = (
-                {k: sum_of([run[k] for run in runs]) / len(runs) for k in runs[0]} if runs[1:] else runs[0]
-            )
+            terms = runs[0]
+            if runs[1:]:
+                terms = {k: sum_of([run[k] for run in runs]) / len(runs) for k in terms}
         kind = terms["loss"].device.type
         if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.float16:
             raise UnsupportedError(
@@ -194,8 +193,7 @@ class Objective(ELBO):
         listed = ", ".join(f"{k}={v:.4g}" for k, v in parts.items())
         return (
             f"the loss is {value} in step {self.step} ({listed}); not finite: {', '.join(bad) or 'their sum'}. "
-            "No update was made. Lower the learning rate (above all for scales), look for extreme "
-            "inputs, or train in float64."
+            "No update was made. Lower the learning rate (above all for scales), or train in float64."
         )
 
     def _get_trace(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> Any:

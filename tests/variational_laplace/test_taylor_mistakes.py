@@ -489,7 +489,7 @@ MISTAKES = [
         "inference mode",
         inference_mode,
         PyroDviError,
-        r"torch.inference_mode\(\) forbids: use torch.no_grad\(\)",
+        r"use torch.no_grad\(\), not torch.inference_mode\(\)",
     ),
     Mistake(
         "infinite loss",

@@ -52,8 +52,7 @@ class _Layer:
     def _by_torch(self, x: Tensor, delta: Tensor) -> Tensor:
         """The gradient of one example, ``[1, *shape]``."""
         function = _OF_WEIGHT[len(self.shape) - 2]
-        options = self.stride, self.padding, self.dilation, self.groups
-        return function(x, self.shape, delta, *options).unsqueeze(0)
+        return function(x, self.shape, delta, self.stride, self.padding, self.dilation, self.groups)[None]
 
     def patches_of(self, x: Tensor) -> Tensor:
         """Return the input of each position of the output, ``[M, channels * kernel, positions]``."""
