@@ -67,7 +67,7 @@ def check_loader(loader: Any, passes: int, role: str = "loader") -> None:
             "DataLoader, or list(...) of the batches"
         )
     if number_of_batches(loader) == 0:
-        raise DataError(f"{role} is empty: it has no batches, as a data set below batch_size with drop_last=True")
+        raise DataError(f"{role} is empty: no batches, as of less data than batch_size with drop_last=True")
 
 
 def number_of_batches(loader: Any) -> int | None:
