@@ -104,7 +104,12 @@ class WeightProducts(WeightRecorder):
             units = self.units.setdefault(part.key, set())
             if function in _NORMALISATIONS:
                 units.add(None)
-            elif (function in _RECURRENT and part.value.dim() == 2) or function == "weight_norm":
+            elif (
+                part.value.dim() == 2
+                and function in _RECURRENT
+                or part.value.dim() > 1
+                and function == "weight_norm"
+            ):
                 units.add(InputUnits(tuple(_axes_along(part, 1))))
             for factor, dims, groups in factors or ():
                 if factor is part.value:
