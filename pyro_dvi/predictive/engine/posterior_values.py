@@ -152,7 +152,20 @@ def one_draw(guide: Callable[..., Any], inputs: tuple[Any, ...]) -> dict[str, Te
 
 def seeded_draws(guide: Any, inputs: tuple[Any, ...], count: int) -> Iterator[dict[str, Tensor]]:
     """Give draws, each with its own seed, since the model may use random numbers whose count depends on the batch."""
-    return map(_latents, traced_draws(guide, inputs, count))
+    if not _draws_by_itself(guide):
+        yield from map(_latents, traced_draws(guide, inputs, count))
+        return
+    check_is_set_up(guide)
+    posterior = guide.get_posterior()  # drawn one site after the other, so with the same random numbers
+    for _ in reseeded(count):
+        yield {name: fn().detach() for name, fn in posterior.items()}
+
+
+def _draws_by_itself(guide: Any) -> bool:
+    """Return whether a guide draws one site after the other from Gaussians of its own, whatever the inputs."""
+    forward, draw = FactorisedGuide.forward, FactorisedGuide._sample_site
+    kind = type(guide)
+    return isinstance(guide, FactorisedGuide) and kind.forward is forward and kind._sample_site is draw
 
 
 def traced_draws(guide: Any, inputs: tuple[Any, ...], count: int) -> Iterator[Any]:
