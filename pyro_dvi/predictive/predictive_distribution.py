@@ -6,6 +6,7 @@ probabilities are added up. Where neither is known, quantiles are taken from dra
 """
 
 import math
+from contextlib import suppress
 from typing import Any
 
 import pyro.distributions as dist
@@ -228,6 +229,9 @@ def _inverse(single: Any, level: float) -> Tensor:
     if isinstance(single, EqualMixture) and (normals := _normals(single)) is not None:
         loc, scale, weights = normals
         single = td.MixtureSameFamily(td.Categorical(weights), td.Normal(loc, scale), validate_args=False)
+    with suppress(NotImplementedError):
+        found: Tensor = single.icdf(torch.as_tensor(level, dtype=mean.dtype, device=mean.device))
+        return found.expand(single.batch_shape)
     wide = widest(mean.device)
     as_whole = torch.int64 if wide == torch.float64 else torch.int32
 
