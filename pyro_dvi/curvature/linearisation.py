@@ -46,8 +46,11 @@ class ObservedSite:
         log_prob = self.fn.log_prob(value)
         if self.mask is None or self.mask is True:
             return log_prob
-        mask = torch.as_tensor(self.mask, device=log_prob.device)
-        return torch.where(mask, log_prob, log_prob.new_zeros(()))
+        if (
+            self.mask is False
+        ):  # without a graph, through which NaN of what is masked would reach the parameters
+            return torch.zeros_like(log_prob)
+        return torch.where(self.mask, log_prob, log_prob.new_zeros(()))
 
     def log_likelihood(self) -> Tensor:
         """Scaled log-likelihood of the observed value, summed: a scalar."""

@@ -33,8 +33,8 @@ WIDE_WEIGHTS = (
 class GaussianAtMode(FactorisedGuide):
     """The posterior of a :class:`~pyro_dvi.LaplaceGuide`, as Pyro, predictions and files see it.
 
-    Subclasses find the mode and the Gaussian, and set ``_fitted``, the result of the last fit, and ``_certificate``,
-    the record that the mode is a minimum; None where there is none.
+    Subclasses find the mode and the Gaussian, and set ``_fitted``, the result of the last fit, ``_certificate``, the
+    record that the mode is a minimum, both None where there is none, and ``_failed`` after a fit that has failed.
     """
 
     prediction_rule: Any = "Linearised"  # the name of a rule, or a rule
@@ -53,6 +53,7 @@ class GaussianAtMode(FactorisedGuide):
         self.scale_factors: dict[str, float] = {}
         self._fitted: Fitted | None = None
         self._certificate: Certificate | None = None
+        self._failed = False
         self._plain_model = ModelReference(model)  # without the initialisation of means, and no submodule
 
     def _factor_of(self, name: str, site: Any, loc: Tensor) -> Factor:
@@ -102,6 +103,11 @@ class GaussianAtMode(FactorisedGuide):
     def posterior(self) -> LaplacePosterior | None:
         """The Gaussian of the last :meth:`fit`; None before, and after an error."""
         return None if self._fitted is None else self.fitted.posterior
+
+    @property
+    def _is_expected(self) -> bool:
+        """A Gaussian was requested; the fit may have failed."""
+        return self._fitted is not None or self._failed
 
     @property
     def fitted(self) -> Fitted:
@@ -175,10 +181,11 @@ class GaussianAtMode(FactorisedGuide):
         """
         self.initialize(*args, **kwargs)
         fitted = self._fitted
-        if torch.is_grad_enabled() or fitted is None:
+        if torch.is_grad_enabled() or not self._is_expected:
             return super().forward(*args, **kwargs)
-        change = self._point_mass().change_since(fitted.point)
-        if change is not None:
+        ended = "the last guide.fit ended in an error"
+        change = ended if fitted is None else self._point_mass().change_since(fitted.point)
+        if fitted is None or change is not None:
             warn(f"{change}: a point mass until it is fitted again")
             return super().forward(*args, **kwargs)
         warn(DRAWN_WEIGHTS)
@@ -198,10 +205,10 @@ class GaussianAtMode(FactorisedGuide):
             draws of shape ``[*sample_shape, *site]`` by site name, in their own (constrained) space.
 
         Raises:
-            GuideError: the mode has moved since the fit.
+            GuideError: the mode has moved since the fit, or the fit ended in an error.
             UnsupportedError: the method of the fit has no draws.
         """
-        if self._fitted is None:
+        if not self._is_expected:
             return super().sample(sample_shape)
         shape = torch.Size([sample_shape] if isinstance(sample_shape, int) else sample_shape)
         drawn = self.fitted.draw(shape.numel())
@@ -209,7 +216,7 @@ class GaussianAtMode(FactorisedGuide):
 
     def _marginals(self) -> dict[str, Any]:
         marginals = super()._marginals()
-        if self._fitted is not None:
+        if self._is_expected:
             for name, variance in self.fitted.marginal_variances().items():
                 normal = dist.Normal(marginals[name].mean.detach(), variance.sqrt(), validate_args=False)
                 marginals[name] = normal.to_event(self._seen[name].event_dim)
@@ -231,7 +238,7 @@ class GaussianAtMode(FactorisedGuide):
         """Restore the state that :meth:`get_extra_state` returned."""
         state = {} if state is None else state
         self.scale_factors = dict(state.get("scale_factors", {}))
-        self._fitted = Fitted.from_state(state.get("gaussian"))
+        self._fitted, self._failed = Fitted.from_state(state.get("gaussian")), False
         self._certificate = Certificate.from_state(state.get("certificate"))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:

@@ -217,7 +217,7 @@ class LaplaceGuide(GaussianAtMode):
         A tuned U counts only where the mode was polished since; else the mode belongs to the model as it is written.
         """
         point, model, latents = self._point_mass(), self._plain_model.get(), self.median()
-        self._fitted = None
+        self._fitted, self._failed = None, True
         known, factors, looked_at = self._certificate, point.scale_factors, energy
         if factors and not (known and known.is_of(point)):
             factors, looked_at = {}, energy.with_model(model)
@@ -237,7 +237,7 @@ class LaplaceGuide(GaussianAtMode):
                     warn(f"the Gaussian is put around a mode that is no minimum. {found}")
         if found is not None and found.near:
             self._certificate = Certificate.of(replace(seen, scale_factors=factors), looked_at, found)
-        self._fitted = Fitted(posterior, energy.layout, seen, used.precision, used)
+        self._fitted, self._failed = Fitted(posterior, energy.layout, seen, used.precision, used), False
         return posterior
 
     def log_evidence(
@@ -267,7 +267,7 @@ class LaplaceGuide(GaussianAtMode):
             NonFiniteError: the likelihood, or the prior, is NaN or infinite.
             NotPositiveDefiniteError: the precision is not positive definite.
         """
-        fitted = self.fitted if self._fitted and subset is None else None
+        fitted = self.fitted if self._failed or (self._fitted and subset is None) else None
         energy = self.energy(batches, subset=subset if fitted is None else fitted.layout)
         if fitted is not None:
             self.check_model(self._plain_model.get(), plates=True)

@@ -179,8 +179,14 @@ def distribution_function(fn: Any, value: Tensor) -> Tensor:
     """
     lowest, highest = (getattr(fn.support, name, None) for name in ("lower_bound", "upper_bound"))
     value = value if lowest is None else value.clamp_min(lowest)
-    found: Tensor = fn.cdf(value if highest is None else value.clamp_max(highest))
-    return found
+    value = value if highest is None else value.clamp_max(highest)
+    if getattr(type(fn), "cdf", None) is not td.TransformedDistribution.cdf:
+        return fn.cdf(value)  # type: ignore[no-any-return]
+    sign: Any = 1  # the base may have bounds of its own, as Gumbel's has
+    for transform in reversed(fn.transforms):
+        value, sign = transform.inv(value), sign * transform.sign
+    found = distribution_function(fn.base_dist, value)
+    return found if isinstance(sign, int) and sign == 1 else 0.5 + sign * (found - 0.5)
 
 
 Noisy = Callable[[Tensor, Any, Any], Any]

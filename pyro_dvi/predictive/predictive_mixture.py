@@ -286,7 +286,8 @@ class ObservationDraws(_Reader):
             self.counts = both_masks(self.counts, response.mask)
             if self.observed is not None:
                 check_events(fn, self.counts, response.site)
-                self._scored = filled(self.observed["value"], self.counts, fn)
+        if self.observed is not None:  # a masked value need not be possible, and one of each component is
+            self._scored = filled(self.observed["value"], self.counts, fn)
         self.sample(fn)
         if self._scored is not None:
             log_prob = checked_log_prob(fn, self._scored, response.site)

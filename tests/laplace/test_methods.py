@@ -209,6 +209,7 @@ def test_negative_curvature_and_unfinished_solves_are_errors(
         (lambda: PosteriorSamples(8, Hessian()), UnsupportedError),
         (lambda: TopEigen(0), ArgumentError),
         (lambda: ConjugateGradient(tolerance=0.0), ArgumentError),
+        (lambda: ConjugateGradient(tolerance=1.0), ArgumentError),
         (lambda: KroneckerFactored(Hessian()), UnsupportedError),
     ],
 )

@@ -282,13 +282,22 @@ def test_policies_are_checked():
         problem.guide().fit(bad, Dense())
 
 
-def test_a_refused_fit_leaves_no_gaussian(saddle):
+def test_a_refused_fit_leaves_no_gaussian_and_no_evidence(saddle):
     problem, guide, batches = at_saddle(saddle)
     guide.fit(batches, Dense(), unconverged="accept")
     with pytest.raises(UnconvergedError):
         guide.fit(batches, ConjugateGradient(Hessian()))
-    with pytest.raises(GuideError, match=r"no Gaussian.*failed.*polish.*GGN\(\)"):
-        guide.predictive(problem.x)
+    for use in (
+        lambda: guide.log_evidence(batches),
+        lambda: guide.log_evidence(batches, subset="w2"),
+        lambda: guide.predictive(problem.x),
+        lambda: guide.sample(3),
+        lambda: guide.quantiles([0.5]),
+    ):
+        with pytest.raises(GuideError, match=r"no Gaussian.*failed.*polish.*GGN\(\)"):
+            use()
+    with torch.no_grad(), pytest.warns(DviWarning, match="ended in an error: a point mass"):
+        guide(*batches[0])
     assert "w1" in guide.median() and guide.posterior is None
     guide.fit(batches, Dense(), unconverged="accept")
     assert guide.log_evidence(batches).determinant == "DensePosterior"

@@ -20,6 +20,7 @@ X = torch.linspace(-1, 1, N, dtype=torch.float64)
 pytestmark = pytest.mark.usefixtures("double")
 
 FAMILIES = {
+    "Gumbel": lambda f: dist.Gumbel(f, 1.0),
     "Normal": lambda f: dist.Normal(f, 0.5),
     "events": lambda f: dist.Normal(torch.stack([f, -f], -1), 0.5).to_event(1),
     "vectors": lambda f: dist.MultivariateNormal(torch.stack([f, -f], -1), torch.eye(2)),

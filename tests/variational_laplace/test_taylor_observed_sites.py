@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several observed sites, masks, plates, scales and local latents, each against the formula written out."""
 
+import math
 from collections.abc import Callable
 
 import pyro
@@ -394,3 +395,16 @@ def test_a_scale_around_a_latent_of_the_model_counts_as_in_pyros_sampled_objecti
     sampled = torch.tensor([Trace_ELBO().loss(model, guide, y) for _ in range(400)])
     assert abs(elbo.loss(model, guide, y) - sampled.mean()) < 5 * sampled.std() / 20
     assert sampled.std() < 1
+
+
+def test_what_a_mask_leaves_out_as_a_whole_may_be_nan():
+    def masked(x, y):
+        w = pyro.sample("w", dist.Normal(x.new_zeros(()), 1.0))
+        with poutine.mask(mask=False), pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(w * x, 1.0, validate_args=False), obs=y)
+
+    x = torch.ones(3, dtype=torch.float64)
+    guide = MeanFieldGuide(masked)
+    guide(x, x)
+    TaylorELBO().loss_and_grads(masked, guide, x, x * math.nan)
+    assert all(bool(p.grad.isfinite().all()) for p in guide.parameters() if p.grad is not None)

@@ -175,7 +175,9 @@ def _row(spread: "Spread", earlier: Mapping[str, Tensor] | None) -> dict[str, An
                 f"{tuple(scale.shape)}: make it by scale_snapshot(guide)"
             )
         change = float((scale / then.cpu().double()).log().abs().mean().expm1())
-    if not spread.is_learned:
+    if not bool(scale.isfinite().all()):
+        state = "not finite"
+    elif not spread.is_learned:
         state = "not trained"
     elif change > MOVING:
         state = "moves"
@@ -193,7 +195,7 @@ def _verdict(states: Mapping[str, str]) -> tuple[bool | None, str]:
     """Return whether the scales have converged, and the finding in words, with the remedy."""
     if set(states.values()) == {"not trained"}:
         return True, "Scales are computed or fixed, not trained: there is nothing to converge."
-    unfinished = [site for site, state in states.items() if state in ("moves", "at its start")]
+    unfinished = [site for site, state in states.items() if state in ("moves", "at its start", "not finite")]
     if unfinished:
         shown = ", ".join(unfinished[:3]) + (", ..." if len(unfinished) > 3 else "")
         return False, (

@@ -19,7 +19,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from pyro_dvi.core.undisturbed import constant_parameters, evaluating, forked, seeder, widest
+from pyro_dvi.core.undisturbed import accelerators, constant_parameters, evaluating, forked, seeder, widest
 from pyro_dvi.curvature.example_gradients import ExampleGradients, by_examples
 from pyro_dvi.curvature.linearisation import ObservedSite
 from pyro_dvi.curvature.products import SavedBytes, information_pairs, vectors_together
@@ -155,7 +155,7 @@ class Energy:
             found = self.run(batch, point, recorder)
             rows.add(found[1])
             yield found
-        rows.check()
+        rows.check(self.passes.order)
 
     def run(
         self, batch: Arguments, point: Tensor, recorder: Recorder | None = None
@@ -196,7 +196,7 @@ class Energy:
                 f"Gauss-Newton matrix is estimated from {_LABELS} drawn labels for each observation. Use "
                 "precision=Hessian(), or register it with pyro_dvi.curvature.information.information_rule"
             )
-        with forked(site.value.device):
+        with forked(*accelerators()):
             seeder()(crc32(f"0/{batch}/{site.name}".encode()))
             return [site.sample_labels() for _ in range(_LABELS)]
 

@@ -46,7 +46,7 @@ class Passes:
         self.device = device
         self.reordered = False
         self._checksum: float | None = None
-        self._order: list[float] = []
+        self.order: list[float] = []
         self._known: dict[int, tuple[list[Any], list[int | None], tuple[float, float]]] = {}
 
     @property
@@ -60,7 +60,7 @@ class Passes:
     @property
     def num_batches(self) -> int:
         """Number of batches in the first whole pass."""
-        return len(self._order)
+        return len(self.order)
 
     def __iter__(self) -> Iterator[Arguments]:
         """Yield the arguments of every batch.
@@ -76,9 +76,9 @@ class Passes:
             bad = None if math.isfinite(total) else bad_values(*found)
             if bad is not None:
                 raise bad
-            if count == len(self._order) and self._checksum is None:
-                self._order.append(ordered)
-            elif count >= len(self._order) or not same_data(ordered, self._order[count]):
+            if count == len(self.order) and self._checksum is None:
+                self.order.append(ordered)
+            elif count >= len(self.order) or not same_data(ordered, self.order[count]):
                 self.reordered = True
             count += 1
             yield found
@@ -155,6 +155,7 @@ class Rows:
 
     def __init__(self) -> None:
         self._log_priors: Tensor | None = None
+        self._log_likelihoods: list[Tensor] = []
         # For each batch: the rows of a plate and its size; the observations of a site and their scale.
         self._plates: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
         self._scales: defaultdict[str, list[tuple[int, float]]] = defaultdict(list)
@@ -176,6 +177,7 @@ class Rows:
                 "outside of the model; leave the scale of a batch to pyro.plate('data', size=num_data, "
                 "subsample_size=len(x))"
             )
+        self._log_likelihoods.append(run.log_likelihood().detach())
         for site in run.sites:
             if not torch.is_tensor(site.scale) or site.scale.numel() == 1:  # else weights of single examples
                 size = torch.Size(site.fn.batch_shape).numel()
@@ -183,16 +185,24 @@ class Rows:
         for name, counts in run.rows.items():
             self._plates[name].append(counts)
 
-    def check(self) -> None:
+    def check(self, order: list[float]) -> None:
         """Compare the rows with the size of each plate.
 
         A scale that makes each of several batches as large as all the data belongs to stochastic training, and would
         count the data once for each batch. A constant weight may happen to equal the number of batches: a warning
         says so.
 
+        Args:
+            order: a checksum of the rows of each batch.
+
         Raises:
             DataError: rows are missing, or there are too many.
         """
+        filled = all(size == full > 1 for counts in self._plates.values() for size, full in counts)
+        # The same tensors may come with other indices of rows, and rows without inputs be equal.
+        same = all(map(torch.equal, self._log_likelihoods[1:], self._log_likelihoods))
+        if self._plates and filled and same and len(order) > 1 == len(set(order)):
+            raise DataError("two batches hold the same data, which would count twice: give every row once")
         for name, counts in sorted(self._plates.items()):
             rows, sizes = sum(size for size, _ in counts), {full for _, full in counts}
             if sizes != {rows} and any(size != full for size, full in counts):

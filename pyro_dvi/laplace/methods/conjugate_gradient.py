@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from pyro_dvi.core.arguments import check_count, check_positive
-from pyro_dvi.errors import NotConvergedError, NotPositiveDefiniteError, UnsupportedError
+from pyro_dvi.core.arguments import check_count
+from pyro_dvi.errors import ArgumentError, NotConvergedError, NotPositiveDefiniteError, UnsupportedError
 from pyro_dvi.laplace.energy.energy import LocalEnergy
 from pyro_dvi.laplace.energy.precision import GGN, PrecisionMatrix, independent_prior_precision
 from pyro_dvi.laplace.energy.query import Query
@@ -54,7 +54,7 @@ class ConjugateGradient(Method):
     by_spectrum = True
 
     def __post_init__(self) -> None:
-        check_positive("tolerance", self.tolerance)
+        check_tolerance(self.tolerance)
 
     def fit(self, local: LocalEnergy, *, seed: int = 0) -> "ConjugateGradientPosterior":
         """Return the posterior."""
@@ -105,6 +105,12 @@ class ConjugateGradientPosterior(LaplacePosterior):
     def joint_covariance(self, query: Query) -> Tensor:  # never holds all rows
         found = torch.cat([query.forward(self.solve(rows)).flatten(1) for rows in query.rows()])
         return 0.5 * (found + found.mT)
+
+
+def check_tolerance(tolerance: float) -> None:
+    """Refuse a tolerance that is no relative residual: from 1 on, zero would solve every equation."""
+    if not 0 < tolerance < 1:
+        raise ArgumentError(f"tolerance must be a relative error between 0 and 1, not {tolerance!r}")
 
 
 @dataclass(frozen=True)
@@ -159,7 +165,7 @@ class PosteriorSamples(Method):
     by_spectrum = True
 
     def __post_init__(self) -> None:
-        check_positive("tolerance", self.tolerance)
+        check_tolerance(self.tolerance)
         check_count("num_samples", self.num_samples)
         if not isinstance(self.precision, GGN):
             raise UnsupportedError(

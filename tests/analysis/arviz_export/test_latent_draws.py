@@ -216,6 +216,18 @@ def test_draws_of_an_improper_prior():
     np.testing.assert_allclose(values(exported, "log_likelihood", "obs")[0], expected, rtol=1e-5)
 
 
+def test_a_masked_value_need_not_be_possible_for_any_draw():
+    def bounded(x, y=None):
+        top = pyro.sample("top", dist.LogNormal(0.0, 1.0))
+        with poutine.mask(mask=torch.tensor([True, False])), pyro.plate("data", 2):
+            return pyro.sample("obs", dist.Uniform(0.0, top * x), obs=y)
+
+    samples = {"top": torch.tensor([10.0, 0.5, 2.0])}
+    exported = to_arviz(bounded, samples, (torch.ones(2), torch.tensor([0.1, 99.0])), seed=0)
+    found = values(exported, "log_likelihood", "obs")[0]
+    np.testing.assert_allclose(found[:, 0], -np.log([10.0, 0.5, 2.0]), rtol=1e-5)
+
+
 def test_arrays_are_draws_as_well():
     assert values(to_arviz(model, {"weight": np.zeros((5, 3), "f4")}, X), "posterior", "weight").shape == (
         1,

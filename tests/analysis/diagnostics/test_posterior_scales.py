@@ -174,3 +174,9 @@ def test_a_guide_that_moved_to_another_device(device):
 def test_another_snapshot_is_refused(earlier):
     with pytest.raises(DataError, match=r"snapshot of site 'a' .* shape \(4,\): make it by scale_snapshot"):
         scale_report(guide_at()[0], earlier=earlier)
+
+
+def test_scales_that_are_not_finite_have_not_converged():
+    guide, start = guide_at(a=math.nan)
+    report = scale_report(guide, earlier=start)
+    assert states(report)["a"] == "not finite" and report.converged is False

@@ -4,12 +4,16 @@
 from collections import Counter
 from typing import Any
 
+import pyro
+import pyro.distributions as dist
 import pytest
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, TensorDataset
 
 from pyro_dvi.errors import DataError
+from pyro_dvi.laplace import Dense, LaplaceGuide
 from pyro_dvi.laplace.energy.passes import Passes, same_data
 
 
@@ -169,3 +173,43 @@ def test_equal_rows_and_common_tensors_are_no_repetition():
         [(x, y), (x.clone(), y.clone()), (x, y, slice(0, 2)), (x, y, slice(2, 4)), (x, y + 1)], None
     )
     assert len(list(passes)) == 5
+
+
+def mode_of(batches: Any) -> None:
+    """Fit a Gaussian around a mode of a model with a plate as long as each batch."""
+
+    def model(x: Tensor, y: Tensor, rows: slice = slice(None)) -> None:
+        w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        with pyro.plate("data", len(y[rows])):
+            pyro.sample("y", dist.Normal(x[rows] @ w, 1.0), obs=y[rows])
+
+    guide = LaplaceGuide(model)
+    guide.initialize(*next(iter(batches)))
+    guide.fit(batches, method=Dense(), unconverged="accept")
+
+
+X, Y = torch.randn(4, 2, generator=torch.Generator().manual_seed(0)), torch.tensor([1.0, 0.0, 2.0, -1.0])
+
+
+@pytest.mark.parametrize("kind", ["copies", "loader"])
+def test_the_same_data_in_other_tensors_count_once(kind):
+    data = TensorDataset(X, Y)
+    twice: Any = {
+        "copies": [(X, Y), (X.clone(), Y.clone())],
+        "loader": DataLoader(ConcatDataset([data, data]), batch_size=4),
+    }[kind]
+    with pytest.raises(DataError, match="two batches hold the same data.*give every row once"):
+        mode_of(twice)
+
+
+@pytest.mark.parametrize("kind", ["parts", "equal inputs", "equal rows", "rows in another order"])
+def test_what_is_no_repetition(kind):
+    """Rows picked in the model, repeated measurements, and rows that happen to be equal."""
+    mode_of(
+        {
+            "parts": [(X, Y, slice(0, 2)), (X, Y, slice(2, 4))],
+            "equal inputs": [(X, Y), (X.clone(), Y + 0.1)],
+            "equal rows": [(X[:1], Y[:1]), (X[:1].clone(), Y[:1].clone())],
+            "rows in another order": [(torch.ones(2, 2), Y[:2]), (torch.ones(2, 2), Y[:2].flip(0))],
+        }[kind]
+    )
