@@ -154,9 +154,8 @@ class _Site:
         if len(log_probs) > 1:  # else the same for every draw, of no use to ArviZ
             share = self._count // len(log_probs)
             log_probs = log_probs if share == 1 else log_probs.repeat(share, 0)
-            densities.add(
-                self.name, log_probs, self.dims, cells.any(tuple(range(log_probs.ndim - 1, cells.ndim)))
-            )
+            scored = np.asarray(cells.any(tuple(range(log_probs.ndim - 1, cells.ndim))))
+            densities.add(self.name, log_probs, self.dims, scored)
         observed.add(self.name, joined(self._observed, 0), self.dims, cells)
 
 
