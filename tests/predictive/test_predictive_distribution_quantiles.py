@@ -41,7 +41,7 @@ FAMILIES = {
     "Binomial": lambda f: dist.Binomial(10, logits=f),
     "zero-inflated": lambda f: dist.ZeroInflatedPoisson((1 + f).exp(), gate=torch.tensor(0.3)),
     "count events": lambda f: dist.Poisson(torch.stack([f, -f], -1).exp()).to_event(1),
-    "Multinomial": lambda f: dist.Multinomial(10, logits=torch.stack([f, -f], -1)),
+    "Multinomial": lambda f: dist.Multinomial(3, logits=torch.stack([f, -f], -1)),
 }
 
 

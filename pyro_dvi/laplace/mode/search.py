@@ -300,10 +300,11 @@ def polish(
     """
     check_positive("tolerance", tolerance)
     check_count("max_gradients", max_gradients)
+    work, spent = energy.work, energy.work.done
     with progress_bar(progress, max_gradients, unit="gradient") as bar:
 
-        def report(value: float, decrement: float) -> None:
-            bar.update(energy.work.done - search.before - bar.n)
+        def report(value: float, decrement: float) -> None:  # holds no search, which holds it
+            bar.update(work.done - spent - bar.n)
             bar.set_postfix_str(f"U {value:.6g}, decrement {decrement:.2g}")
 
         search = Search(energy, max_gradients, report)

@@ -189,7 +189,7 @@ class Moments(PredictionRule):
         joint = [name for name, gaussian in marginals.gaussians.items() if is_joint(gaussian.base)]
         if joint and self.propagation.counts_weights_once:
             raise UnsupportedError(
-                f"{joint[0]!r} has covariances, which {self.propagation} does not propagate"
+                f"{joint[0]!r} has covariances, which {self.propagation} does not propagate: use Moments()"
             )
 
         def predictive(family: type, parameters: Mapping[str, Any]) -> Any:
