@@ -8,24 +8,17 @@ function of the number of rows. No Python code is recorded, neither from the fun
 
 import operator
 from collections.abc import Callable, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from pyro_dvi.core.recorder import Watch, recording
 from pyro_dvi.errors import UnsupportedError
 
 Function = Callable[..., Sequence[Tensor]]
-_RECORDING = ContextVar("recording", default=False)
-
-
-def is_recording() -> bool:
-    """Return whether a function is being recorded, which must not look at values."""
-    return _RECORDING.get()
 
 
 def recorded(function: Function, *arguments: Sequence[Tensor]) -> fx.GraphModule:
@@ -46,14 +39,6 @@ def recorded(function: Function, *arguments: Sequence[Tensor]) -> fx.GraphModule
 def rows_of(inputs: Sequence[Tensor]) -> int:
     """Return the number of rows, by the first argument that has any."""
     return next(len(value) for value in inputs if value.dim())
-
-
-class Watch(TorchDispatchMode):
-    """Sees every call of an operator, without importing the compiler of torch, which takes seconds."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
 
 
 @dataclass(frozen=True)
@@ -87,12 +72,8 @@ class _Run(Watch):
         self.steps: list[_Step] = []
         self._looks_at_values = False
         self._from_inputs = {_memory(value) for value in inputs}
-        token = _RECORDING.set(True)
-        try:
-            with self:
-                self.results = list(function(*inputs))
-        finally:
-            _RECORDING.reset(token)
+        with recording(), self:
+            self.results = list(function(*inputs))
         if self._looks_at_values:
             raise UnsupportedError(
                 "it looks at values that depend on the inputs, as bool(tensor) or .item() do"

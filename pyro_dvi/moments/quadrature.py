@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from pyro_dvi.core.recording import is_recording
+from pyro_dvi.core.recorder import is_recording
 from pyro_dvi.moments.dispatch import Kind
 from pyro_dvi.moments.rules import moment_rule
 from pyro_dvi.moments.value import GaussianMoments, floored

@@ -40,7 +40,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_dvi.core.recording import is_recording
+from pyro_dvi.core.recorder import is_recording
 from pyro_dvi.moments.quadrature import DENSITY, Nodes, column, constants, distribution, gauss_hermite
 
 _SERIES = (1e-6, 1e-3)  # variances in float64 and float32

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pyro_dvi.core.autograd_graph import graph_of
 from pyro_dvi.errors import ArgumentError, GuideError, UnsupportedError
 from pyro_dvi.natural_gradients.drawn_run import DrawnRun, SquareMeasurement
+from pyro_dvi.natural_gradients.estimates import NaturalSite
 from pyro_dvi.natural_gradients.optimizer import wanted_by
 from pyro_dvi.objectives.objective import Objective
 from pyro_dvi.runs.divergences import kl_to_priors
@@ -108,8 +109,6 @@ class NaturalGradientELBO(Objective):
     def evaluate(self, call: Call, kl_weight: float, training: bool) -> dict[str, Tensor]:
         _check_guide(call.guide)
         step = call.guide.natural_step
-        if training:
-            _check_training(kl_weight)
         run = DrawnRun.measuring(step.measured if training else step.wanted, call)
         observed = self.observed(run.model_trace)
         log_likelihood = observed.log_likelihood()
@@ -121,7 +120,7 @@ class NaturalGradientELBO(Objective):
         if training:
             graph = graph_of([log_likelihood, kl])
             log_likelihood = run.with_idle_draws(log_likelihood, graph)
-            step.num_data, step.temperature = max(map(num_data_of, observed.terms)), kl_weight
+            step.num_data = max(map(num_data_of, observed.terms))
             step.sites = run.sites()
             leaves = [node.variable for node in graph if hasattr(node, "variable")]
             for parameter in (*leaves, *(site.loc for site in step.sites)):
@@ -131,7 +130,21 @@ class NaturalGradientELBO(Objective):
 
     def begin(self, guide: Any) -> None:
         _check_guide(guide)
+        _check_training(self.current_kl_weight())
         guide.natural_step.begin()
+        guide.natural_step.temperature = self.current_kl_weight()
+
+    def recorded_for(self, guide: Any) -> Any:
+        return guide.natural_step.wanted, bool(guide.natural_step.sites)
+
+    def left_with(self, guide: Any) -> Any:
+        step = guide.natural_step
+        sites = [(site.loc, site.precision, site.prior_loc, site.prior_precision) for site in step.sites]
+        return step.num_data, sites
+
+    def leave_with(self, guide: Any, left: Any) -> None:
+        guide.natural_step.num_data, sites = left
+        guide.natural_step.sites = [NaturalSite(*site) for site in sites]
 
     def returned(self, loss: Tensor, guide: Any) -> None:
         if self.step & (self.step - 1) == 0:  # now and then, since this reads a value

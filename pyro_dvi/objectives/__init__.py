@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base class of objectives, schedules of the KL weight, and the objective that draws weights."""
+"""The base class of objectives, the sampled ELBO, schedules of the KL weight, and captured steps."""
 
+from pyro_dvi.objectives.captured import Captured
 from pyro_dvi.objectives.objective import Objective
 from pyro_dvi.objectives.sampled import SampledELBO
 
-__all__ = ["Objective", "SampledELBO"]
+__all__ = ["Captured", "Objective", "SampledELBO"]

@@ -3,7 +3,8 @@
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -91,6 +92,21 @@ class Objective(ELBO):
     def returned(self, loss: Tensor, guide: Any) -> None:
         """Look at the loss on which the caller, who may have multiplied it, will start the backward pass."""
 
+    def recorded_for(self, guide: Any) -> Any:
+        """Return what the operators of the next step depend on, beside tensors and numbers of modules.
+
+        Raises:
+            UnsupportedError: they may depend on anything.
+        """
+        return ()
+
+    def left_with(self, guide: Any) -> Any:
+        """Return what the last step has left with the guide beside gradients, in lists and tuples."""
+        return ()
+
+    def leave_with(self, guide: Any, left: Any) -> None:
+        """Leave with the guide what :meth:`left_with` returns after such a step."""
+
     # For hooks -----------------------------------------------------------------------------------------------------
 
     def structure(self, call: Call, training: bool, gradients: bool = True) -> tuple[Structure, bool]:
@@ -119,7 +135,7 @@ class Objective(ELBO):
 
     def loss(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
         """Return the loss as a number, without counting a training step."""
-        return self._total(Call(model, guide, args, kwargs), training=False).item()
+        return self.total(Call(model, guide, args, kwargs), training=False).item()
 
     def differentiable_loss(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> Tensor:
         """Return the loss as a tensor to call ``backward`` on; counts a training step if gradients are recorded."""
@@ -156,36 +172,51 @@ class Objective(ELBO):
         self.step = int(state["step"])
 
     def _differentiable(self, call: Call) -> Tensor:
-        training = torch.is_grad_enabled()
-        if not training:
-            return self._total(call, training).detach()
-        check_trainable(call.guide, self)
-        self.begin(call.guide)
-        loss = self._total(call, training)
-        note_trained_for(call.guide, self.prediction_rule)
-        self.step += 1
-        return loss
+        if not torch.is_grad_enabled():
+            return self.total(call, training=False).detach()
+        with self.training_step(call.guide):
+            return self.total(call, training=True)
 
-    def _total(self, call: Call, training: bool) -> Tensor:
+    # For captured steps --------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def training_step(self, guide: Any) -> Iterator[None]:
+        """Count a training step."""
+        check_trainable(guide, self)
+        self.begin(guide)
+        yield
+        note_trained_for(guide, self.prediction_rule)
+        self.step += 1
+
+    def total(self, call: Call, training: bool) -> Tensor:
+        """Return the loss, and keep its terms."""
         if torch.is_inference_mode_enabled():
             raise PyroDviError(
                 f"{type(self).__name__} differentiates the model: use torch.no_grad(), not torch.inference_mode()"
             )
         weight = self.current_kl_weight()
         with torch.enable_grad():
-            runs = [self.evaluate(call, weight, training) for _ in range(self.num_particles)]
-            terms = runs[0]
-            if runs[1:]:
-                terms = {k: sum_of([run[k] for run in runs]) / len(runs) for k in terms}
+            terms = self.averaged(call, weight, training)
         kind = terms["loss"].device.type
         if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.float16:
             raise UnsupportedError(
                 f"{type(self).__name__} squares gradients and variances, which float16 cannot hold, scaled or not: use "
                 f"torch.autocast({kind!r}, torch.bfloat16), which needs no GradScaler"
             )
-        self.terms = {k: v.detach() for k, v in terms.items()}
-        self.terms["kl_weight"] = torch.tensor(weight)
+        self.keep(terms, weight)
         return terms["loss"]
+
+    def averaged(self, call: Call, kl_weight: Any, training: bool) -> dict[str, Tensor]:
+        """Return the terms, averaged over runs."""
+        runs = [self.evaluate(call, kl_weight, training) for _ in range(self.num_particles)]
+        if len(runs) == 1:
+            return runs[0]
+        return {k: sum_of([run[k] for run in runs]) / len(runs) for k in runs[0]}
+
+    def keep(self, terms: dict[str, Tensor], kl_weight: float) -> None:
+        """Keep the terms of a loss."""
+        self.terms = {k: v.detach() for k, v in terms.items()}
+        self.terms["kl_weight"] = torch.tensor(kl_weight)
 
     def _diagnosis(self, value: float) -> str:
         parts = {k: v.item() for k, v in self.terms.items() if k != "loss"}

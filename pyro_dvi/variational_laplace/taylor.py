@@ -3,6 +3,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,6 +87,9 @@ class TaylorELBO(Objective):
         check_choice("curvature", curvature, Curvature, "Fisher() or GGNDiagonal()")
         super().__init__(kl_weight=kl_weight, num_data=num_data, num_particles=num_particles)
         self.curvature = curvature
+
+    def recorded_for(self, guide: Any) -> Any:
+        return self.curvature.weight(self.step)
 
     def evaluate(self, call: Call, kl_weight: float, training: bool) -> dict[str, Tensor]:
         structure, first = self.structure(call, training)

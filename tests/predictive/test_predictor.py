@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import pyro_dvi as dvi
 from pyro_dvi import AtMean, MeanFieldGuide, Moments, ReverseDelta, Samples, predict, predictor, to_bayesian_
 from pyro_dvi.bayesian import Heteroscedastic
-from pyro_dvi.core.recording import Watch
+from pyro_dvi.core.recorder import Watch
 from pyro_dvi.errors import DataError, UnsupportedError
 from pyro_dvi.links import Probit
 

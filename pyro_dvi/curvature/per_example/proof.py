@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pyro_dvi.core.recorder import is_looking, is_recording
 from pyro_dvi.curvature.per_example.example_rules import Rows, Use, at_least_single
 from pyro_dvi.errors import ModelError, warn
 
@@ -265,8 +266,12 @@ class _Verdict:
     looks: int = 0
 
     def is_due(self) -> bool:
-        """Count a call, and say whether to examine it."""
+        """Count a call, and say whether to examine it; a step that is recorded must not read the result."""
+        if is_recording():
+            return False
         self.calls += 1
+        if is_looking():  # at one of many steps that were recorded
+            return True
         waiting = bool(self.known.unproven) and self.calls <= _AT_ONCE
         return waiting or self.calls & (self.calls - 1) == 0 or self.calls % _INTERVAL == 0
 

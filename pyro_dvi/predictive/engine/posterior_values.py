@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch import distributions as td
 
 from pyro_dvi.core.arguments import with_missing
-from pyro_dvi.core.recording import is_recording
+from pyro_dvi.core.recorder import is_recording
 from pyro_dvi.core.undisturbed import reseeded
 from pyro_dvi.errors import GuideError, NonFiniteError
 from pyro_dvi.guides.base import FactorisedGuide

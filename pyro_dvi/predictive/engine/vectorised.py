@@ -29,7 +29,7 @@ from torch import distributions as td
 from torch.distributions import constraints
 from torch.utils._pytree import tree_leaves
 
-from pyro_dvi.core.recording import Watch
+from pyro_dvi.core.recorder import Watch
 from pyro_dvi.core.undisturbed import modules_met, state_of
 from pyro_dvi.predictive.engine.model_runs import Latents
 

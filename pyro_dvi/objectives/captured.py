@@ -1,0 +1,381 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An objective whose training steps are recorded once, and then replayed without Python."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from pyro.infer.elbo import ELBO
+from pyro.poutine.runtime import _PYRO_STACK
+from pyro.poutine.trace_messenger import TraceMessenger
+from torch import Tensor
+from torch.autograd import Function
+from torch.utils._pytree import tree_flatten
+
+from pyro_dvi.core.arguments import check_choice, check_count
+from pyro_dvi.core.autograd_graph import leaves_of
+from pyro_dvi.core.batches import is_strided
+from pyro_dvi.core.recorder import looking
+from pyro_dvi.core.undisturbed import widest
+from pyro_dvi.curvature.linearisation import twice_differentiated
+from pyro_dvi.errors import UnsupportedError, warn
+from pyro_dvi.objectives.objective import Objective
+from pyro_dvi.objectives.recorded_step import Outcome, RecordedStep, State
+from pyro_dvi.objectives.surroundings import Entry, Met, Surroundings, items, meta, stored
+from pyro_dvi.runs.posterior_run import Call
+
+_OWN = ("elbo", "after", "max_recordings", "compile")
+_ATTEMPTS = 3  # to record a step, before capture is given up
+_INTERVAL = 1000  # replays between two comparisons of a long training
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
+_KINDS = ("cpu", "cuda", "xpu", "mps")  # that autocast knows
+_REPLAY_ERRORS = (RuntimeError, IndexError, ValueError, TypeError)
+
+
+class Captured(ELBO):
+    r"""An objective whose training steps run without Python, as graphs of torch operators.
+
+    .. math:: (\text{parameters}, \text{buffers}, \text{batch}, \beta) \mapsto
+        (\mathrm{loss}, \nabla\,\mathrm{loss})
+
+    Used as the objective inside: in ``SVI``, as ``elbo(model, guide)``, in ``fit``. The first steps are ordinary ones.
+    Then a step is recorded below autograd, with its backward pass, and later ones replay the record: neither model nor
+    guide is called. Parameters, buffers, batch and KL weight are inputs of the graph. Batches of another shape, another
+    mode of the model, dtype or device get a recording of their own.
+
+    Status: exact. Before a recording is used, a replay is compared with an ordinary step at other parameters and, where
+    there is one, on another batch: loss, gradients, buffers and random states have to be equal to the last bit (on
+    accelerators, where sums have no fixed order, and of what was compiled: up to rounding). The comparison is repeated
+    after 1, 2, 4, 8, ... steps, later every 1000, and whenever a parameter was replaced. In between goes unseen what is
+    no tensor or number of the model, the guide, their modules, or of the functions themselves: entries of a list,
+    say, or the global variables of a function that the model calls.
+
+    What cannot be replayed stays as it was, with one warning that names the reason: a model that reads values
+    (``.item()``, ``if x.sum() > 0``), draws random numbers outside torch, or keeps something from step to step outside
+    its buffers. Steps are ordinary, too, where a handler of Pyro looks on.
+
+    Args:
+        elbo: an objective of this library.
+        after: ordinary steps of a kind before one is recorded.
+        max_recordings: kinds of steps to keep; others stay ordinary.
+        compile: pass recordings through :func:`torch.compile`, which takes seconds to minutes for each kind. Random
+            numbers stay torch's own.
+
+    Attributes:
+        elbo: the objective. All others are its own: ``terms``, ``step``, ``kl_weight``, ...
+
+    Raises:
+        ArgumentError: the objective is none of this library.
+        NonFiniteError: as from the objective, and with its diagnosis.
+
+    Example:
+        >>> import pyro, pyro.distributions as dist
+        >>> from pyro.infer import SVI
+        >>> from pyro_dvi import MeanFieldGuide, TaylorELBO
+        >>> from pyro_dvi.optim import Adam
+        >>> def model(x, y=None):
+        ...     w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        ...     with pyro.plate("data", len(x)):
+        ...         return pyro.sample("y", dist.Normal(w * x, 0.1), obs=y)
+        >>> x = torch.linspace(-1, 1, 20)
+        >>> guide, elbo = MeanFieldGuide(model), Captured(TaylorELBO())
+        >>> svi = SVI(model, guide, Adam({"lr": 0.05}), loss=elbo)
+        >>> losses = [svi.step(x, 2 * x) for _ in range(300)]
+        >>> bool(abs(guide.median()["w"] - 2) < 0.1), elbo.step, len(elbo.recordings)
+        (True, 300, 1)
+    """
+
+    elbo: Objective
+
+    def __init__(
+        self, elbo: Objective, *, after: int = 4, max_recordings: int = 8, compile: bool = False
+    ) -> None:
+        check_choice("elbo", elbo, Objective, "TaylorELBO()")
+        check_count("after", after)
+        check_count("max_recordings", max_recordings)
+        vars(self).update(elbo=elbo, after=after, max_recordings=max_recordings, compile=compile)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._recordings: list[_Recording] = []
+        self._ordinary_steps: Counter[Any] = Counter()
+        self._met: dict[Any, Surroundings] = {}
+        self._last_weight: tuple[Any, Any] = (None, None)
+        self._failures = 0
+        self._given_up = False
+
+    @property
+    def recordings(self) -> list[RecordedStep]:
+        """The recorded steps, one of each kind; ``operators`` of each is its graph."""
+        return [recording.step for recording in self._recordings]
+
+    # An objective like the one inside ---------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "elbo" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.elbo, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = name.startswith("_") or name in _OWN
+        object.__setattr__(self if own else self.elbo, name, value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and files hold no recordings."""
+        return {name: vars(self)[name] for name in _OWN}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._forget()
+
+    def loss(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
+        """Return the loss as a number, without counting a training step."""
+        return self.elbo.loss(model, guide, *args, **kwargs)
+
+    def differentiable_loss(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the loss as a tensor to call ``backward`` on; counts a training step if gradients are recorded."""
+        outcome = self._taken(Call(model, guide, args, kwargs))
+        if outcome is None:
+            return self.elbo.differentiable_loss(model, guide, *args, **kwargs)
+        loss: Tensor = Handed.apply(outcome.terms["loss"], outcome.gradients, *outcome.leaves)  # type: ignore[no-untyped-call]
+        self.elbo.returned(loss, guide)
+        return loss
+
+    def loss_and_grads(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
+        """Accumulate gradients and return the loss, as ``SVI.step`` expects."""
+        outcome = self._taken(Call(model, guide, args, kwargs))
+        if outcome is None:
+            return self.elbo.loss_and_grads(model, guide, *args, **kwargs)
+        outcome.hand_over()
+        return outcome.value
+
+    def _get_trace(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> Any:
+        raise UnsupportedError("Captured does not sample traces; see its loss methods")
+
+    # A step -------------------------------------------------------------------------------------------------------
+
+    def _taken(self, call: Call) -> Outcome | None:
+        """Take a step that is recorded, compared or replayed; None if it is to be an ordinary one."""
+        if self._given_up or not torch.is_grad_enabled() or not all(map(_sees_parameters_only, _PYRO_STACK)):
+            return None
+        try:
+            batch, key = self._key(call)
+            recording, tensors = self._find(call, key)
+            if recording is None:
+                self._ordinary_steps[key] += 1
+                if self._ordinary_steps[key] < self.after or len(self._recordings) == self.max_recordings:
+                    return None
+            with self.elbo.training_step(call.guide):
+                if recording is None:
+                    outcome = self._recorded(call, key, batch)
+                elif recording.is_due(tensors, batch):
+                    outcome = self._compared(recording, call, tensors, batch)
+                else:
+                    outcome = self._replayed(recording, call, tensors, batch)
+                if not math.isfinite(outcome.value):
+                    raise _Ordinary  # which explains it
+        except _Ordinary:
+            return None
+        except UnsupportedError as error:
+            self._fail(str(error))
+            return None
+        return outcome
+
+    def _key(self, call: Call) -> tuple[list[Tensor], Any]:
+        """Return the tensors among the arguments, and everything else that decides which operators a step has."""
+        if not call.kwargs and all(type(value) is Tensor for value in call.args):
+            batch, rest = list(call.args), None
+        else:
+            leaves, structure = tree_flatten((call.args, call.kwargs))
+            batch = [leaf for leaf in leaves if type(leaf) is Tensor]
+            others = [leaf for leaf in leaves if type(leaf) is not Tensor]
+            strange = next((type(leaf).__name__ for leaf in others if not isinstance(leaf, _PLAIN)), None)
+            if strange is not None:
+                raise UnsupportedError(f"an argument is a {strange}")
+            rest = (structure, tuple(map(repr, others)))
+        if not all(map(is_strided, batch)):
+            raise UnsupportedError("an argument is a sparse or nested tensor")
+        casts = tuple(torch.get_autocast_dtype(kind) for kind in _KINDS if torch.is_autocast_enabled(kind))
+        metas = tuple(map(meta, batch))
+        return batch, (metas, rest, casts, torch.get_default_dtype(), self.elbo.recorded_for(call.guide))
+
+    def _find(self, call: Call, key: Any) -> tuple[Any, list[Tensor]]:
+        """Return the recording of such a step, and the tensors of its surroundings."""
+        for recording in self._recordings:
+            tensors = recording.tensors_for(call, key)
+            if tensors is not None:
+                return recording, tensors
+        return None, []
+
+    def _recorded(self, call: Call, key: Any, batch: list[Tensor]) -> Outcome:
+        surroundings = self._met.get(key)
+        tensors = None if surroundings is None else surroundings.tensors()
+        if surroundings is None or tensors is None:
+            outcome, met = self._ordinary(call)
+            self._met[key] = Surroundings(met, (call.model, call.guide), self._settings())
+            return outcome
+        del self._met[key]
+        if (change := surroundings.changed()) is not None:
+            raise UnsupportedError(change)
+        inputs = [*tensors, *batch]
+        state, metas = State(inputs), [meta(tensor) for tensor in tensors]
+        try:
+            step = RecordedStep(self.elbo, call, inputs, self._kl_weight(tensors), self.compile)
+            if not math.isfinite(step.outcome.value):
+                raise _Ordinary
+            if (change := surroundings.moved(tensors)) is not None:
+                raise UnsupportedError(change)
+        except Exception as error:
+            state.restore()
+            if isinstance(error, _Ordinary):
+                raise
+            raise UnsupportedError(str(error)) from error
+        self.elbo.keep(step.outcome.terms, self.elbo.current_kl_weight())
+        identities = list(map(id, batch))
+        self._recordings.append(_Recording(call, key, surroundings, metas, step, tensors, identities))
+        return step.outcome
+
+    def _ordinary(self, call: Call) -> tuple[Outcome, Met]:
+        with twice_differentiated(), looking(), Met() as met:
+            loss = self.elbo.total(call, training=True)
+            outcome = Outcome.of(self.elbo, call, {**self.elbo.terms, "loss": loss}, leaves_of([loss]))
+        return outcome, met
+
+    def _compared(
+        self, recording: _Recording, call: Call, tensors: list[Tensor], batch: list[Tensor]
+    ) -> Outcome:
+        """Take an ordinary step, and drop a recording that differs from it."""
+        inputs, kl_weight = [*tensors, *batch], self._kl_weight(tensors)
+        trial = None
+        with suppress(*_REPLAY_ERRORS):
+            trial = recording.step.trial(inputs, kl_weight)
+        outcome, met = self._ordinary(call)
+        if not math.isfinite(outcome.value):
+            raise _Ordinary
+        surroundings = recording.surroundings
+        problem = "a replay fails" if trial is None else trial.disagreement(outcome, inputs)
+        problem = problem or surroundings.moved(tensors)
+        if met.names.keys() - set(surroundings.names):
+            problem = "a parameter appears"
+        if problem is None:
+            recording.trust(tensors, batch)
+        else:
+            self._recordings.remove(recording)
+            self._fail(problem)
+        return outcome
+
+    def _replayed(
+        self, recording: _Recording, call: Call, tensors: list[Tensor], batch: list[Tensor]
+    ) -> Outcome:
+        try:
+            outcome = recording.step.replay([*tensors, *batch], self._kl_weight(tensors))
+        except _REPLAY_ERRORS as error:  # as of a label that is out of range
+            raise _Ordinary from error
+        self.elbo.keep(outcome.terms, self.elbo.current_kl_weight())
+        self.elbo.leave_with(call.guide, outcome.left)
+        _announce(recording.surroundings.names)
+        return outcome
+
+    def _kl_weight(self, tensors: list[Tensor]) -> Tensor:
+        device = tensors[0].device if tensors else torch.device("cpu")
+        known = (self.elbo.current_kl_weight(), device)
+        if known != self._last_weight[0]:
+            self._last_weight = known, torch.tensor(known[0], dtype=widest(device), device=device)
+        return self._last_weight[1]
+
+    def _settings(self) -> Iterator[Entry]:
+        """Yield the attributes of the objective and of its parts."""
+        own = {name: value for name, value in vars(self.elbo).items() if name not in ("step", "kl_weight")}
+        parts = [part for part in own.values() if type(part).__module__.startswith("pyro_dvi.")]
+        for name, value in own.items():
+            yield vars(self.elbo).get, name, value
+        for part in parts:
+            yield from items(getattr(part, "__dict__", {}))
+
+    def _fail(self, reason: str) -> None:
+        self._failures += 1
+        self._met.clear()
+        if self._failures == _ATTEMPTS:
+            self._given_up = True
+            warn(f"training steps are not captured, but stay ordinary ones: {reason}")
+
+
+@dataclass(eq=False)
+class _Recording:
+    """A recorded step, and when it is to be compared with an ordinary one."""
+
+    call: Call
+    key: Any
+    surroundings: Surroundings
+    metas: list[Any]
+    step: RecordedStep
+    last: list[Tensor]  # the tensors of its surroundings, when it was last compared
+    batch: list[int]  # identities of the tensors it was recorded with
+    uses: int = 0
+    elsewhere: bool = False  # compared on another batch
+
+    def tensors_for(self, call: Call, key: Any) -> list[Tensor] | None:
+        """Return the tensors of its surroundings; None for another step."""
+        if key != self.key or call.guide is not self.call.guide or call.model != self.call.model:
+            return None
+        tensors = self.surroundings.tensors()
+        if (
+            tensors is None
+            or self.surroundings.changed() is not None
+            or list(map(meta, tensors)) != self.metas
+        ):
+            return None
+        return tensors
+
+    def is_due(self, tensors: list[Tensor], batch: list[Tensor]) -> bool:
+        """Count a step, and say whether to compare it."""
+        self.uses += 1
+        if self.uses & (self.uses - 1) == 0 or self.uses % _INTERVAL == 0:
+            return True
+        if any(a is not b for a, b in zip(tensors, self.last, strict=True)):
+            return True
+        return not self.elsewhere and self.batch != list(map(id, batch))
+
+    def trust(self, tensors: list[Tensor], batch: list[Tensor]) -> None:
+        """Note a comparison in which it did not differ."""
+        self.last = tensors
+        self.elsewhere = self.elsewhere or self.batch != list(map(id, batch))
+
+
+class _Ordinary(Exception):  # noqa: N818 (no error)
+    """The step is to be taken as an ordinary one."""
+
+
+class Handed(Function):
+    """A loss with gradients that are known already."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, gradients: list[Tensor | None], *leaves: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, out: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, None, *(None if g is None else out.to(g) * g for g in ctx.gradients))
+
+
+def _sees_parameters_only(handler: Any) -> bool:
+    return isinstance(handler, TraceMessenger) and bool(handler.param_only)
+
+
+def _announce(names: Iterable[str]) -> None:
+    """Let handlers, as SVI's, see the parameters of a step."""
+    handlers: list[Any] = _PYRO_STACK  # all of parameters only
+    for name in names if handlers else ():
+        parameter: Any = stored(name)
+        if not hasattr(parameter, "unconstrained"):
+            parameter.unconstrained = weakref.ref(parameter)
+        for handler in handlers:
+            handler.trace.add_node(name, name=name, type="param", value=parameter)

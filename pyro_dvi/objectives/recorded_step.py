@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A training step as a graph of operators: how it is recorded, replayed, and compared with an ordinary one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyro
+import torch
+from pyro.poutine.messenger import Messenger
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from pyro_dvi.core.recorder import Recorder, recording
+from pyro_dvi.core.undisturbed import accelerators, forked, state_of
+from pyro_dvi.errors import UnsupportedError
+from pyro_dvi.runs.posterior_run import Call
+from pyro_dvi.runs.sites import is_data
+
+if TYPE_CHECKING:
+    from pyro_dvi.objectives.objective import Objective
+
+_TENSOR = object()
+
+
+class Weight:
+    """A number that a recording has as an input; like a number it takes the type of what it multiplies."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+    def __mul__(self, other: Tensor) -> Tensor:
+        return self.value.to(other.dtype) * other
+
+    __rmul__ = __mul__
+
+
+@dataclass
+class Outcome:
+    """The result of a training step.
+
+    Attributes:
+        terms: of the loss, with the loss itself.
+        leaves: tensors that may have gradients.
+        gradients: of the loss by the leaves; None where it does not depend on one.
+        left: what the objective leaves with the guide.
+    """
+
+    terms: dict[str, Tensor]
+    leaves: list[Tensor]
+    gradients: list[Tensor | None]
+    left: Any
+
+    @classmethod
+    def of(cls, objective: Objective, call: Call, terms: dict[str, Tensor], leaves: list[Tensor]) -> Outcome:
+        """Differentiate a loss."""
+        gradients = torch.autograd.grad(terms["loss"], leaves, allow_unused=True)
+        terms = {name: term.detach() for name, term in terms.items() if name != "kl_weight"}
+        return cls(terms, leaves, list(gradients), objective.left_with(call.guide))
+
+    @cached_property
+    def value(self) -> float:
+        """The loss as a number."""
+        return self.terms["loss"].item()
+
+    def hand_over(self) -> None:
+        """Add the gradients to those of the leaves, as a backward pass does."""
+        for leaf, gradient in zip(self.leaves, self.gradients, strict=True):
+            if gradient is None:
+                continue
+            if leaf.grad is None and not leaf._backward_hooks and not leaf._post_accumulate_grad_hooks:
+                leaf.grad = gradient
+            else:
+                leaf.backward(gradient)
+
+
+class RecordedStep:
+    """A step as a graph from parameters, buffers and a batch to the loss, its terms and its gradients.
+
+    Args:
+        objective: of the step.
+        call: with the batch that it is recorded with; the step is taken.
+        inputs: tensors of the step that others may take the place of.
+        kl_weight: an input, too.
+
+    Attributes:
+        outcome: of the step in which it was recorded.
+        operators: the graph.
+
+    Raises:
+        UnsupportedError: it cannot be replayed.
+    """
+
+    def __init__(
+        self,
+        objective: Objective,
+        call: Call,
+        inputs: list[Tensor],
+        kl_weight: Tensor,
+        compiled: bool = False,
+    ) -> None:
+        self._leaves = [k for k, t in enumerate(inputs) if t.requires_grad and t.is_leaf]
+        drawn = python_generators()
+        recorder = Recorder([*inputs, kl_weight])
+        torch.clear_autocast_cache()  # or casts made before would pass for constants
+        with pyro.validation_enabled(False), recording(), _Supports() as supports, recorder:
+            with torch.enable_grad():
+                terms = objective.averaged(call, Weight(kl_weight), True)
+            self.outcome = Outcome.of(objective, call, terms, [inputs[k] for k in self._leaves])
+            loss = self.outcome.terms["loss"]
+            checked = supports.checked(loss)
+        if repr(drawn) != repr(python_generators()):
+            raise UnsupportedError("it draws random numbers outside torch")
+        left, self._structure = tree_flatten(self.outcome.left)
+        self._left = [_TENSOR if isinstance(value, Tensor) else value for value in left]
+        self._names = list(terms)
+        self._has_gradient = [gradient is not None for gradient in self.outcome.gradients]
+        results = [{**self.outcome.terms, "loss": checked}[name] for name in self._names]
+        results += [gradient for gradient in self.outcome.gradients if gradient is not None]
+        results += [value for value in left if isinstance(value, Tensor)]
+        self.operators = recorder.module(results)
+        self._run: Any = self.operators.forward
+        if compiled:
+            self._run = torch.compile(
+                self.operators, fullgraph=True, dynamic=False, options={"fallback_random": True}
+            )
+
+    def replay(self, inputs: list[Tensor], kl_weight: Tensor) -> Outcome:
+        """Take a step with other inputs; writes to buffers and moves random states as the step does."""
+        with torch.no_grad():
+            results = iter(self._run(*inputs, kl_weight))
+        terms = {name: next(results) for name in self._names}
+        gradients = [next(results) if has else None for has in self._has_gradient]
+        left = [next(results) if value is _TENSOR else value for value in self._left]
+        return Outcome(
+            terms, [inputs[k] for k in self._leaves], gradients, tree_unflatten(left, self._structure)
+        )
+
+    def trial(self, inputs: list[Tensor], kl_weight: Tensor) -> Trial:
+        """Replay on copies of buffers, and put random states back."""
+        copies = [t if t.requires_grad else t.clone() for t in inputs]
+        with forked(*accelerators()):
+            outcome = self.replay(copies, kl_weight)
+            return Trial(outcome, copies, _random_states())
+
+
+@dataclass
+class Trial:
+    """A replay that is to be compared with an ordinary step from the same state.
+
+    Attributes:
+        outcome: of the replay.
+        inputs: after it.
+        random_states: after it.
+    """
+
+    outcome: Outcome
+    inputs: list[Tensor]
+    random_states: list[Tensor]
+
+    def disagreement(self, ordinary: Outcome, inputs: list[Tensor]) -> str | None:
+        """Say in what the ordinary step, after which ``inputs`` are what they are, differs; None if in nothing."""
+        mine, known = self.outcome, {id(leaf) for leaf in self.outcome.leaves}
+        if any(id(leaf) not in known for leaf in ordinary.leaves):
+            return "a parameter appears"
+        by_leaf = {id(leaf): g for leaf, g in zip(ordinary.leaves, ordinary.gradients, strict=True)}
+        gradients = [by_leaf.get(id(leaf)) for leaf in mine.leaves]
+        pairs = [
+            *((name, mine.terms.get(name), term) for name, term in ordinary.terms.items()),
+            *(("a gradient", a, b) for a, b in zip(mine.gradients, gradients, strict=True)),
+            *(("a buffer", a, b) for a, b in zip(self.inputs, inputs, strict=True)),
+            *(("the random state", a, b) for a, b in zip(self.random_states, _random_states(), strict=True)),
+        ]
+        left, structure = tree_flatten(mine.left)
+        again, other = tree_flatten(ordinary.left)
+        if structure != other:
+            return "the measurements differ"
+        pairs += [("a measurement", a, b) for a, b in zip(left, again, strict=True)]
+        return next((f"{what} differs" for what, a, b in pairs if not _agree(a, b)), None)
+
+
+class State:
+    """The state that a step moves, beside parameters: to go back to if the step fails."""
+
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
+        self._tensors = [(t, t.clone()) for t in inputs if not t.requires_grad]
+        self._random, self._python = _random_states(), python_generators()
+
+    def restore(self) -> None:
+        """Go back."""
+        with torch.no_grad():
+            for tensor, before in self._tensors:
+                tensor.copy_(before)
+        for device, state in zip(_devices(), self._random, strict=True):
+            state_of(device)[1](state)
+        random.setstate(self._python[0])
+        np.random.set_state(self._python[1])
+
+
+def python_generators() -> tuple[Any, Any]:
+    """Return the states of the generators of Python and NumPy."""
+    return random.getstate(), np.random.get_state(legacy=True)
+
+
+def _devices() -> list[torch.device]:
+    return [torch.device("cpu"), *accelerators()]
+
+
+def _random_states() -> list[Tensor]:
+    return [state_of(device)[0]() for device in _devices()]
+
+
+def _agree(one: Any, other: Any) -> bool:
+    """Return whether two results are equal: to the last bit on the CPU, to rounding where sums have a random order."""
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+        return one is other or bool(one == other)
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if one.device.type == "cpu" or not one.is_floating_point():
+        return torch.equal(one, other)
+    error, size = (one - other).norm(), other.norm()
+    return bool(error <= torch.finfo(one.dtype).eps ** 0.75 * size)
+
+
+class _Supports(Messenger):
+    """Note whether observed values lie in the supports of their distributions, which replays do not validate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._inside: list[Tensor] = []
+
+    def _pyro_post_sample(self, msg: Any) -> None:
+        if is_data(msg):
+            with suppress(NotImplementedError, AttributeError, TypeError, ValueError, RuntimeError):
+                self._inside.append(msg["fn"].support.check(msg["value"]).all())
+
+    def checked(self, loss: Tensor) -> Tensor:
+        """Return the loss, NaN where a value lies outside, which an ordinary step then explains."""
+        if not self._inside:
+            return loss
+        return torch.where(torch.stack(self._inside).all(), loss, torch.nan)
