@@ -9,9 +9,10 @@ are seen. No Python code is recorded, neither the block's nor Pyro's.
 import linecache
 import operator
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
+from pyro_dvi.core.graph_passes import FROM_SHAPES, noted, own_memory, simplify
 from pyro_dvi.errors import UnsupportedError
 
 _RECORDING = ContextVar("recording", default=False)
@@ -71,78 +73,103 @@ class Recorder(Watch):
 
     Args:
         inputs: tensors in whose place a replay has others, or other values.
+
+    Attributes:
+        found: tensors that the block has found elsewhere, with their versions; the graph holds as long as these stay.
     """
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()
+        self.found: list[tuple[Tensor, int]] = []
         self._problem: str | None = None
         self._graph = fx.Graph()
         self._held: dict[str, Tensor] = {}
         self._nodes: Any = WeakIdKeyDictionary()
         self._varying: set[fx.Node] = set()  # what depends on inputs or random numbers
-        self._fresh: list[tuple[fx.Node, int]] = []  # constants made in the block, with their memory
-        self._written: set[int] = set()  # memory
+        self._written: set[int] = set()  # memory that operators write to
+        self._memories: dict[int, int] = {}  # numbers of memory, by the address where it is now
+        self._numbers = count()
         for i, value in enumerate(inputs):
             self._nodes[value] = node = self._graph.placeholder(f"input_{i}")
             self._varying.add(node)
+            self._note(node, value, {_address(value)})
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         node_args, node_kwargs = tree_map_only(Tensor, self._node, (args, kwargs))
+        addresses = {_address(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         result = func(*args, **kwargs)
         if func in _ALIASES:
             self._nodes[result] = node_args[0]
             return result
         given = [leaf for leaf in tree_leaves((node_args, node_kwargs)) if isinstance(leaf, fx.Node)]
-        varies = not self._varying.isdisjoint(given)
+        random = torch.Tag.nondeterministic_seeded in func.tags
+        varies = random or (func not in FROM_SHAPES and not self._varying.isdisjoint(given))
         self._look_for_problems(func, args, kwargs, varies)
         if torch.Tag.data_dependent_output in func.tags:
             return result  # a number, which depends on constants only
         if func is torch.ops.aten.lift_fresh.default:
             node = self._graph.call_function(torch.ops.aten.clone.default, node_args)
-            self._fresh.append((node, _memory(result)))
         else:
             node = self._graph.call_function(func, node_args, node_kwargs)
         written = _written(func, args, kwargs)
-        self._written |= {_memory(tensor) for tensor in written}
-        if varies or torch.Tag.nondeterministic_seeded in func.tags:
+        self._written |= {self._memories[_address(tensor)] for tensor in written}
+        if varies:
             self._varying.update([node, *map(self._node, written)])
-        self._name(result, node)
+        self._note(node, result, given=addresses)
         return result
 
-    def module(self, results: Sequence[Tensor]) -> fx.GraphModule:
+    def module(self, results: Sequence[Tensor], owned: Sequence[Tensor] = ()) -> fx.GraphModule:
         """Return the graph as a module, from inputs to a list of results.
+
+        Args:
+            results: tensors of the block.
+            owned: further ones, which share their memory with no tensor that is there afterwards.
 
         Raises:
             UnsupportedError: a replay would not do what the block has done.
         """
-        if any(_memory(tensor) in self._written for tensor in self._held.values()):
+        if any(self._memories[_address(tensor)] in self._written for tensor in self._held.values()):
             self._problem = self._problem or "it writes to a tensor that belongs to no module"
         if self._problem is not None:
             raise UnsupportedError(self._problem)
-        for node, memory in self._fresh:
-            if memory not in self._written:  # the constant itself will do
-                node.replace_all_uses_with(node.all_input_nodes[0])
-        self._graph.output([self._node(result) for result in results])
-        self._graph.eliminate_dead_code(_has_effect)
+        self._graph.output([self._node(result) for result in (*results, *owned)])
+        simplify(self._graph, self._written, self._hold)
+        own_memory(self._graph, len(results))
         return fx.GraphModule(self._held, self._graph)
 
-    def _name(self, result: Any, node: fx.Node) -> None:
+    def _note(self, node: fx.Node, result: Any, given: Container[int] = ()) -> None:
+        """Note a result of a node, or each of several, and whether its memory is that of an argument."""
         if isinstance(result, Tensor):
+            address = _address(result)
+            if address not in given or address not in self._memories:  # new memory, if at an old address
+                self._memories[address] = next(self._numbers)
+            node.meta["memory"] = {self._memories[address]}
+            noted(node, result, node in self._varying)
             self._nodes[result] = node
-        elif isinstance(result, (list, tuple)):
-            for i, part in enumerate(result):
-                if isinstance(part, Tensor):
-                    self._nodes[part] = item = self._graph.call_function(operator.getitem, (node, i))
-                    if node in self._varying:
-                        self._varying.add(item)
+            return
+        node.meta["memory"] = set()
+        for i, part in enumerate(result if isinstance(result, (list, tuple)) else ()):
+            if isinstance(part, Tensor):
+                item = self._graph.call_function(operator.getitem, (node, i))
+                if node in self._varying:
+                    self._varying.add(item)
+                self._note(item, part, given)
+                node.meta["memory"] |= item.meta["memory"]
 
     def _node(self, tensor: Tensor) -> fx.Node:
         if tensor not in self._nodes:
-            name = f"constant_{len(self._held)}"
-            self._held[name] = tensor.detach()
-            self._nodes[tensor] = self._graph.get_attr(name)
+            self._nodes[tensor] = self._hold(tensor)
+            if not tensor.is_inference():
+                self.found.append((tensor.detach(), tensor._version))
         node: fx.Node = self._nodes[tensor]
+        return node
+
+    def _hold(self, tensor: Tensor) -> fx.Node:
+        name = f"constant_{len(self._held)}"
+        self._held[name] = tensor.detach()
+        node = self._graph.get_attr(name)
+        self._note(node, tensor, {_address(tensor)})
         return node
 
     def _look_for_problems(self, func: Any, args: Any, kwargs: dict[str, Any], varies: bool) -> None:
@@ -164,7 +191,7 @@ class Recorder(Watch):
         return any(self._node(mask) in self._varying for mask in masks)
 
 
-def _memory(tensor: Tensor) -> int:
+def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
@@ -176,15 +203,6 @@ def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
     named = {a.name: value for a, value in zip(expected, args, strict=False)} | kwargs
     found = [named.get(a.name) for a in expected if a.alias_info and a.alias_info.is_write]
     return [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
-
-
-def _has_effect(node: fx.Node) -> bool:
-    """Return whether a node does more than give a result: writes to an argument, or moves a random state."""
-    if node.op in ("placeholder", "output"):
-        return True
-    schema, tags = getattr(node.target, "_schema", None), getattr(node.target, "tags", ())
-    moves = torch.Tag.nondeterministic_seeded in tags or "batch_norm" in str(node.target)
-    return moves or (schema is not None and schema.is_mutable)
 
 
 def _place() -> str:

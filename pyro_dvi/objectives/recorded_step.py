@@ -60,9 +60,10 @@ class Outcome:
     @classmethod
     def of(cls, objective: Objective, call: Call, terms: dict[str, Tensor], leaves: list[Tensor]) -> Outcome:
         """Differentiate a loss."""
-        gradients = torch.autograd.grad(terms["loss"], leaves, allow_unused=True)
+        found = torch.autograd.grad(terms["loss"], leaves, allow_unused=True)
+        gradients = [g if g is None else _laid_out(g, leaf) for g, leaf in zip(found, leaves, strict=True)]
         terms = {name: term.detach() for name, term in terms.items() if name != "kl_weight"}
-        return cls(terms, leaves, list(gradients), objective.left_with(call.guide))
+        return cls(terms, leaves, gradients, objective.left_with(call.guide))
 
     @cached_property
     def value(self) -> float:
@@ -92,6 +93,7 @@ class RecordedStep:
     Attributes:
         outcome: of the step in which it was recorded.
         operators: the graph.
+        found: tensors that are no inputs, and their versions; the record does not hold once they change.
 
     Raises:
         UnsupportedError: it cannot be replayed.
@@ -122,9 +124,10 @@ class RecordedStep:
         self._names = list(terms)
         self._has_gradient = [gradient is not None for gradient in self.outcome.gradients]
         results = [{**self.outcome.terms, "loss": checked}[name] for name in self._names]
-        results += [gradient for gradient in self.outcome.gradients if gradient is not None]
         results += [value for value in left if isinstance(value, Tensor)]
-        self.operators = recorder.module(results)
+        gradients = [gradient for gradient in self.outcome.gradients if gradient is not None]
+        self.operators = recorder.module(results, gradients)
+        self.found = recorder.found
         self._run: Any = self.operators.forward
         if compiled:
             self._run = torch.compile(
@@ -136,8 +139,8 @@ class RecordedStep:
         with torch.no_grad():
             results = iter(self._run(*inputs, kl_weight))
         terms = {name: next(results) for name in self._names}
-        gradients = [next(results) if has else None for has in self._has_gradient]
         left = [next(results) if value is _TENSOR else value for value in self._left]
+        gradients = [next(results) if has else None for has in self._has_gradient]
         return Outcome(
             terms, [inputs[k] for k in self._leaves], gradients, tree_unflatten(left, self._structure)
         )
@@ -226,6 +229,13 @@ def _agree(one: Any, other: Any) -> bool:
         return torch.equal(one, other)
     error, size = (one - other).norm(), other.norm()
     return bool(error <= torch.finfo(one.dtype).eps ** 0.75 * size)
+
+
+def _laid_out(gradient: Tensor, leaf: Tensor) -> Tensor:
+    """Return a gradient in the layout of its leaf, as optimizers expect it."""
+    if gradient.stride() == leaf.stride():
+        return gradient
+    return torch.empty_like(leaf, requires_grad=False).copy_(gradient)
 
 
 class _Supports(Messenger):
