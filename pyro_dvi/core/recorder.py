@@ -76,11 +76,13 @@ class Recorder(Watch):
 
     Attributes:
         found: tensors that the block has found elsewhere, with their versions; the graph holds as long as these stay.
+        coarsest: rounding error of the coarsest dtype that was met.
     """
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()
         self.found: list[tuple[Tensor, int]] = []
+        self.coarsest = 0.0
         self._problem: str | None = None
         self._graph = fx.Graph()
         self._held: dict[str, Tensor] = {}
@@ -147,6 +149,8 @@ class Recorder(Watch):
             node.meta["memory"] = {self._memories[address]}
             noted(node, result, node in self._varying)
             self._nodes[result] = node
+            if result.is_floating_point():
+                self.coarsest = max(self.coarsest, torch.finfo(result.dtype).eps)
             return
         node.meta["memory"] = set()
         for i, part in enumerate(result if isinstance(result, (list, tuple)) else ()):
