@@ -7,7 +7,8 @@ function of the number of rows. No Python code is recorded, neither from the fun
 """
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -21,11 +22,28 @@ from pyro_dvi.errors import UnsupportedError
 
 Function = Callable[..., Sequence[Tensor]]
 _RECORDING = ContextVar("recording", default=False)
+_ANY_ROWS = ContextVar("any_rows", default=False)
 
 
 def is_recording() -> bool:
     """Return whether a function is being recorded, which must not look at values."""
     return _RECORDING.get()
+
+
+def is_for_any_rows() -> bool:
+    """Return whether a function is being recorded whose operators must not depend on the number of rows."""
+    return _ANY_ROWS.get()
+
+
+@contextmanager
+def recording(any_rows: bool = False) -> Iterator[None]:
+    """Within this context a function is being recorded, for the same number of rows or for any."""
+    tokens = _RECORDING.set(True), _ANY_ROWS.set(any_rows)
+    try:
+        yield
+    finally:
+        _RECORDING.reset(tokens[0])
+        _ANY_ROWS.reset(tokens[1])
 
 
 def recorded(function: Function, *arguments: Sequence[Tensor]) -> fx.GraphModule:
@@ -87,12 +105,8 @@ class _Run(Watch):
         self.steps: list[_Step] = []
         self._looks_at_values = False
         self._from_inputs = {_memory(value) for value in inputs}
-        token = _RECORDING.set(True)
-        try:
-            with self:
-                self.results = list(function(*inputs))
-        finally:
-            _RECORDING.reset(token)
+        with recording(any_rows=True), self:
+            self.results = list(function(*inputs))
         if self._looks_at_values:
             raise UnsupportedError(
                 "it looks at values that depend on the inputs, as bool(tensor) or .item() do"
