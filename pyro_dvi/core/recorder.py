@@ -10,7 +10,7 @@ import linecache
 import operator
 import sys
 from collections.abc import Container, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import count
 from pathlib import Path
@@ -26,6 +26,7 @@ from pyro_dvi.core.graph_passes import FROM_SHAPES, noted, own_memory, simplify
 from pyro_dvi.errors import UnsupportedError
 
 _RECORDING = ContextVar("recording", default=False)
+_ANY_ROWS = ContextVar("any_rows", default=False)
 _CALLERS = ("pyro_dvi.objectives.recorded_step", "pyro_dvi.predictive.predictor")  # who opens the block
 _LOOKING = ContextVar("looking", default=False)
 _ALIASES = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
@@ -41,23 +42,30 @@ def is_recording() -> bool:
     return _RECORDING.get()
 
 
-def recording() -> AbstractContextManager[None]:
-    """Let :func:`is_recording` be true."""
-    return _set(_RECORDING)
-
-
-def looking() -> AbstractContextManager[None]:
-    """Let :func:`is_looking` be true."""
-    return _set(_LOOKING)
+def is_for_any_rows() -> bool:
+    """Return whether operators are being recorded that must not depend on the number of rows."""
+    return _ANY_ROWS.get()
 
 
 @contextmanager
-def _set(flag: ContextVar[bool]) -> Iterator[None]:
-    token = flag.set(True)
+def recording(any_rows: bool = False) -> Iterator[None]:
+    """Let :func:`is_recording` be true, for the same number of rows or for any."""
+    tokens = _RECORDING.set(True), _ANY_ROWS.set(any_rows)
     try:
         yield
     finally:
-        flag.reset(token)
+        _RECORDING.reset(tokens[0])
+        _ANY_ROWS.reset(tokens[1])
+
+
+@contextmanager
+def looking() -> Iterator[None]:
+    """Let :func:`is_looking` be true."""
+    token = _LOOKING.set(True)
+    try:
+        yield
+    finally:
+        _LOOKING.reset(token)
 
 
 class Watch(TorchDispatchMode):

@@ -72,7 +72,7 @@ class _Run(Watch):
         self.steps: list[_Step] = []
         self._looks_at_values = False
         self._from_inputs = {_memory(value) for value in inputs}
-        with recording(), self:
+        with recording(any_rows=True), self:
             self.results = list(function(*inputs))
         if self._looks_at_values:
             raise UnsupportedError(

@@ -4,7 +4,8 @@
 import pytest
 import torch
 
-from pyro_dvi.core.recording import is_recording, recorded
+from pyro_dvi.core.recorder import is_recording
+from pyro_dvi.core.recording import recorded
 from pyro_dvi.errors import UnsupportedError
 
 WEIGHT = torch.tensor([[1.0, -2.0], [0.5, 3.0]])
