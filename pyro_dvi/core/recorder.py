@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -28,6 +28,7 @@ from pyro_dvi.errors import UnsupportedError
 _RECORDING = ContextVar("recording", default=False)
 _ANY_ROWS = ContextVar("any_rows", default=False)
 _CALLERS = ("pyro_dvi.objectives.recorded_step", "pyro_dvi.predictive.predictor")  # who opens the block
+_ASSUMPTIONS: ContextVar[list[Tensor] | None] = ContextVar("assumptions", default=None)
 _LOOKING = ContextVar("looking", default=False)
 _ALIASES = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 
@@ -48,14 +49,20 @@ def is_for_any_rows() -> bool:
 
 
 @contextmanager
-def recording(any_rows: bool = False) -> Iterator[None]:
-    """Let :func:`is_recording` be true, for the same number of rows or for any."""
-    tokens = _RECORDING.set(True), _ANY_ROWS.set(any_rows)
+def recording(any_rows: bool = False, assumptions: list[Tensor] | None = None) -> Iterator[None]:
+    """Let :func:`is_recording` be true.
+
+    Args:
+        any_rows: for any number of rows.
+        assumptions: collects the conditions on which the recording relies; None if it may rely on none.
+    """
+    tokens = _RECORDING.set(True), _ANY_ROWS.set(any_rows), _ASSUMPTIONS.set(assumptions)
     try:
         yield
     finally:
         _RECORDING.reset(tokens[0])
         _ANY_ROWS.reset(tokens[1])
+        _ASSUMPTIONS.reset(tokens[2])
 
 
 @contextmanager
@@ -66,6 +73,23 @@ def looking() -> Iterator[None]:
         yield
     finally:
         _LOOKING.reset(token)
+
+
+def assumed(condition: Tensor) -> bool:
+    """Return whether a condition holds, for a shorter way of computing the same.
+
+    A recording notes that it relies on the condition, if it may rely on any, and a replay in which it fails is void.
+    """
+    if not is_recording():
+        return bool(condition)
+    noted = _ASSUMPTIONS.get()
+    if noted is None:
+        return False
+    with _disable_current_modes():  # so that it does not count as reading a value
+        holds = bool(condition)
+    if holds:
+        noted.append(condition)
+    return holds
 
 
 class Watch(TorchDispatchMode):

@@ -40,7 +40,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_dvi.core.recorder import is_recording
+from pyro_dvi.core.recorder import assumed, is_recording
 from pyro_dvi.moments.quadrature import DENSITY, Nodes, column, constants, distribution, gauss_hermite
 
 _SERIES = (1e-6, 1e-3)  # variances in float64 and float32
@@ -105,14 +105,14 @@ class Smooth:
         threads share a large block with both kinds of elements, nearly so.
         """
         y, variance, limit = block.y, block.variance, table.limit
-        if y.device.type != "cpu" or torch.compiler.is_compiling() or is_recording() or y.numel() == 0:
+        if y.device.type != "cpu" or torch.compiler.is_compiling() or y.numel() == 0:
             return self._everywhere(table, block)
-        low, high = (t.item() for t in variance.aminmax())
-        if high <= limit:
-            return self._near(table, block, low < table.series)
-        if low > limit:
+        low, high = variance.aminmax()
+        if assumed(high <= limit):
+            return self._near(table, block, not assumed(low >= table.series))
+        if assumed(low > limit):
             return self._far(table, block)
-        if len(y) % _LANES:
+        if is_recording() or len(y) % _LANES:
             return self._everywhere(table, block)
         wide = variance > limit
         parts = []

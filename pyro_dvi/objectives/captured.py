@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import math
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from pyro_dvi.core.undisturbed import widest
 from pyro_dvi.curvature.linearisation import twice_differentiated
 from pyro_dvi.errors import UnsupportedError, warn
 from pyro_dvi.objectives.objective import Objective
-from pyro_dvi.objectives.recorded_step import KINDS, Outcome, RecordedStep, State
+from pyro_dvi.objectives.recorded_step import KINDS, Outcome, RecordedStep, State, VoidReplayError
 from pyro_dvi.objectives.surroundings import Entry, Met, Surroundings, items, meta, stored
 from pyro_dvi.runs.posterior_run import Call
 
@@ -106,6 +107,10 @@ class Captured(ELBO):
         self._ordinary_steps: Counter[Any] = Counter()
         self._met: dict[Any, Surroundings] = {}
         self._last_weight: tuple[Any, Any] = (None, None)
+        self._not_worth_it: set[Any] = (
+            set()
+        )  # kinds of steps whose replays take longer than the ordinary ones
+        self._varied: set[Any] = set()  # kinds of steps in which an assumption has failed
         self._failures = 0
         self._given_up = False
 
@@ -168,7 +173,8 @@ class Captured(ELBO):
             recording, tensors = self._find(call, key)
             if recording is None:
                 self._ordinary_steps[key] += 1
-                if self._ordinary_steps[key] < self.after or len(self._recordings) == self.max_recordings:
+                full = len(self._recordings) == self.max_recordings
+                if self._ordinary_steps[key] < self.after or full or key in self._not_worth_it:
                     return None
             with self.elbo.training_step(call.guide):
                 if recording is None:
@@ -225,7 +231,8 @@ class Captured(ELBO):
         inputs = [*tensors, *batch]
         state, metas = State(inputs), [meta(tensor) for tensor in tensors]
         try:
-            step = RecordedStep(self.elbo, call, inputs, self._kl_weight(tensors), self.compile)
+            kl_weight, assuming = self._kl_weight(tensors), key not in self._varied
+            step = RecordedStep(self.elbo, call, inputs, kl_weight, assuming=assuming, compiled=self.compile)
             if not math.isfinite(step.outcome.value):
                 raise _Ordinary
             if (change := surroundings.moved(tensors)) is not None:
@@ -254,11 +261,15 @@ class Captured(ELBO):
         trials, problem = [], None
         try:
             trials = recording.step.trials(inputs, kl_weight)
+        except VoidReplayError:
+            self._void(recording)
         except _REPLAY_ERRORS as error:
             problem = f"a replay fails: {error}"
+        start = time.perf_counter()
         outcome, met = self._ordinary(call)
         if not math.isfinite(outcome.value):
             raise _Ordinary
+        recording.seconds += [trial.seconds - (time.perf_counter() - start) for trial in trials[:1]]
         surroundings = recording.surroundings
         for trial in trials:
             problem = problem or trial.disagreement(outcome, inputs)
@@ -267,7 +278,10 @@ class Captured(ELBO):
             problem = "a parameter appears"
         if problem is None:
             recording.trust(tensors, batch)
-        else:
+            if recording.is_slower():
+                self._recordings.remove(recording)
+                self._not_worth_it.add(recording.key)
+        elif recording in self._recordings:
             self._recordings.remove(recording)
             self._fail(problem)
         return outcome
@@ -275,14 +289,26 @@ class Captured(ELBO):
     def _replayed(
         self, recording: _Recording, call: Call, tensors: list[Tensor], batch: list[Tensor]
     ) -> Outcome:
+        inputs = [*tensors, *batch]
+        state = State(inputs) if recording.step.assumes else None
         try:
-            outcome = recording.step.replay([*tensors, *batch], self._kl_weight(tensors))
+            outcome = recording.step.replay(inputs, self._kl_weight(tensors))
+        except VoidReplayError as error:
+            if state is not None:
+                state.restore()
+                self._void(recording)
+            raise _Ordinary from error
         except _REPLAY_ERRORS as error:  # as of a label that is out of range
             raise _Ordinary from error
         self.elbo.keep(outcome.terms, self.elbo.current_kl_weight())
         self.elbo.leave_with(call.guide, outcome.left)
         _announce(recording.surroundings.names)
         return outcome
+
+    def _void(self, recording: _Recording) -> None:
+        """Drop a recording whose assumptions fail; the next one of such steps makes none."""
+        self._recordings.remove(recording)
+        self._varied.add(recording.key)
 
     def _kl_weight(self, tensors: list[Tensor]) -> Tensor:
         device = tensors[0].device if tensors else torch.device("cpu")
@@ -321,6 +347,7 @@ class _Recording:
     batch: list[int]  # identities of the tensors it was recorded with
     uses: int = 0
     elsewhere: bool = False  # compared on another batch
+    seconds: list[float] = field(default_factory=list)  # by which replays took longer than ordinary steps
 
     def tensors_for(self, call: Call, key: Any) -> list[Tensor] | None:
         """Return the tensors of its surroundings; None for another step."""
@@ -343,6 +370,10 @@ class _Recording:
         if any(a is not b for a, b in zip(tensors, self.last, strict=True)):
             return True
         return not self.elsewhere and self.batch != list(map(id, batch))
+
+    def is_slower(self) -> bool:
+        """Return whether replays took longer than ordinary steps, but for the first one, in which much is new."""
+        return len(self.seconds) > 3 and sum(self.seconds[1:]) > 0
 
     def trust(self, tensors: list[Tensor], batch: list[Tensor]) -> None:
         """Note a comparison in which it did not differ."""

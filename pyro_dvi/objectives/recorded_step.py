@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
 
 _TENSOR = object()
 KINDS = ("cpu", "cuda", "xpu", "mps")  # that autocast knows
+
+
+class VoidReplayError(ValueError):
+    """Something does not hold in a replay, such as a label in the support of its distribution."""
 
 
 class Weight:
@@ -93,10 +98,13 @@ class RecordedStep:
         call: with the batch that it is recorded with; the step is taken.
         inputs: tensors of the step that others may take the place of.
         kl_weight: an input, too.
+        assuming: it may rely on what holds in this step and shortens it.
+        compiled: compile the graph.
 
     Attributes:
         outcome: of the step in which it was recorded.
         operators: the graph.
+        assumes: it relies on something, and replays may be void.
         found: tensors that are no inputs, and their versions; the record does not hold once they change.
 
     Raises:
@@ -109,25 +117,30 @@ class RecordedStep:
         call: Call,
         inputs: list[Tensor],
         kl_weight: Tensor,
+        *,
+        assuming: bool = True,
         compiled: bool = False,
     ) -> None:
         self._leaves = [k for k, t in enumerate(inputs) if t.requires_grad and t.is_leaf]
         drawn = python_generators()
         recorder = Recorder([*inputs, kl_weight])
         torch.clear_autocast_cache()  # or casts made before would pass for constants
-        with pyro.validation_enabled(False), recording(), _Supports() as supports, recorder:
+        relied: list[Tensor] = []
+        relying = recording(assumptions=relied if assuming else None)
+        with pyro.validation_enabled(False), relying, _Supports() as supports, recorder:
             with torch.enable_grad():
                 terms = objective.averaged(call, Weight(kl_weight), True)
             self.outcome = Outcome.of(objective, call, terms, [inputs[k] for k in self._leaves])
-            loss = self.outcome.terms["loss"]
-            checked = supports.checked(loss)
+            conditions = [*relied, *supports.inside]
+            holds = torch.stack(conditions).all() if conditions else torch.ones((), dtype=torch.bool)
         if repr(drawn) != repr(python_generators()):
             raise UnsupportedError("it draws random numbers outside torch")
         left, self._structure = tree_flatten(self.outcome.left)
+        self.assumes = bool(relied)
         self._left = [_TENSOR if isinstance(value, Tensor) else value for value in left]
         self._names = list(terms)
         self._has_gradient = [gradient is not None for gradient in self.outcome.gradients]
-        results = [{**self.outcome.terms, "loss": checked}[name] for name in self._names]
+        results = [holds, *self.outcome.terms.values()]
         results += [value for value in left if isinstance(value, Tensor)]
         gradients = [gradient for gradient in self.outcome.gradients if gradient is not None]
         self.operators = recorder.module(results, gradients)
@@ -151,7 +164,10 @@ class RecordedStep:
     def replay(self, inputs: list[Tensor], kl_weight: Tensor, way: int = 0) -> Outcome:
         """Take a step with other inputs; writes to buffers and moves random states as the step does."""
         with self._operators_only():
-            results = iter(self._ways[way](*inputs, kl_weight))
+            holds, *found = self._ways[way](*inputs, kl_weight)
+        if not holds:
+            raise VoidReplayError
+        results = iter(found)
         terms = {name: next(results) for name in self._names}
         left = [next(results) if value is _TENSOR else value for value in self._left]
         gradients = [next(results) if has else None for has in self._has_gradient]
@@ -165,9 +181,11 @@ class RecordedStep:
         for way in range(len(self._ways)):
             copies = [t if t.requires_grad else t.clone() for t in inputs]
             with forked(*accelerators()):
+                start = time.perf_counter()
                 outcome = self.replay(copies, kl_weight, way)
+                seconds = time.perf_counter() - start
                 rounding = self._rounding if way < len(self._ways) - 1 else 0.0
-                found.append(Trial(outcome, copies, _random_states(), rounding))
+                found.append(Trial(outcome, copies, _random_states(), rounding, seconds))
         return found
 
 
@@ -180,12 +198,14 @@ class Trial:
         inputs: after it.
         random_states: after it.
         rounding: relative error that is allowed, since operators were fused.
+        seconds: that it took.
     """
 
     outcome: Outcome
     inputs: list[Tensor]
     random_states: list[Tensor]
     rounding: float
+    seconds: float
 
     def disagreement(self, ordinary: Outcome, inputs: list[Tensor]) -> str | None:
         """Say in what the ordinary step, after which ``inputs`` are what they are, differs; None if in nothing."""
@@ -205,8 +225,8 @@ class Trial:
         if structure != other:
             return "the measurements differ"
         pairs += [("a measurement", a, b) for a, b in zip(left, again, strict=True)]
-        largest = max((float(g.norm()) for g in gradients if g is not None), default=0.0)
-        differs = (what for what, a, b in pairs if not _agree(a, b, self.rounding, largest))
+        sizes = [float(g.detach().norm()) for g in (*gradients, *ordinary.terms.values()) if g is not None]
+        differs = (what for what, a, b in pairs if not _agree(a, b, self.rounding, max(sizes)))
         return next((f"{what} differs in a replay" for what in differs), None)
 
 
@@ -248,7 +268,7 @@ def _agree(one: Any, other: Any, rounding: float, largest: float) -> bool:
         one: a result.
         other: the other one.
         rounding: relative error that is allowed on the CPU as well.
-        largest: norm of the largest gradient, of which others may be mere rounding errors.
+        largest: norm of the largest gradient or term, of which others may be mere rounding errors.
     """
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
         return one is other or bool(one == other)
@@ -258,7 +278,7 @@ def _agree(one: Any, other: Any, rounding: float, largest: float) -> bool:
         return torch.equal(one, other)
     one, other, eps = one.detach(), other.detach(), torch.finfo(one.dtype).eps
     error, size = float((one - other).norm()), float(other.norm())
-    return error <= max(rounding, eps**0.5) * size + eps * largest
+    return error <= max(rounding, eps**0.5) * size + 10 * eps * largest
 
 
 def _laid_out(gradient: Tensor, leaf: Tensor) -> Tensor:
@@ -285,15 +305,9 @@ class _Supports(Messenger):
 
     def __init__(self) -> None:
         super().__init__()
-        self._inside: list[Tensor] = []
+        self.inside: list[Tensor] = []
 
     def _pyro_post_sample(self, msg: Any) -> None:
         if is_data(msg):
             with suppress(NotImplementedError, AttributeError, TypeError, ValueError, RuntimeError):
-                self._inside.append(msg["fn"].support.check(msg["value"]).all())
-
-    def checked(self, loss: Tensor) -> Tensor:
-        """Return the loss, NaN where a value lies outside, which an ordinary step then explains."""
-        if not self._inside:
-            return loss
-        return torch.where(torch.stack(self._inside).all(), loss, torch.nan)
+                self.inside.append(msg["fn"].support.check(msg["value"]).all())
