@@ -18,6 +18,7 @@ import os
 import statistics
 import subprocess
 import sys
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from math import ceil
 from pathlib import Path
@@ -57,7 +58,9 @@ def run(settings: Settings, data_dir: str | None) -> Row:
         for name in ("jax", "numpyro", "ivon-opt")
         if (found_version := _version(name))
     ]
-    return {"steps": [found[name] for name in names], "note": f"Peers: {', '.join(peers) or 'none'}."}
+    failed = [name for name in names if name not in found]
+    note = f"Peers: {', '.join(peers) or 'none'}."
+    return {"steps": [found[name] for name in names if name in found], "failed": failed, "note": note}
 
 
 def report(rows: list[Row], folder: Path) -> str:
@@ -85,6 +88,8 @@ def report(rows: list[Row], folder: Path) -> str:
             "pays after",
         ]
         text.append(table(header, [_cells(step, steps) for step in steps.values()]).rstrip())
+        if row["failed"]:
+            text.append(f"Ended by an error: {'; '.join(row['failed'])}.")
     return "\n\n".join(text)
 
 
@@ -98,7 +103,7 @@ def _cells(step: Row, steps: dict[str, Row]) -> list[str | None]:
         None if step["calls"] is None else f"{step['calls'] / unit['calls']:.2f}",
         f"{step['mebibytes'] / unit['mebibytes']:.2f}",
         f"{step['start_seconds']:.2f}",
-        _pays_after(step, steps[ordinary(step["step"])]),
+        _pays_after(step, steps.get(ordinary(step["step"]), step)),
     ]
 
 
@@ -125,6 +130,10 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+class ContestantFailed(Exception):
+    """A contestant's process has ended by itself."""
 
 
 class Process:
@@ -158,7 +167,7 @@ class Process:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"{what}: the contestant's process has ended; its error is above")
+            raise ContestantFailed(f"{what}: the process has ended; its error is above")
         return line
 
     def end(self) -> None:
@@ -168,11 +177,17 @@ class Process:
 
 
 def _together(case: str, names: list[str]) -> dict[str, dict[str, Any]]:
-    """Lines of contestants that take turns; they start one after the other."""
-    running = {name: Process(case, name) for name in names}
+    """Lines of contestants that take turns; they start one after the other. Those that fail have none."""
+    running: dict[str, Process] = {}
+    for name in names:
+        with suppress(ContestantFailed):
+            running[name] = Process(case, name)
     for _ in range(CASES[case].rounds):
-        for process in running.values():
-            process.step()
+        for name, process in list(running.items()):
+            try:
+                process.step()
+            except ContestantFailed:
+                del running[name]
     found = {}
     for name, process in running.items():
         process.end()
