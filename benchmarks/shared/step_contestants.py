@@ -2,6 +2,7 @@
 """Who takes part in step_speed.py, and the process in which each takes its steps."""
 
 import json
+import resource
 import sys
 import time
 import warnings
@@ -9,29 +10,29 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pyro
 import torch
-from pyro.infer import SVI, Trace_ELBO
+from pyro.infer import SVI, JitTrace_ELBO, Trace_ELBO
 from pyro.infer.autoguide import AutoDelta, AutoNormal
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 
 import pyro_dvi as dvi
 from benchmarks.shared.networks import lenet, mlp, resnet18_cifar
+from benchmarks.shared.step_numpyro import numpyro_step
 from pyro_dvi.bayesian import classifier, init_to_module
-from pyro_dvi.curvature import Fisher
 from pyro_dvi.optim import learning_rates
 
-__all__ = ["BEFORE", "CASES", "SMOOTH", "TWICE", "UNIT", "contestants"]
+__all__ = ["BEFORE", "CASES", "PACKAGES", "WARM_UP", "contestants", "ordinary", "unit_of"]
 
 NUM_DATA, LR = 50_000, 1e-4
+WARM_UP = 12  # steps before the first turn; what is captured or compiled is so by then
 Net = Callable[[], nn.Module]
 Step = Callable[[Tensor, Tensor], object]
 
@@ -45,34 +46,39 @@ class Case:
     batch: int
     rounds: int
     turn: int  # steps that a contestant takes when it is its turn: in training, too, caches are warm
-    at_once: int = 99  # processes beside the units' that fit into memory
+    at_once: int  # processes beside the units' that fit into memory
 
-    def data(self, device: str, batch: int | None = None) -> tuple[Tensor, Tensor]:
+    def data(self, device: str) -> tuple[Tensor, Tensor]:
         """One minibatch."""
         torch.manual_seed(0)
-        x = torch.randn(batch or self.batch, *self.shape, device=device)
+        x = torch.randn(self.batch, *self.shape, device=device)
         return x, torch.randint(10, (len(x),), device=device)
 
 
 CASES = {
-    "MLP 784-200-200-10, batch 128": Case(lambda: mlp((784, 200, 200, 10), nn.ReLU), (784,), 128, 30, 8),
-    "LeNet, batch 128": Case(lambda: lenet(activation=nn.ReLU), (1, 28, 28), 128, 15, 4),
-    "ResNet-18 with CIFAR stem, batch 32": Case(resnet18_cifar, (3, 32, 32), 32, 5, 1, 4),
+    "MLP 784-200-200-10, batch 128": Case(lambda: mlp((784, 200, 200, 10), nn.ReLU), (784,), 128, 30, 8, 9),
+    "LeNet, batch 128": Case(lambda: lenet(activation=nn.ReLU), (1, 28, 28), 128, 15, 4, 9),
+    "ResNet-18 with CIFAR stem, batch 32": Case(resnet18_cifar, (3, 32, 32), 32, 5, 1, 3),
 }
 
 
-def bare(net: nn.Module, **options: Any) -> Step:
-    """A step in torch alone."""
-    return steps_of(net, torch.optim.Adam(net.parameters(), LR, **options), nullcontext)
+def bare(net: nn.Module, compiled: bool = False, **options: Any) -> Step:
+    """A step in torch alone; compiled are forward pass and loss, and so their backward pass, not the optimizer."""
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        return cross_entropy(net(x), y)
+
+    optimizer = torch.optim.Adam(net.parameters(), LR, **options)
+    return steps_of(torch.compile(loss_of) if compiled else loss_of, optimizer, nullcontext)
 
 
-def steps_of(net: nn.Module, optimizer: Any, around: Callable[[], Any]) -> Step:
+def steps_of(loss_of: Callable[[Tensor, Tensor], Tensor], optimizer: Any, around: Callable[[], Any]) -> Step:
     """A training loop in torch; the loss and its gradients are computed within a context."""
 
     def step(x: Tensor, y: Tensor) -> object:
         with around():
             optimizer.zero_grad()
-            loss = cross_entropy(net(x), y)
+            loss = loss_of(x, y)
             loss.backward()
         optimizer.step()
         return loss.item()
@@ -98,21 +104,9 @@ def normal(model: Any) -> Any:
     return AutoNormal(model, init_loc_fn=init_to_module, init_scale=0.01)
 
 
-def pyro_adam() -> Any:
-    return pyro.optim.Adam(learning_rates(LR))
-
-
 def adam() -> Any:
-    """Ours; Pyro's in versions of this library that have none."""
-    return getattr(dvi.optim, "Adam", pyro.optim.Adam)(learning_rates(LR))
-
-
-def natural(optimizer: str) -> Callable[[nn.Module], Step]:
-    return svi(
-        dvi.NaturalGradientGuide,
-        lambda: dvi.NaturalGradientELBO(kl_weight=0.1),
-        lambda: getattr(dvi.optim, optimizer)({"lr": LR}),
-    )
+    """Ours, which takes the fused kernel by itself."""
+    return dvi.optim.Adam(learning_rates(LR))
 
 
 def ivon_package(net: nn.Module) -> Step:
@@ -120,72 +114,89 @@ def ivon_package(net: nn.Module) -> Step:
     from ivon import IVON
 
     optimizer = IVON(net.parameters(), lr=LR, ess=NUM_DATA, weight_decay=1 / NUM_DATA)
-    return steps_of(net, optimizer, partial(optimizer.sampled_params, train=True))
+    return steps_of(
+        lambda x, y: cross_entropy(net(x), y), optimizer, partial(optimizer.sampled_params, train=True)
+    )
 
 
-def vmap_vogn(net: nn.Module) -> Step:
-    """Squared gradients of examples by ``vmap(grad)``, with the update of VOGN written out."""
-    means = {name: p.detach().clone() for name, p in net.named_parameters()}
-    state = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in means.items()}
-
-    def loss_of(weights: dict[str, Tensor], x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        loss = cross_entropy(functional_call(net, weights, (x[None],)), y[None])
-        return loss, loss.detach()
-
-    of_examples = vmap(grad(loss_of, has_aux=True), in_dims=(None, 0, 0))
-
-    def step(x: Tensor, y: Tensor) -> object:
-        scales = {name: (NUM_DATA * (s + 1 / NUM_DATA)).rsqrt_() for name, (_, s) in state.items()}
-        drawn = {name: mean + scales[name] * torch.randn_like(mean) for name, mean in means.items()}
-        gradients, losses = of_examples(drawn, x, y)
-        for name, each in gradients.items():
-            m, s = state[name]
-            m.lerp_(each.mean(0) + means[name] / NUM_DATA, 0.1)
-            s.lerp_(each.square().mean(0), 0.001)
-            means[name].addcdiv_(m, s + 1 / NUM_DATA, value=-LR)
-        return losses.mean().item()
-
-    return step
+BEFORE, CAPTURED, COMPILED, JIT = ", before", ", captured", ", compiled", ", JitTrace_ELBO"
+Makers = dict[str, Callable[[nn.Module], Step]]
 
 
-UNIT, SMOOTH = "torch, Adam", "torch, Adam, softplus"
-OURS = {
-    "VL": svi(dvi.MeanFieldGuide, dvi.TaylorELBO, adam),
-    "MNVI": svi(dvi.MultiplicativeNoiseGuide, dvi.MomentPropagationELBO, adam),
-    "mean-field moments": svi(dvi.MeanFieldGuide, dvi.MomentPropagationELBO, adam),
-    "VOGN": natural("VOGN"),
-    "IVON": natural("IVON"),
+def ours(name: str, guide_of: Callable, loss: Callable, optimizer: Callable = adam) -> Makers:
+    """Our objectives: of another version of this library, as they come, captured, and captured and compiled."""
+
+    def captured(compiled: bool) -> Any:
+        return dvi.objectives.Captured(loss(), compile=compiled)
+
+    losses = {BEFORE: loss, "": loss, CAPTURED: partial(captured, False), COMPILED: partial(captured, True)}
+    return {name + form: svi(guide_of, each, optimizer) for form, each in losses.items()}
+
+
+def natural(name: str) -> Makers:
+    return ours(
+        name,
+        dvi.NaturalGradientGuide,
+        lambda: dvi.NaturalGradientELBO(kl_weight=0.1),
+        lambda: getattr(dvi.natural_gradients, name)({"lr": LR}),
+    )
+
+
+def pyros(guide_of: Callable) -> Makers:
+    """Pyro's objectives with its own optimizer, and NumPyro's."""
+    guide = {delta: "AutoDelta", normal: "AutoNormal"}[guide_of]
+    losses = {"": Trace_ELBO, JIT: partial(JitTrace_ELBO, ignore_jit_warnings=True)}
+    made = {
+        f"Pyro, {guide}{form}": svi(guide_of, loss, lambda: pyro.optim.Adam(learning_rates(LR)))
+        for form, loss in losses.items()
+    }
+    return {**made, f"NumPyro, {guide}": numpyro_step(guide, NUM_DATA, LR)}
+
+
+UNIT, SMOOTH = "torch", "torch, softplus"
+CONTESTANTS: Makers = {
+    UNIT: partial(bare, fused=True),
+    SMOOTH: partial(bare, fused=True),
+    "torch, plain Adam": bare,
+    UNIT + COMPILED: partial(bare, compiled=True, fused=True),
+    **ours("MAP", delta, dvi.SampledELBO),
+    **pyros(delta),
+    **ours("sampled VI", dvi.MeanFieldGuide, dvi.SampledELBO),
+    **pyros(normal),
+    **ours("VL", dvi.MeanFieldGuide, dvi.TaylorELBO),
+    **ours("MNVI", dvi.MultiplicativeNoiseGuide, dvi.MomentPropagationELBO),
+    **ours("moments", dvi.MeanFieldGuide, dvi.MomentPropagationELBO),
+    **natural("VOGN"),
+    **natural("IVON"),
+    "ivon-opt, IVON": ivon_package,
 }
-BEFORE = ", before"
-CONTESTANTS: dict[str, Callable[[nn.Module], Step]] = {
-    UNIT: bare,
-    SMOOTH: bare,
-    "torch, fused Adam": lambda net: bare(net, fused=True),
-    "MAP (AutoDelta, Trace_ELBO), Pyro's Adam": svi(delta, Trace_ELBO, pyro_adam),
-    "MAP (AutoDelta, Trace_ELBO), dvi.optim.Adam": svi(delta, Trace_ELBO, adam),
-    "AutoNormal, Trace_ELBO, Pyro's Adam": svi(normal, Trace_ELBO, pyro_adam),
-    "AutoNormal, Trace_ELBO, dvi.optim.Adam": svi(normal, Trace_ELBO, adam),
-    **{name + before: make for name, make in OURS.items() for before in (BEFORE, "")},
-    "VL, penalty in every 4th step": svi(
-        dvi.MeanFieldGuide, lambda: dvi.TaylorELBO(curvature=Fisher(every=4)), adam
-    ),
-    "VOGN by vmap(grad), torch alone": vmap_vogn,
-    "IVON, the package ivon-opt": ivon_package,
-}
-CYCLE = {"VL, penalty in every 4th step": 4}  # steps that are counted together
 TWICE = ("VL", SMOOTH)  # on smooth networks
+PACKAGES = {
+    "NumPyro": "numpyro",
+    "ivon-opt": "ivon",
+}  # of other authors, by the beginning of a contestant's name
 
 
-def contestants(case: str, before: bool) -> list[str]:
+def unit_of(contestant: str) -> str:
+    """The bare step on the same network."""
+    return SMOOTH if contestant.startswith(TWICE) else UNIT
+
+
+def ordinary(contestant: str) -> str:
+    """The contestant that is neither captured nor compiled nor traced; itself, if it is none of these."""
+    for form in (CAPTURED, COMPILED, JIT):
+        contestant = contestant.removesuffix(form)
+    return contestant
+
+
+def contestants(case: str, device: str, before: bool) -> list[str]:
     """Those that take part."""
-    left_out = set()
-    if not before:
-        left_out |= {name for name in CONTESTANTS if name.endswith(BEFORE)}
-    if "ResNet" in case:  # batch normalisation couples examples, and each would need 11 million gradients
-        left_out.add("VOGN by vmap(grad), torch alone")
-    if find_spec("ivon") is None:
-        left_out.add("IVON, the package ivon-opt")
-    return [name for name in CONTESTANTS if name not in left_out]
+    absent = tuple(name for name, package in PACKAGES.items() if find_spec(package) is None)
+    if "ResNet" in case or device == "cuda":  # written for sequential networks, and for JAX of the CPU
+        absent += ("NumPyro",)
+    return [
+        name for name in CONTESTANTS if not name.startswith(absent) and (before or not name.endswith(BEFORE))
+    ]
 
 
 def made(case: str, contestant: str, device: str) -> Step:
@@ -200,40 +211,52 @@ def made(case: str, contestant: str, device: str) -> Step:
 
 
 def take_steps(case: str, contestant: str, device: str) -> None:
-    """Report counts and memory, then take and time a step for each line that comes in."""
+    """Report the first steps, then take and time a turn for each line that comes in."""
     warnings.simplefilter("ignore")
+    warnings.filterwarnings("error", "training steps are not captured")  # and are no captured ones
+    # What is measured begins with the network. The first optimizer of torch imports its compiler's front end.
+    for package in ["torch._dynamo", *(PACKAGES[name] for name in PACKAGES if contestant.startswith(name))]:
+        import_module(package)
     x, y = CASES[case].data(device)
-    before = _memory(device, reset=True)
+    held = _memory(device, reset=True)
+    start = _seconds(device)
     step = made(case, contestant, device)
-    for _ in range(3):
-        step(x, y)
-    found = {"mebibytes": (_memory(device, peak=True) - before) / 2**20, **_counts(case, contestant, device)}
-    pyro.clear_param_store()
-    step, turn = made(case, contestant, device), max(CASES[case].turn, CYCLE.get(contestant, 1))
-    for _ in range(4):
-        step(x, y)
+    for _ in range(WARM_UP):
+        step(x, y)  # ends with the loss as a number, which waits for the device
+    found = {
+        "first_seconds": _seconds(device) - start,
+        "mebibytes": (_memory(device, peak=True) - held) / 2**20,
+        "calls": _calls(contestant, lambda: step(x, y)),
+    }
     print(json.dumps(found), flush=True)
+    turn = CASES[case].turn
     for _ in sys.stdin:
-        start = time.perf_counter()
+        start = _seconds(device)
         for _ in range(turn):
-            step(x, y)  # ends with the loss as a number, which waits for the device
-        print((time.perf_counter() - start) / turn, flush=True)
+            step(x, y)
+        print((_seconds(device) - start) / turn, flush=True)
 
 
-def _counts(case: str, contestant: str, device: str) -> dict[str, float]:
-    """Operations and dispatched calls, as a mean over a cycle that begins with the fifth step."""
-    pyro.clear_param_store()
-    step, cycle = made(case, contestant, device), CYCLE.get(contestant, 1)
-    x, y = CASES[case].data(device, batch=4)
-    for _ in range(4):
-        step(x, y)
-    with _Dispatched() as calls:
-        for _ in range(cycle):
-            step(x, y)
-    with FlopCounterMode(display=False) as operations:
-        for _ in range(cycle):
-            step(x, y)
-    return {"calls": calls.number / cycle, "operations": operations.get_total_flops() / cycle}
+def _seconds(device: str) -> float:
+    """Time of the processor, that of a compiler's processes included; on a GPU, time."""
+    if device == "cuda":
+        return time.perf_counter()
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime
+
+
+def _calls(contestant: str, step: Callable[[], object]) -> int | None:
+    """Operators that torch dispatches in a step; None where a compiler has merged them."""
+    if contestant.endswith(COMPILED) or contestant.startswith("NumPyro"):
+        return None
+    numbers = []
+    for _ in range(
+        2
+    ):  # one of which may be compared with an ordinary step, as captured ones are now and then
+        with _Dispatched() as calls:
+            step()
+        numbers.append(calls.number)
+    return min(numbers)
 
 
 class _Dispatched(TorchDispatchMode):
@@ -260,6 +283,5 @@ def _memory(device: str, reset: bool = False, peak: bool = False) -> int:
 
 
 if __name__ == "__main__":
-    case, contestant, device, threads = sys.argv[1:]
-    torch.set_num_threads(int(threads))
-    take_steps(case, contestant, device)
+    torch.set_num_threads(1)
+    take_steps(*sys.argv[1:])
