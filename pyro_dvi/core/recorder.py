@@ -9,14 +9,17 @@ are seen. No Python code is recorded, neither the block's nor Pyro's.
 import linecache
 import operator
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
+from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from traceback import walk_stack
+from typing import Any, Self
 
 import torch
 from torch import Tensor, fx
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
@@ -24,7 +27,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from pyro_dvi.errors import UnsupportedError
 
 _RECORDING = ContextVar("recording", default=False)
-_CALLERS = ("pyro_dvi.objectives.recorded_step", "pyro_dvi.predictive.predictor")  # who opens the block
 _LOOKING = ContextVar("looking", default=False)
 _ALIASES = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 
@@ -39,23 +41,14 @@ def is_recording() -> bool:
     return _RECORDING.get()
 
 
-def recording() -> AbstractContextManager[None]:
-    """Let :func:`is_recording` be true."""
-    return _set(_RECORDING)
-
-
-def looking() -> AbstractContextManager[None]:
-    """Let :func:`is_looking` be true."""
-    return _set(_LOOKING)
-
-
 @contextmanager
-def _set(flag: ContextVar[bool]) -> Iterator[None]:
-    token = flag.set(True)
+def looking() -> Iterator[None]:
+    """Let :func:`is_looking` be true."""
+    token = _LOOKING.set(True)
     try:
         yield
     finally:
-        flag.reset(token)
+        _LOOKING.reset(token)
 
 
 class Watch(TorchDispatchMode):
@@ -67,135 +60,154 @@ class Watch(TorchDispatchMode):
 
 
 class Recorder(Watch):
-    """Record what runs in its block; use within :func:`recording`.
+    """Record what runs in its block, where :func:`is_recording` is true.
 
     Args:
         inputs: tensors in whose place a replay has others, or other values.
+        for_folding: keep what each node gave as ``meta["value"]``, and let random numbers, which then come from a seed,
+            be constants.
     """
 
-    def __init__(self, inputs: Sequence[Tensor]) -> None:
+    def __init__(self, inputs: Sequence[Tensor], for_folding: bool = False) -> None:
         super().__init__()
+        self._for_folding = for_folding
         self._problem: str | None = None
         self._graph = fx.Graph()
         self._held: dict[str, Tensor] = {}
-        self._nodes: Any = WeakIdKeyDictionary()
-        self._varying: set[fx.Node] = set()  # what depends on inputs or random numbers
-        self._fresh: list[tuple[fx.Node, int]] = []  # constants made in the block, with their memory
-        self._written: set[int] = set()  # memory
+        self._nodes: MutableMapping[Tensor, fx.Node] = WeakIdKeyDictionary()
+        self._varying = set(map(memory, inputs))  # what depends on inputs or random numbers
+        self._written: set[StorageWeakRef] = set()
+        self._fresh: list[tuple[fx.Node, StorageWeakRef]] = []  # constants made in the block
         for i, value in enumerate(inputs):
-            self._nodes[value] = node = self._graph.placeholder(f"input_{i}")
-            self._varying.add(node)
+            self._name(value, self._graph.placeholder(f"input_{i}"))
+
+    def __enter__(self) -> Self:
+        self._opener = sys._getframe(1).f_code
+        self._token = _RECORDING.set(True)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        _RECORDING.reset(self._token)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if is_fresh := func is torch.ops.aten.lift_fresh.default:
+            func = torch.ops.aten.clone.default  # so that the block may write to it
         node_args, node_kwargs = tree_map_only(Tensor, self._node, (args, kwargs))
         result = func(*args, **kwargs)
         if func in _ALIASES:
             self._nodes[result] = node_args[0]
             return result
-        given = [leaf for leaf in tree_leaves((node_args, node_kwargs)) if isinstance(leaf, fx.Node)]
-        varies = not self._varying.isdisjoint(given)
+        varies = self._varies(tensors((args, kwargs)))
         self._look_for_problems(func, args, kwargs, varies)
-        if torch.Tag.data_dependent_output in func.tags:
-            return result  # a number, which depends on constants only
-        if func is torch.ops.aten.lift_fresh.default:
-            node = self._graph.call_function(torch.ops.aten.clone.default, node_args)
-            self._fresh.append((node, _memory(result)))
-        else:
-            node = self._graph.call_function(func, node_args, node_kwargs)
-        written = _written(func, args, kwargs)
-        self._written |= {_memory(tensor) for tensor in written}
-        if varies or torch.Tag.nondeterministic_seeded in func.tags:
-            self._varying.update([node, *map(self._node, written)])
+        node = self._graph.call_function(func, node_args, node_kwargs)
+        written = node.meta["written"] = _written(func, args, kwargs)
+        self._written |= written
+        if is_fresh:
+            self._fresh.append((node, memory(result)))
+        if varies or (draws(node) and not self._for_folding):
+            self._varying |= written.union(map(memory, tensors(result)))
         self._name(result, node)
         return result
 
-    def module(self, results: Sequence[Tensor]) -> fx.GraphModule:
-        """Return the graph as a module, from inputs to a list of results.
+    def graph(self, results: Sequence[Tensor]) -> fx.Graph:
+        """Return everything that ran as a graph, from inputs to a list of results.
 
         Raises:
             UnsupportedError: a replay would not do what the block has done.
         """
-        if any(_memory(tensor) in self._written for tensor in self._held.values()):
-            self._problem = self._problem or "it writes to a tensor that belongs to no module"
         if self._problem is not None:
             raise UnsupportedError(self._problem)
-        for node, memory in self._fresh:
-            if memory not in self._written:  # the constant itself will do
+        for node, place in self._fresh:
+            if place not in self._written:  # the constant itself will do
                 node.replace_all_uses_with(node.all_input_nodes[0])
         self._graph.output([self._node(result) for result in results])
-        self._graph.eliminate_dead_code(_has_effect)
-        return fx.GraphModule(self._held, self._graph)
+        return self._graph
+
+    def module(self, results: Sequence[Tensor]) -> fx.GraphModule:
+        """Return what the results need as a module, from inputs to a list of results.
+
+        Raises:
+            UnsupportedError: a replay would not do what the block has done.
+        """
+        graph = self.graph(results)
+        if not self._written.isdisjoint(map(memory, self._held.values())):
+            raise UnsupportedError("it writes to a tensor that belongs to no module")
+        graph.eliminate_dead_code(lambda node: has_effect(node) or draws(node))
+        return fx.GraphModule(self._held, graph)
 
     def _name(self, result: Any, node: fx.Node) -> None:
+        if self._for_folding:
+            node.meta["value"] = result
         if isinstance(result, Tensor):
             self._nodes[result] = node
-        elif isinstance(result, (list, tuple)):
-            for i, part in enumerate(result):
-                if isinstance(part, Tensor):
-                    self._nodes[part] = item = self._graph.call_function(operator.getitem, (node, i))
-                    if node in self._varying:
-                        self._varying.add(item)
+        for i, part in enumerate(result if isinstance(result, (list, tuple)) else []):
+            self._name(part, self._graph.call_function(operator.getitem, (node, i)))
 
     def _node(self, tensor: Tensor) -> fx.Node:
         if tensor not in self._nodes:
             name = f"constant_{len(self._held)}"
             self._held[name] = tensor.detach()
-            self._nodes[tensor] = self._graph.get_attr(name)
-        node: fx.Node = self._nodes[tensor]
-        return node
+            self._name(tensor, self._graph.get_attr(name))
+        return self._nodes[tensor]
+
+    def _varies(self, given: Iterable[Tensor]) -> bool:
+        return not self._varying.isdisjoint(map(memory, given))
 
     def _look_for_problems(self, func: Any, args: Any, kwargs: dict[str, Any], varies: bool) -> None:
         """Note the first thing that cannot be replayed; an exception might be caught by the block."""
-        if self._problem is not None:
-            return
-        if kwargs.get("generator") is not None:
-            self._problem = f"it draws from a generator of its own{_place()}"
-        elif varies and torch.Tag.data_dependent_output in func.tags:
-            self._problem = f"Python reads a value{_place()}"
-        elif varies and torch.Tag.dynamic_output_shape in func.tags and self._chooses(func, args):
-            self._problem = f"a shape depends on values{_place()}"
+        problem = None
+        if varies and torch.Tag.data_dependent_output in func.tags:
+            problem = "Python reads a value"
+        elif self._for_folding:
+            return  # other runs show the rest
+        elif kwargs.get("generator") is not None:
+            problem = "it draws from a generator of its own"
+        elif varies and torch.Tag.dynamic_output_shape in func.tags:
+            masks = [i for i in tensors(args[1:]) if i.dtype in (torch.bool, torch.uint8)]
+            if func is not torch.ops.aten.index.Tensor or self._varies(masks):
+                problem = "a shape depends on values"
+        if problem and not self._problem:
+            self._problem = problem + self._place()
 
-    def _chooses(self, func: Any, args: Any) -> bool:
-        """Return whether an operator chooses elements by values that vary."""
-        if func is not torch.ops.aten.index.Tensor:
-            return True
-        masks = [i for i in args[1] if i is not None and i.dtype in (torch.bool, torch.uint8)]
-        return any(self._node(mask) in self._varying for mask in masks)
+    def _place(self) -> str:
+        """Name the line that is running: the innermost of the user's within the block, or else of the library's."""
+        lines: dict[bool, str] = {}
+        within = takewhile(lambda at: at[0].f_code is not self._opener, walk_stack(sys._getframe(3)))
+        for frame, number in within:
+            package, path = frame.f_globals.get("__name__", "").partition(".")[0], frame.f_code.co_filename
+            if package not in ("torch", "pyro"):
+                line = f" in {Path(path).name}, line {number}: {linecache.getline(path, number).strip()}"
+                lines.setdefault(package == "pyro_dvi", line)
+        return lines.get(False) or lines.get(True, "")
 
 
-def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+def memory(tensor: Tensor) -> StorageWeakRef:
+    """Return what is equal for tensors that share memory, and for no others, later ones included."""
+    return StorageWeakRef(tensor.untyped_storage())
 
 
-def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the tensors that an operator writes to."""
-    if not func._schema.is_mutable:
-        return []
+def tensors(values: Any) -> list[Tensor]:
+    """Return the tensors in nested tuples, lists and dictionaries."""
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def has_effect(node: fx.Node) -> bool:
+    """Return whether a node does more than give a result, such as to write to an argument."""
+    schema = getattr(node.target, "_schema", None)
+    writes = "batch_norm" in str(node.target) or (schema is not None and schema.is_mutable)
+    return node.op in ("placeholder", "output") or writes
+
+
+def draws(node: fx.Node) -> bool:
+    """Return whether a node gives random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def _written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> set[StorageWeakRef]:
+    """Return the memory that an operator writes to."""
     expected = func._schema.arguments
     named = {a.name: value for a, value in zip(expected, args, strict=False)} | kwargs
     found = [named.get(a.name) for a in expected if a.alias_info and a.alias_info.is_write]
-    return [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
-
-
-def _has_effect(node: fx.Node) -> bool:
-    """Return whether a node does more than give a result: writes to an argument, or moves a random state."""
-    if node.op in ("placeholder", "output"):
-        return True
-    schema, tags = getattr(node.target, "_schema", None), getattr(node.target, "tags", ())
-    moves = torch.Tag.nondeterministic_seeded in tags or "batch_norm" in str(node.target)
-    return moves or (schema is not None and schema.is_mutable)
-
-
-def _place() -> str:
-    """Name the line that is running: the innermost of the user's within the block, or else of the library's."""
-    place, frame = "", sys._getframe(3)
-    while frame.f_back and not frame.f_globals.get("__name__", "").startswith(_CALLERS):
-        package = frame.f_globals.get("__name__", "").partition(".")[0]
-        if package not in ("torch", "pyro") and (package != "pyro_dvi" or not place):
-            path, number = frame.f_code.co_filename, frame.f_lineno
-            place = f" in {Path(path).name}, line {number}: {linecache.getline(path, number).strip()}"
-            if package != "pyro_dvi":
-                break
-        frame = frame.f_back
-    return place
+    return set(map(memory, tensors(found)))

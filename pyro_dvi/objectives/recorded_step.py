@@ -17,7 +17,7 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from pyro_dvi.core.recorder import Recorder, recording
+from pyro_dvi.core.recorder import Recorder
 from pyro_dvi.core.undisturbed import accelerators, forked, state_of
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.runs.posterior_run import Call
@@ -109,7 +109,7 @@ class RecordedStep:
         drawn = python_generators()
         recorder = Recorder([*inputs, kl_weight])
         torch.clear_autocast_cache()  # or casts made before would pass for constants
-        with pyro.validation_enabled(False), recording(), _Supports() as supports, recorder:
+        with pyro.validation_enabled(False), _Supports() as supports, recorder:
             with torch.enable_grad():
                 terms = objective.averaged(call, Weight(kl_weight), True)
             self.outcome = Outcome.of(objective, call, terms, [inputs[k] for k in self._leaves])
