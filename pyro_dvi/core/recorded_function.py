@@ -16,7 +16,8 @@ from torch import Tensor, fx
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_map, tree_structure
 
-from pyro_dvi.core.recorder import Recorder, draws, has_effect, memory, tensors
+from pyro_dvi.core.graph_passes import has_effect
+from pyro_dvi.core.recorder import Recorder, draws, memory, tensors
 from pyro_dvi.errors import UnsupportedError
 
 Function = Callable[..., Sequence[Tensor]]
@@ -72,7 +73,7 @@ class _Common:
             if (first := nodes[0]) in self._kept:
                 args, kwargs = tree_map(self._shared, *((node.args, node.kwargs) for node in nodes))
                 self._nodes[first] = self._graph.create_node(first.op, first.target, args, kwargs)
-        self._graph.eliminate_dead_code(has_effect)
+        self._graph.eliminate_dead_code(lambda node: has_effect(node) and not draws(node))
         if drawn := next(filter(draws, self._graph.nodes), None):
             raise UnsupportedError(f"it draws random numbers ({drawn.target})")
         return fx.GraphModule(self._held, self._graph)

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
+from pyro_dvi.core.graph_passes import FROM_SHAPES, noted, own_memory, simplify
 from pyro_dvi.errors import UnsupportedError
 
 _RECORDING = ContextVar("recording", default=False)
@@ -66,10 +67,16 @@ class Recorder(Watch):
         inputs: tensors in whose place a replay has others, or other values.
         for_folding: keep what each node gave as ``meta["value"]``, and let random numbers, which then come from a seed,
             be constants.
+
+    Attributes:
+        found: tensors that the block has found elsewhere, with their versions; the graph holds as long as these stay.
+        coarsest: rounding error of the coarsest dtype that was met.
     """
 
     def __init__(self, inputs: Sequence[Tensor], for_folding: bool = False) -> None:
         super().__init__()
+        self.found: list[tuple[Tensor, int]] = []
+        self.coarsest = 0.0
         self._for_folding = for_folding
         self._problem: str | None = None
         self._graph = fx.Graph()
@@ -77,9 +84,8 @@ class Recorder(Watch):
         self._nodes: MutableMapping[Tensor, fx.Node] = WeakIdKeyDictionary()
         self._varying = set(map(memory, inputs))  # what depends on inputs or random numbers
         self._written: set[StorageWeakRef] = set()
-        self._fresh: list[tuple[fx.Node, StorageWeakRef]] = []  # constants made in the block
         for i, value in enumerate(inputs):
-            self._name(value, self._graph.placeholder(f"input_{i}"))
+            self._note(value, self._graph.placeholder(f"input_{i}"))
 
     def __enter__(self) -> Self:
         self._opener = sys._getframe(1).f_code
@@ -92,23 +98,21 @@ class Recorder(Watch):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if is_fresh := func is torch.ops.aten.lift_fresh.default:
-            func = torch.ops.aten.clone.default  # so that the block may write to it
+        if func is torch.ops.aten.lift_fresh.default:
+            func = torch.ops.aten.clone.default  # the block may write to it
         node_args, node_kwargs = tree_map_only(Tensor, self._node, (args, kwargs))
         result = func(*args, **kwargs)
         if func in _ALIASES:
             self._nodes[result] = node_args[0]
             return result
-        varies = self._varies(tensors((args, kwargs)))
-        self._look_for_problems(func, args, kwargs, varies)
         node = self._graph.call_function(func, node_args, node_kwargs)
+        varies = func not in FROM_SHAPES and self._varies(tensors((args, kwargs)))
+        self._look_for_problems(func, args, kwargs, varies)
         written = node.meta["written"] = _written(func, args, kwargs)
         self._written |= written
-        if is_fresh:
-            self._fresh.append((node, memory(result)))
         if varies or (draws(node) and not self._for_folding):
             self._varying |= written.union(map(memory, tensors(result)))
-        self._name(result, node)
+        self._note(result, node)
         return result
 
     def graph(self, results: Sequence[Tensor]) -> fx.Graph:
@@ -119,38 +123,53 @@ class Recorder(Watch):
         """
         if self._problem is not None:
             raise UnsupportedError(self._problem)
-        for node, place in self._fresh:
-            if place not in self._written:  # the constant itself will do
-                node.replace_all_uses_with(node.all_input_nodes[0])
         self._graph.output([self._node(result) for result in results])
         return self._graph
 
-    def module(self, results: Sequence[Tensor]) -> fx.GraphModule:
+    def module(self, results: Sequence[Tensor], owned: Sequence[Tensor] = ()) -> fx.GraphModule:
         """Return what the results need as a module, from inputs to a list of results.
+
+        Args:
+            results: tensors of the block.
+            owned: further ones, which share their memory with no tensor that is there afterwards.
 
         Raises:
             UnsupportedError: a replay would not do what the block has done.
         """
-        graph = self.graph(results)
+        graph = self.graph([*results, *owned])
         if not self._written.isdisjoint(map(memory, self._held.values())):
             raise UnsupportedError("it writes to a tensor that belongs to no module")
-        graph.eliminate_dead_code(lambda node: has_effect(node) or draws(node))
+        simplify(graph, self._written, self._hold)
+        own_memory(graph, len(results))
         return fx.GraphModule(self._held, graph)
 
-    def _name(self, result: Any, node: fx.Node) -> None:
+    def _note(self, result: Any, node: fx.Node) -> None:
+        """Note the result of a node, or each of several."""
+        found = tensors(result)
+        node.meta["memory"] = set(map(memory, found))
+        noted(node, result, self._varies(found))
         if self._for_folding:
             node.meta["value"] = result
         if isinstance(result, Tensor):
             self._nodes[result] = node
+            if result.is_floating_point():
+                self.coarsest = max(self.coarsest, torch.finfo(result.dtype).eps)
         for i, part in enumerate(result if isinstance(result, (list, tuple)) else []):
-            self._name(part, self._graph.call_function(operator.getitem, (node, i)))
+            self._note(part, self._graph.call_function(operator.getitem, (node, i)))
 
     def _node(self, tensor: Tensor) -> fx.Node:
         if tensor not in self._nodes:
-            name = f"constant_{len(self._held)}"
-            self._held[name] = tensor.detach()
-            self._name(tensor, self._graph.get_attr(name))
+            self._nodes[tensor] = self._hold(tensor)
+            if not tensor.is_inference():
+                self.found.append((tensor.detach(), tensor._version))
         return self._nodes[tensor]
+
+    def _hold(self, tensor: Tensor) -> fx.Node:
+        name = f"constant_{len(self._held)}"
+        self._held[name] = tensor.detach()
+        node = self._graph.get_attr(name)
+        self._note(tensor, node)
+        return node
 
     def _varies(self, given: Iterable[Tensor]) -> bool:
         return not self._varying.isdisjoint(map(memory, given))
@@ -191,13 +210,6 @@ def memory(tensor: Tensor) -> StorageWeakRef:
 def tensors(values: Any) -> list[Tensor]:
     """Return the tensors in nested tuples, lists and dictionaries."""
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
-
-
-def has_effect(node: fx.Node) -> bool:
-    """Return whether a node does more than give a result, such as to write to an argument."""
-    schema = getattr(node.target, "_schema", None)
-    writes = "batch_norm" in str(node.target) or (schema is not None and schema.is_mutable)
-    return node.op in ("placeholder", "output") or writes
 
 
 def draws(node: fx.Node) -> bool:

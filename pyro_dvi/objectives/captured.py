@@ -7,7 +7,6 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +26,7 @@ from pyro_dvi.core.undisturbed import widest
 from pyro_dvi.curvature.linearisation import twice_differentiated
 from pyro_dvi.errors import UnsupportedError, warn
 from pyro_dvi.objectives.objective import Objective
-from pyro_dvi.objectives.recorded_step import Outcome, RecordedStep, State
+from pyro_dvi.objectives.recorded_step import KINDS, Outcome, RecordedStep, State
 from pyro_dvi.objectives.surroundings import Entry, Met, Surroundings, items, meta, stored
 from pyro_dvi.runs.posterior_run import Call
 
@@ -35,7 +34,6 @@ _OWN = ("elbo", "after", "max_recordings", "compile")
 _ATTEMPTS = 3  # to record a step, before capture is given up
 _INTERVAL = 1000  # replays between two comparisons of a long training
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
-_KINDS = ("cpu", "cuda", "xpu", "mps")  # that autocast knows
 _REPLAY_ERRORS = (RuntimeError, IndexError, ValueError, TypeError)
 
 
@@ -202,7 +200,7 @@ class Captured(ELBO):
             rest = (structure, tuple(map(repr, others)))
         if not all(map(is_strided, batch)):
             raise UnsupportedError("an argument is a sparse or nested tensor")
-        casts = tuple(torch.get_autocast_dtype(kind) for kind in _KINDS if torch.is_autocast_enabled(kind))
+        casts = tuple(torch.get_autocast_dtype(kind) for kind in KINDS if torch.is_autocast_enabled(kind))
         metas = tuple(map(meta, batch))
         return batch, (metas, rest, casts, torch.get_default_dtype(), self.elbo.recorded_for(call.guide))
 
@@ -253,14 +251,17 @@ class Captured(ELBO):
     ) -> Outcome:
         """Take an ordinary step, and drop a recording that differs from it."""
         inputs, kl_weight = [*tensors, *batch], self._kl_weight(tensors)
-        trial = None
-        with suppress(*_REPLAY_ERRORS):
-            trial = recording.step.trial(inputs, kl_weight)
+        trials, problem = [], None
+        try:
+            trials = recording.step.trials(inputs, kl_weight)
+        except _REPLAY_ERRORS as error:
+            problem = f"a replay fails: {error}"
         outcome, met = self._ordinary(call)
         if not math.isfinite(outcome.value):
             raise _Ordinary
         surroundings = recording.surroundings
-        problem = "a replay fails" if trial is None else trial.disagreement(outcome, inputs)
+        for trial in trials:
+            problem = problem or trial.disagreement(outcome, inputs)
         problem = problem or surroundings.moved(tensors)
         if met.names.keys() - set(surroundings.names):
             problem = "a parameter appears"

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -14,9 +14,10 @@ import numpy as np
 import pyro
 import torch
 from pyro.poutine.messenger import Messenger
-from torch import Tensor
+from torch import Tensor, fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from pyro_dvi.core.graph_passes import quickly_called
 from pyro_dvi.core.recorder import Recorder
 from pyro_dvi.core.undisturbed import accelerators, forked, state_of
 from pyro_dvi.errors import UnsupportedError
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from pyro_dvi.objectives.objective import Objective
 
 _TENSOR = object()
+KINDS = ("cpu", "cuda", "xpu", "mps")  # that autocast knows
 
 
 class Weight:
@@ -60,9 +62,10 @@ class Outcome:
     @classmethod
     def of(cls, objective: Objective, call: Call, terms: dict[str, Tensor], leaves: list[Tensor]) -> Outcome:
         """Differentiate a loss."""
-        gradients = torch.autograd.grad(terms["loss"], leaves, allow_unused=True)
+        found = torch.autograd.grad(terms["loss"], leaves, allow_unused=True)
+        gradients = [g if g is None else _laid_out(g, leaf) for g, leaf in zip(found, leaves, strict=True)]
         terms = {name: term.detach() for name, term in terms.items() if name != "kl_weight"}
-        return cls(terms, leaves, list(gradients), objective.left_with(call.guide))
+        return cls(terms, leaves, gradients, objective.left_with(call.guide))
 
     @cached_property
     def value(self) -> float:
@@ -92,6 +95,7 @@ class RecordedStep:
     Attributes:
         outcome: of the step in which it was recorded.
         operators: the graph.
+        found: tensors that are no inputs, and their versions; the record does not hold once they change.
 
     Raises:
         UnsupportedError: it cannot be replayed.
@@ -122,32 +126,42 @@ class RecordedStep:
         self._names = list(terms)
         self._has_gradient = [gradient is not None for gradient in self.outcome.gradients]
         results = [{**self.outcome.terms, "loss": checked}[name] for name in self._names]
-        results += [gradient for gradient in self.outcome.gradients if gradient is not None]
         results += [value for value in left if isinstance(value, Tensor)]
-        self.operators = recorder.module(results)
-        self._run: Any = self.operators.forward
-        if compiled:
-            self._run = torch.compile(
-                self.operators, fullgraph=True, dynamic=False, options={"fallback_random": True}
-            )
+        gradients = [gradient for gradient in self.outcome.gradients if gradient is not None]
+        self.operators = recorder.module(results, gradients)
+        self.found = recorder.found
+        self._rounding = recorder.coarsest**0.5
+        self._casting = [kind for kind in KINDS if torch.is_autocast_enabled(kind)]
+        self._ways: list[Any] = [fx.GraphModule(self.operators, quickly_called(self.operators.graph)).forward]
+        if compiled:  # first, so that it is the way that is taken
+            options = {"fallback_random": True}  # torch's own random numbers
+            module = torch.compile(self.operators, fullgraph=True, dynamic=False, options=options)
+            self._ways.insert(0, module)
 
-    def replay(self, inputs: list[Tensor], kl_weight: Tensor) -> Outcome:
+    def replay(self, inputs: list[Tensor], kl_weight: Tensor, way: int = 0) -> Outcome:
         """Take a step with other inputs; writes to buffers and moves random states as the step does."""
-        with torch.no_grad():
-            results = iter(self._run(*inputs, kl_weight))
+        with ExitStack() as without:
+            without.enter_context(torch.no_grad())
+            for kind in self._casting:  # casts are in the graph
+                without.enter_context(torch.autocast(kind, enabled=False))
+            results = iter(self._ways[way](*inputs, kl_weight))
         terms = {name: next(results) for name in self._names}
-        gradients = [next(results) if has else None for has in self._has_gradient]
         left = [next(results) if value is _TENSOR else value for value in self._left]
+        gradients = [next(results) if has else None for has in self._has_gradient]
         return Outcome(
             terms, [inputs[k] for k in self._leaves], gradients, tree_unflatten(left, self._structure)
         )
 
-    def trial(self, inputs: list[Tensor], kl_weight: Tensor) -> Trial:
-        """Replay on copies of buffers, and put random states back."""
-        copies = [t if t.requires_grad else t.clone() for t in inputs]
-        with forked(*accelerators()):
-            outcome = self.replay(copies, kl_weight)
-            return Trial(outcome, copies, _random_states())
+    def trials(self, inputs: list[Tensor], kl_weight: Tensor) -> list[Trial]:
+        """Replay on copies of buffers, in all ways, and put random states back."""
+        found = []
+        for way in range(len(self._ways)):
+            copies = [t if t.requires_grad else t.clone() for t in inputs]
+            with forked(*accelerators()):
+                outcome = self.replay(copies, kl_weight, way)
+                rounding = self._rounding if way < len(self._ways) - 1 else 0.0
+                found.append(Trial(outcome, copies, _random_states(), rounding))
+        return found
 
 
 @dataclass
@@ -158,11 +172,13 @@ class Trial:
         outcome: of the replay.
         inputs: after it.
         random_states: after it.
+        rounding: relative error that is allowed, since operators were fused.
     """
 
     outcome: Outcome
     inputs: list[Tensor]
     random_states: list[Tensor]
+    rounding: float
 
     def disagreement(self, ordinary: Outcome, inputs: list[Tensor]) -> str | None:
         """Say in what the ordinary step, after which ``inputs`` are what they are, differs; None if in nothing."""
@@ -182,7 +198,9 @@ class Trial:
         if structure != other:
             return "the measurements differ"
         pairs += [("a measurement", a, b) for a, b in zip(left, again, strict=True)]
-        return next((f"{what} differs" for what, a, b in pairs if not _agree(a, b)), None)
+        largest = max((float(g.norm()) for g in gradients if g is not None), default=0.0)
+        differs = (what for what, a, b in pairs if not _agree(a, b, self.rounding, largest))
+        return next((f"{what} differs in a replay" for what in differs), None)
 
 
 class State:
@@ -216,16 +234,31 @@ def _random_states() -> list[Tensor]:
     return [state_of(device)[0]() for device in _devices()]
 
 
-def _agree(one: Any, other: Any) -> bool:
-    """Return whether two results are equal: to the last bit on the CPU, to rounding where sums have a random order."""
+def _agree(one: Any, other: Any, rounding: float, largest: float) -> bool:
+    """Return whether two results are equal: to the last bit on the CPU, to rounding where sums have no fixed order.
+
+    Args:
+        one: a result.
+        other: the other one.
+        rounding: relative error that is allowed on the CPU as well.
+        largest: norm of the largest gradient, of which others may be mere rounding errors.
+    """
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
         return one is other or bool(one == other)
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
-    if one.device.type == "cpu" or not one.is_floating_point():
+    if not one.is_floating_point() or (one.device.type == "cpu" and not rounding):
         return torch.equal(one, other)
-    error, size = (one - other).norm(), other.norm()
-    return bool(error <= torch.finfo(one.dtype).eps ** 0.75 * size)
+    one, other, eps = one.detach(), other.detach(), torch.finfo(one.dtype).eps
+    error, size = float((one - other).norm()), float(other.norm())
+    return error <= max(rounding, eps**0.5) * size + eps * largest
+
+
+def _laid_out(gradient: Tensor, leaf: Tensor) -> Tensor:
+    """Return a gradient in the layout of its leaf, as optimizers expect it."""
+    if gradient.stride() == leaf.stride():
+        return gradient
+    return torch.empty_like(leaf, requires_grad=False).copy_(gradient)
 
 
 class _Supports(Messenger):

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Make a graph of operators shorter without changing a bit of its results.
+
+Each operator costs some microseconds, whatever it computes, and autograd leaves many that compute nothing: views of a
+whole tensor, products with one, the same difference twice. All passes leave alone what an operator writes to.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.multiprocessing.reductions import StorageWeakRef
+
+aten = torch.ops.aten
+_LARGEST = 1 << 12  # elements of a constant that is kept instead of computed
+# Results that depend on the shapes of arguments only.
+FROM_SHAPES = {
+    getattr(aten, name).default
+    for name in (
+        "ones_like",
+        "zeros_like",
+        "full_like",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "new_empty_strided",
+    )
+} - {aten.new_empty_strided.default}
+_VIEWS = {aten.expand.default, aten.view.default, aten.reshape.default, aten._unsafe_view.default}
+_METHODS = {"expand", "view", "t", "unsqueeze", "squeeze"}
+_UNLIKE = {
+    "full",
+    "arange",
+    "zeros",
+    "ones",
+    "empty",
+    "scalar_tensor",
+    "randperm",
+    "rand",
+    "randn",
+    "_to_copy",
+}
+_PRODUCTS = {aten.mul.Tensor}
+
+
+def noted(node: fx.Node, result: Any, varies: bool) -> fx.Node:
+    """Note with a node what the passes need to know of its result."""
+    if isinstance(result, Tensor):
+        node.meta["form"] = (result.shape, result.stride(), result.dtype, result.device)
+        if not varies and result.numel() <= _LARGEST:
+            node.meta["value"] = result.detach()
+    return node
+
+
+def simplify(graph: fx.Graph, written: set[StorageWeakRef], hold: Callable[[Tensor], fx.Node]) -> None:
+    """Shorten a graph.
+
+    Args:
+        graph: of nodes that were :func:`noted`.
+        written: memory that operators write to, as in ``node.meta["memory"]``.
+        hold: returns the node of a constant.
+    """
+    seen: dict[Any, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.op != "call_function" or has_effect(node):
+            continue
+        calm = all(written.isdisjoint(n.meta["memory"]) for n in (node, *node.all_input_nodes))
+        other = _same_as(node) or (calm and _folded(node, graph, hold)) or (calm and _seen(node, seen))
+        if other:
+            node.replace_all_uses_with(other)
+            graph.erase_node(node)
+    graph.eliminate_dead_code(has_effect)
+
+
+def own_memory(graph: fx.Graph, start: int) -> None:
+    """Give results from a number on memory of their own, as their receiver may write to it."""
+    output = next(iter(reversed(graph.nodes)))
+    taken = {
+        number
+        for node in graph.nodes
+        if node.op in ("placeholder", "get_attr")
+        for number in node.meta["memory"]
+    }
+    results = list(output.args[0])
+    for i in range(start, len(results)):
+        memory = results[i].meta["memory"]
+        if not taken.isdisjoint(memory):
+            with graph.inserting_before(output):
+                results[i] = graph.call_function(aten.clone.default, (results[i],))
+        taken |= memory
+    output.args = (results,)
+
+
+def quickly_called(graph: fx.Graph) -> fx.Graph:
+    """Return a graph that calls operators as functions of torch, where there are such, which takes half the time."""
+    copy = fx.Graph()
+    copy.output(copy.graph_copy(graph, {}))
+    for node in copy.nodes:
+        packet = getattr(node.target, "overloadpacket", None)
+        name = "" if packet is None else packet.__name__
+        if name in _METHODS:
+            node.op, node.target = "call_method", name
+        elif (
+            node.op == "call_function" and name not in _UNLIKE and hasattr(torch._C._VariableFunctions, name)
+        ):
+            node.target = getattr(torch, name)
+    return copy
+
+
+def has_effect(node: fx.Node) -> bool:
+    """Return whether a node does more than give a result: writes to an argument, or moves a random state."""
+    if node.op in ("placeholder", "output"):
+        return True
+    schema, tags = getattr(node.target, "_schema", None), getattr(node.target, "tags", ())
+    moves = torch.Tag.nondeterministic_seeded in tags or "batch_norm" in str(node.target)
+    return moves or (schema is not None and schema.is_mutable)
+
+
+def _same_as(node: fx.Node) -> fx.Node | None:
+    """Return the argument that a node only passes on."""
+    first = node.args[0] if node.args else None
+    if not isinstance(first, fx.Node) or "form" not in node.meta:
+        return None
+    if node.target in _VIEWS and first.meta.get("form") == node.meta["form"]:
+        return first
+    if node.target is aten.t.default and first.target is aten.t.default:
+        return first.all_input_nodes[0]
+    return None
+
+
+def _folded(node: fx.Node, graph: fx.Graph, hold: Callable[[Tensor], fx.Node]) -> fx.Node | None:
+    if "value" in node.meta:
+        with graph.inserting_before(node):
+            return hold(node.meta["value"])
+    if node.target in _PRODUCTS:
+        for one, other in (node.args, node.args[::-1]):
+            value = one.meta.get("value") if isinstance(one, fx.Node) else None
+            if (
+                value is not None
+                and isinstance(other, fx.Node)
+                and other.meta.get("form") == node.meta["form"]
+            ):
+                if bool((value == 1).all()):
+                    return other
+    return None
+
+
+def _seen(node: fx.Node, seen: dict[Any, fx.Node]) -> fx.Node | None:
+    """Return an earlier node that computes the same."""
+    key = (node.target, repr(node.args), repr(node.kwargs))
+    return None if seen.setdefault(key, node) is node else seen[key]
