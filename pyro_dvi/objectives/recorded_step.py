@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -63,7 +63,7 @@ class Outcome:
     def of(cls, objective: Objective, call: Call, terms: dict[str, Tensor], leaves: list[Tensor]) -> Outcome:
         """Differentiate a loss."""
         found = torch.autograd.grad(terms["loss"], leaves, allow_unused=True)
-        gradients = [g if g is None else _laid_out(g, leaf) for g, leaf in zip(found, leaves, strict=True)]
+        gradients: list[Any] = [g if g is None else _laid_out(g, leaf) for g, leaf in zip(found, leaves, strict=True)]
         terms = {name: term.detach() for name, term in terms.items() if name != "kl_weight"}
         return cls(terms, leaves, gradients, objective.left_with(call.guide))
 
@@ -133,17 +133,22 @@ class RecordedStep:
         self._rounding = recorder.coarsest**0.5
         self._casting = [kind for kind in KINDS if torch.is_autocast_enabled(kind)]
         self._ways: list[Any] = [fx.GraphModule(self.operators, quickly_called(self.operators.graph)).forward]
-        if compiled:  # first, so that it is the way that is taken
-            options = {"fallback_random": True}  # torch's own random numbers
-            module = torch.compile(self.operators, fullgraph=True, dynamic=False, options=options)
-            self._ways.insert(0, module)
+        if compiled:  # the first is the way that is taken
+            with self._operators_only():
+                self._ways.insert(0, _compiled(self.operators, [*inputs, kl_weight]))
+
+    @contextmanager
+    def _operators_only(self) -> Iterator[None]:
+        """Neither record gradients, which are in the graph, nor cast, as casts are."""
+        with ExitStack() as without:
+            without.enter_context(torch.no_grad())
+            for kind in self._casting:
+                without.enter_context(torch.autocast(kind, enabled=False))
+            yield
 
     def replay(self, inputs: list[Tensor], kl_weight: Tensor, way: int = 0) -> Outcome:
         """Take a step with other inputs; writes to buffers and moves random states as the step does."""
-        with ExitStack() as without:
-            without.enter_context(torch.no_grad())
-            for kind in self._casting:  # casts are in the graph
-                without.enter_context(torch.autocast(kind, enabled=False))
+        with self._operators_only():
             results = iter(self._ways[way](*inputs, kl_weight))
         terms = {name: next(results) for name in self._names}
         left = [next(results) if value is _TENSOR else value for value in self._left]
@@ -259,6 +264,18 @@ def _laid_out(gradient: Tensor, leaf: Tensor) -> Tensor:
     if gradient.stride() == leaf.stride():
         return gradient
     return torch.empty_like(leaf, requires_grad=False).copy_(gradient)
+
+
+def _compiled(operators: fx.GraphModule, inputs: list[Any]) -> Callable[..., Sequence[Tensor]]:
+    """Compile a graph; there is no Python left in it that TorchDynamo would have to read."""
+    from torch import _inductor  # takes seconds to import
+
+    graphs = any(value.is_cuda for value in inputs)
+    options = {"fallback_random": True, "triton.cudagraphs": graphs}  # torch's own random numbers
+    run = _inductor.compile(operators, inputs, options)
+    if not graphs:
+        return run
+    return lambda *arguments: [result.clone() for result in run(*arguments)]  # the next step overwrites them
 
 
 class _Supports(Messenger):
