@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_map, tree_structure
 
 from pyro_dvi.core.graph_passes import has_effect
-from pyro_dvi.core.recorder import Recorder, draws, memory, tensors
+from pyro_dvi.core.recorder import Recorder, draws, tensors
 from pyro_dvi.errors import UnsupportedError
 
 Function = Callable[..., Sequence[Tensor]]
@@ -63,7 +63,6 @@ class _Common:
         self._graph = fx.Graph()
         self._nodes: dict[fx.Node, fx.Node] = {}  # of the graph, by those of the first run
         self._held: dict[str, Tensor] = {}
-        # What depends on inputs or their number, with the ends of the graph.
         self._kept = {node for node in runs[0].nodes if node.op in ("placeholder", "output")}
         self._written: set[StorageWeakRef] = set()  # by these
 
@@ -79,36 +78,34 @@ class _Common:
         return fx.GraphModule(self._held, self._graph)
 
     def _find_kept(self) -> None:
-        calls = [nodes for nodes in self._places if nodes[0].op == "call_function"]
-        before = -1
-        while before < len(self._written):  # which shows what else reads what is written to
-            before = len(self._written)
-            for nodes in calls:
-                first, given = nodes[0], nodes[0].all_input_nodes
-                met = map(memory, tensors([node.meta["value"] for node in (first, *given)]))
-                if not (self._kept.isdisjoint(given) and self._written.isdisjoint(met) and _agree(nodes)):
-                    self._kept.add(first)
-                    self._written.update(first.meta.get("written", ()))
+        """Find what depends on inputs or their number, and what memory that writes to."""
+        before = len(self._written)
+        for nodes in self._places:
+            first, given = nodes[0], nodes[0].all_input_nodes
+            met = set[StorageWeakRef]().union(*(node.meta.get("memory", ()) for node in (first, *given)))
+            known = self._kept.isdisjoint(given) and self._written.isdisjoint(met)
+            if first.op == "call_function" and not (known and _agree(nodes)):
+                self._kept.add(first)
+                self._written.update(first.meta.get("written", ()))
+        if before < len(self._written):  # others may read it
+            self._find_kept()
 
     def _shared(self, first: Any, *others: Any) -> Any:
         """Return an argument of an operator as the graph has it, from the arguments of all runs."""
         if any(repr(first) != repr(other) for other in others):  # by text, where NaN is NaN
             return self._size(first, *others)
-        if not isinstance(first, fx.Node):
-            return first
-        if first not in self._nodes:
+        if isinstance(first, fx.Node) and first not in self._nodes:
             self._nodes[first] = self._constant(first, *others)
-        return self._nodes[first]
+        return self._nodes.get(first, first)
 
     def _constant(self, *nodes: fx.Node) -> fx.Node:
-        value = nodes[0].meta["value"]
-        if memory(value) in self._written:
+        if not self._written.isdisjoint(nodes[0].meta["memory"]):
             raise UnsupportedError("it changes a tensor that it holds")
         if not _agree(nodes):
             raise UnsupportedError("a tensor that it makes in Python depends on the inputs or their number")
         name = f"constant_{len(self._held)}"
         # Contiguous, whatever it is a view of: torch.export.save warns of others.
-        self._held[name] = value.detach().clone(memory_format=torch.contiguous_format)
+        self._held[name] = nodes[0].meta["value"].detach().clone(memory_format=torch.contiguous_format)
         return self._graph.get_attr(name)
 
     def _size(self, *values: Any) -> fx.Node:

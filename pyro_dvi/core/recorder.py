@@ -9,7 +9,7 @@ are seen. No Python code is recorded, neither the block's nor Pyro's.
 import linecache
 import operator
 import sys
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import takewhile
@@ -217,7 +217,7 @@ def draws(node: fx.Node) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
-def _written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> set[StorageWeakRef]:
+def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> set[StorageWeakRef]:
     """Return the memory that an operator writes to."""
     expected = func._schema.arguments
     named = {a.name: value for a, value in zip(expected, args, strict=False)} | kwargs
