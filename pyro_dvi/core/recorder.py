@@ -141,6 +141,8 @@ class Recorder(Watch):
             raise UnsupportedError("it writes to a tensor that belongs to no module")
         simplify(graph, self._written, self._hold)
         own_memory(graph, len(results))
+        for node in graph.nodes:
+            node.meta.clear()  # references to memory are not to be copied
         return fx.GraphModule(self._held, graph)
 
     def _note(self, result: Any, node: fx.Node) -> None:
