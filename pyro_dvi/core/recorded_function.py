@@ -44,7 +44,7 @@ def rows_of(inputs: Sequence[Tensor]) -> int:
 
 
 def _run(function: Function, inputs: Sequence[Tensor]) -> fx.Graph:
-    with Recorder(inputs, for_folding=True) as recorder:
+    with Recorder(inputs, any_rows=True) as recorder:
         results = function(*inputs)
     return recorder.graph(results)
 

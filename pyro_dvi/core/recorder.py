@@ -27,7 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from pyro_dvi.core.graph_passes import FROM_SHAPES, noted, own_memory, simplify
 from pyro_dvi.errors import UnsupportedError
 
-_RECORDING = ContextVar("recording", default=False)
+_RECORDING: ContextVar["Recorder | None"] = ContextVar("recording", default=None)
 _LOOKING = ContextVar("looking", default=False)
 _ALIASES = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 
@@ -39,7 +39,13 @@ def is_looking() -> bool:
 
 def is_recording() -> bool:
     """Return whether operators are being recorded; what is not to be replayed must not look at values then."""
-    return _RECORDING.get()
+    return _RECORDING.get() is not None
+
+
+def is_for_any_rows() -> bool:
+    """Return whether operators are being recorded that must not depend on the number of rows."""
+    recorder = _RECORDING.get()
+    return recorder is not None and recorder.any_rows
 
 
 @contextmanager
@@ -65,19 +71,19 @@ class Recorder(Watch):
 
     Args:
         inputs: tensors in whose place a replay has others, or other values.
-        for_folding: keep what each node gave as ``meta["value"]``, and let random numbers, which then come from a seed,
-            be constants.
+        any_rows: whether the graph is compared with those for other numbers of rows. Then keep what each node gave
+            as ``meta["value"]``, and let random numbers, which come from a seed, be constants.
 
     Attributes:
         found: tensors that the block has found elsewhere, with their versions; the graph holds as long as these stay.
         coarsest: rounding error of the coarsest dtype that was met.
     """
 
-    def __init__(self, inputs: Sequence[Tensor], for_folding: bool = False) -> None:
+    def __init__(self, inputs: Sequence[Tensor], any_rows: bool = False) -> None:
         super().__init__()
         self.found: list[tuple[Tensor, int]] = []
         self.coarsest = 0.0
-        self._for_folding = for_folding
+        self.any_rows = any_rows
         self._problem: str | None = None
         self._graph = fx.Graph()
         self._held: dict[str, Tensor] = {}
@@ -89,7 +95,7 @@ class Recorder(Watch):
 
     def __enter__(self) -> Self:
         self._opener = sys._getframe(1).f_code
-        self._token = _RECORDING.set(True)
+        self._token = _RECORDING.set(self)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -110,7 +116,7 @@ class Recorder(Watch):
         self._look_for_problems(func, args, kwargs, varies)
         written = node.meta["written"] = _written(func, args, kwargs)
         self._written |= written
-        if varies or (draws(node) and not self._for_folding):
+        if varies or (draws(node) and not self.any_rows):
             self._varying |= written.union(map(memory, tensors(result)))
         self._note(result, node)
         return result
@@ -150,7 +156,7 @@ class Recorder(Watch):
         found = tensors(result)
         node.meta["memory"] = set(map(memory, found))
         noted(node, result, self._varies(found))
-        if self._for_folding:
+        if self.any_rows:
             node.meta["value"] = result
         if isinstance(result, Tensor):
             self._nodes[result] = node
@@ -181,7 +187,7 @@ class Recorder(Watch):
         problem = None
         if varies and torch.Tag.data_dependent_output in func.tags:
             problem = "Python reads a value"
-        elif self._for_folding:
+        elif self.any_rows:
             return  # other runs show the rest
         elif kwargs.get("generator") is not None:
             problem = "it draws from a generator of its own"

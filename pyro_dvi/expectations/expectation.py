@@ -41,6 +41,7 @@ from pyro_dvi.expectations.points import (
     within_example,
 )
 from pyro_dvi.moments import GaussianMoments
+from pyro_dvi.moments.quadrature import constants
 
 _CHUNK = 2**22  # elements of one parameter held in memory at once
 
@@ -261,6 +262,8 @@ def expected_log_prob(
 def _as_tensor(parameter: Any, like: Tensor) -> Any:
     if isinstance(parameter, GaussianMoments | Tensor):
         return parameter
+    if isinstance(parameter, int | float):
+        return constants(parameter, like)
     return torch.as_tensor(parameter, dtype=like.dtype, device=like.device)
 
 

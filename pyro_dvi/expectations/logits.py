@@ -69,7 +69,10 @@ class Sobol(LogitEstimator):
     def expected_logsumexp(self, logits: GaussianMoments) -> Tensor:
         """Average over the points, which all examples share."""
         points = shifted_sobol(self.num_points, logits.shape[-1], logits.loc)
-        points = points.reshape(-1, *(1,) * (logits.dim() - 1), logits.shape[-1])
+        # As a view by strides, before which a compiler writes the points down: a fused kernel would compute the
+        # quantiles again for every example.
+        shape = (len(points), *(1,) * (logits.dim() - 1), logits.shape[-1])
+        points = points.as_strided(shape, (shape[-1],) * (len(shape) - 1) + (1,))
         spread = covariance_of(logits) if has_covariances(logits) else logits.variance
         return _MeanLogSumExp.apply(logits.loc, spread, points)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributions import constraints
 from torch.quasirandom import SobolEngine
 
+from pyro_dvi.core.recorder import is_recording
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.moments import GaussianMoments
 from pyro_dvi.moments import quadrature as normal
@@ -211,7 +212,7 @@ def check_domain(family: type, name: str, parameter: GaussianMoments, values: Te
         return
     if parameter.link is not None and parameter.link.name in _SAFE:
         return
-    if _admitted(constraint, values):
+    if is_recording() or _admitted(constraint, values):
         return
     raise UnsupportedError(
         f"{family.__name__}({name}=...) is uncertain and can leave its domain ({constraint}): its Gaussian reaches "

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_dvi.core.recorder import is_recording
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.moments.dispatch import Kind, broadcast
 from pyro_dvi.moments.quadrature import through_link
@@ -202,6 +203,10 @@ def _cube(x: GaussianMoments) -> GaussianMoments:
     return GaussianMoments(m * torch.add(m2, v, alpha=3), v * (9 * m2.square() + v * (36 * m2 + 15 * v)))
 
 
+def _can_be_expanded(m: Tensor, c2: Tensor, p: float) -> bool:
+    return bool((c2 <= _LARGEST_VARIATION**2).all()) and (p.is_integer() or not bool((m <= 0).any()))
+
+
 def _expanded_power(x: GaussianMoments, p: float) -> GaussianMoments:
     """By quadrature over the Gaussian behind x; else to fourth order in the coefficient of variation."""
     linked = through_link(x, lambda value: value.pow(p))
@@ -209,7 +214,7 @@ def _expanded_power(x: GaussianMoments, p: float) -> GaussianMoments:
         return linked
     m = x.loc
     c2 = x.variance / m.square()
-    if not bool((c2 <= _LARGEST_VARIATION**2).all()) or (not p.is_integer() and bool((m <= 0).any())):
+    if not is_recording() and not _can_be_expanded(m, c2, p):
         raise UnsupportedError(
             f"the power {p:g} of something uncertain needs a deviation of at most {_LARGEST_VARIATION} of the mean "
             f"(and a positive mean, or an integer exponent), here {math.sqrt(c2.max().item()):.3g}: divide by x.loc if "

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from pyro_dvi.core.recorder import is_recording
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.moments.tensor_like import call, name_of
 from pyro_dvi.moments.value import GaussianMoments, Link
@@ -121,7 +122,7 @@ def _check(func: Callable, rule: Callable, result: Any) -> None:
             raise UnsupportedError(
                 f"{where} returned {type(part).__name__}: return GaussianMoments, or a tensor if certain"
             )
-        if isinstance(part, GaussianMoments) and bool((part.variance < 0).any()):
+        if isinstance(part, GaussianMoments) and not is_recording() and bool((part.variance < 0).any()):
             worst = part.variance.min().item()
             raise UnsupportedError(
                 f"{where} returned a negative variance ({worst:.3g}): centre E[f²] - E[f]² around f(mean), or clamp"

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.moments.dispatch import Kind
+from pyro_dvi.moments.quadrature import constants
 from pyro_dvi.moments.rules import functions_of, moment_rule
 from pyro_dvi.moments.value import GaussianMoments, loc_of, variance_of
 
@@ -145,7 +146,7 @@ def where(condition: Any, input: Any = None, other: Any = None) -> GaussianMomen
     if isinstance(condition, GaussianMoments):
         raise UnsupportedError("torch.where takes a condition that is certain, such as x.loc > 0")
     loc = torch.where(condition, loc_of(input), loc_of(other))
-    zero = loc.new_zeros(())
+    zero = constants(0.0, loc)
     first, second = (
         x.variance.to(loc.dtype) if isinstance(x, GaussianMoments) else zero for x in (input, other)
     )

@@ -26,8 +26,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import _disable_current_modes
 
-from pyro_dvi.core.recorder import is_recording
+from pyro_dvi.core.recorder import is_for_any_rows, is_recording
 from pyro_dvi.moments.dispatch import Kind
 from pyro_dvi.moments.rules import moment_rule
 from pyro_dvi.moments.value import GaussianMoments, floored
@@ -58,7 +59,8 @@ def constants(numbers: Any, like: Tensor) -> Tensor:
 
 @lru_cache(maxsize=256)
 def _kept(numbers: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):  # an inference tensor could not take part in training later
+    # An inference tensor could not take part in training later, and a recorded step is to hold what others share.
+    with torch.inference_mode(False), _disable_current_modes():
         return torch.tensor(numbers, dtype=dtype, device=device)
 
 
@@ -92,7 +94,7 @@ def distribution(z: Tensor) -> Tensor:
 def through(compute: Compute, x: GaussianMoments) -> GaussianMoments:
     """Return the moments that ``compute(mu, variance, slopes)`` finds, with its slopes as derivatives.
 
-    Compiled code gets all elements at once, others blocks of them. Half precision is computed in float32.
+    Compiled code and predictors get all elements at once, others blocks of them. Half precision is computed in float32.
 
     Args:
         compute: takes means and variances of one dimension, the variance at least the floor, and whether slopes are
@@ -101,7 +103,7 @@ def through(compute: Compute, x: GaussianMoments) -> GaussianMoments:
         x: moments of the input.
     """
     dtype = x.loc.dtype
-    wide = torch.promote_types(dtype, torch.float32)
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
     mu, variance = x.loc.to(wide), x.variance.to(wide)
     mean, spread = _Through.apply(mu, floored(variance), compute, torch.is_grad_enabled())
     return GaussianMoments(mean.to(dtype), spread.to(dtype))
@@ -139,8 +141,10 @@ class _Through(Function):
 def _in_blocks(compute: Compute, mu: Tensor, variance: Tensor, slopes: bool) -> list[Tensor]:
     shape = mu.shape
     mu, variance = mu.reshape(-1), variance.reshape(-1)
-    block = getattr(compute, "block", _BLOCK) if mu.device.type == "cpu" else _ACCELERATED_BLOCK
-    if torch.compiler.is_compiling() or is_recording() or mu.numel() <= block:
+    on_cpu = mu.device.type == "cpu"
+    block = getattr(compute, "block", _BLOCK) if on_cpu else _ACCELERATED_BLOCK
+    together = torch.compiler.is_compiling() or is_for_any_rows() or (is_recording() and not on_cpu)
+    if together or mu.numel() <= block:
         parts = compute(mu, variance, slopes)
     else:
         pairs = zip(mu.split(block), variance.split(block), strict=True)

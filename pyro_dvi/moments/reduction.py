@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_dvi.errors import UnsupportedError
+from pyro_dvi.moments.quadrature import constants
 from pyro_dvi.moments.rules import moment_rule
 from pyro_dvi.moments.value import GaussianMoments
 
@@ -205,8 +206,8 @@ def _adaptive_avg_pool(function: Callable[..., Tensor], dims: int) -> Callable[.
             if n % out == 0:
                 weight = weight * (out / n)
             else:
-                windows = [1 / (-(-(i + 1) * n // out) - i * n // out) for i in range(out)]
-                weight = weight * input.variance.new_tensor(windows).reshape(-1, *[1] * (dims - 1 - k))
+                windows = tuple(1 / (-(-(i + 1) * n // out) - i * n // out) for i in range(out))
+                weight = weight * constants(windows, input.variance).reshape(-1, *[1] * (dims - 1 - k))
         return GaussianMoments(function(input.loc, sizes), weight * function(input.variance, sizes))
 
     return adaptive_avg_pool

@@ -44,27 +44,30 @@ from pyro_dvi.core.recorder import is_recording
 from pyro_dvi.moments.quadrature import DENSITY, Nodes, column, constants, distribution, gauss_hermite
 
 _SERIES = (1e-6, 1e-3)  # variances in float64 and float32
+_LANES = (
+    64  # sums over rows on one thread round alike in all columns where their number is a multiple of this one
+)
 Form = Callable[[Tensor], tuple[Tensor, Tensor]]
-Levels = tuple[tuple[float, int], ...]
 
 
 class _Nodes(NamedTuple):
     """The density of nodes for a kind of functions, in float64 and in float32.
 
     Attributes:
-        levels: up to which deviation how many nodes of Gauss-Hermite are enough. Beyond the last the lattice takes
-            over. The others serve blocks without wider elements.
+        crossover: the deviation beyond which the lattice takes over.
+        order: the number of nodes of Gauss-Hermite, enough up to there.
         reach: half the length of the lattice.
         spacing: of the lattice.
     """
 
-    levels: tuple[Levels, Levels]
+    crossover: float
+    order: tuple[int, int]
     reach: tuple[float, float]
     spacing: tuple[float, float]
 
 
-_LOGISTIC = _Nodes((((0.3, 14), (1.0, 28)), ((0.5, 8), (1.0, 13))), (28.0, 14.0), (0.55, 0.9))
-_STEEP = _Nodes((((0.25, 14), (0.8, 30)), ((0.4, 8), (0.8, 14))), (9.0, 7.0), (0.45, 0.65))
+_LOGISTIC = _Nodes(1.0, (28, 13), (28.0, 14.0), (0.55, 0.9))
+_STEEP = _Nodes(0.8, (30, 14), (9.0, 7.0), (0.45, 0.65))
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,44 +96,47 @@ class Smooth:
         side = torch.copysign(constants(1.0, mu), mu).neg_()  # products with it: torch.where is slow on CPU
         block = _Block(mu * side, variance, side, slopes)
         table = self._tables[mu.dtype is not torch.float64]
-        return self._mirrored_back(block, self._split(table, block) or self._everywhere(table, block))
+        return self._mirrored_back(block, self._chosen(table, block))
 
-    def _everywhere(self, table: "_Table", block: "_Block") -> list[Tensor]:
-        """Run both quadratures on all elements."""
-        limit, nodes = table.levels[-1]
-        variance = block.variance
-        near = self._near(table, nodes, block.with_variance(variance.clamp_max(limit)), True)
-        far = self._far(table, block.with_variance(variance.clamp_min(limit)))
-        return [torch.where(variance > limit, a, b) for a, b in zip(far, near, strict=True)]
+    def _chosen(self, table: "_Table", block: "_Block") -> list[Tensor]:
+        """Run on each element the quadrature it needs where a look at the values costs nothing, else both on all.
 
-    def _split(self, table: "_Table", block: "_Block") -> list[Tensor]:
-        """Run on each element the quadrature it needs, where a look at the values costs nothing; elsewhere nothing."""
-        y = block.y
+        The result is the same to the last bit, so that a recorded step can be compared with this one; where several
+        threads share a large block with both kinds of elements, nearly so.
+        """
+        y, variance, limit = block.y, block.variance, table.limit
         if y.device.type != "cpu" or torch.compiler.is_compiling() or is_recording() or y.numel() == 0:
-            return []
-        low, high = (t.item() for t in block.variance.aminmax())
-        limit, finest = table.levels[-1]
+            return self._everywhere(table, block)
+        low, high = (t.item() for t in variance.aminmax())
         if high <= limit:
-            nodes = next(nodes for largest, nodes in table.levels if high <= largest)
-            return self._near(table, nodes, block, low < table.series)
+            return self._near(table, block, low < table.series)
         if low > limit:
             return self._far(table, block)
-        wide = block.variance > limit
-        far, near = wide.nonzero().view(-1), wide.logical_not_().nonzero().view(-1)
-        parts = [
-            (far, torch.stack(self._far(table, block.at(far)))),
-            (near, torch.stack(self._near(table, finest, block.at(near), low < table.series))),
-        ]
+        if len(y) % _LANES:
+            return self._everywhere(table, block)
+        wide = variance > limit
+        parts = []
+        for chosen, rule in ((wide, self._far), (wide.logical_not(), self._near)):
+            index = chosen.nonzero().view(-1)
+            padded = torch.nn.functional.pad(index, (0, -len(index) % _LANES))
+            parts.append((index, torch.stack(rule(table, block.at(padded)))[:, : len(index)]))
         whole = y.new_empty(len(parts[0][1]), len(y))
         for index, values in parts:
             whole.index_copy_(1, index, values)
         return list(whole.unbind())
 
-    def _near(self, table: "_Table", nodes: Nodes, block: "_Block", some_tiny: bool) -> list[Tensor]:
+    def _everywhere(self, table: "_Table", block: "_Block") -> list[Tensor]:
+        """Run both quadratures on all elements."""
+        variance, limit = block.variance, table.limit
+        near = self._near(table, block.with_variance(variance.clamp_max(limit)))
+        far = self._far(table, block.with_variance(variance.clamp_min(limit)))
+        return [torch.where(variance > limit, a, b) for a, b in zip(far, near, strict=True)]
+
+    def _near(self, table: "_Table", block: "_Block", some_tiny: bool = True) -> list[Tensor]:
         """Gauss-Hermite around f(y): shift of the mean, variance, E f', then slopes and E f'''."""
         y, variance, _, slopes = block
         sigma = variance.sqrt()
-        z, w = (constants(column, y) for column in nodes)
+        z, w = (constants(column, y) for column in table.nodes)
         d, slope = self.value_and_slope(torch.addcmul(y, sigma, z))
         d = d - self.value_and_slope(y)[0]
         weighted = d * w
@@ -306,19 +312,21 @@ class _Table(NamedTuple):
     Attributes:
         series: the variance below which differences from f(μ) are lost.
         reach: deviations from the mean beyond which a density counts as zero: denormal numbers are slow.
-        levels: limits of the variance, and nodes and weights of Gauss-Hermite below each, as columns.
+        limit: the variance beyond which the lattice takes over.
+        nodes: nodes and weights of Gauss-Hermite, as columns.
         lattice: points, and the remainders of f and f² there, times spacing and the Gaussian's constant, as columns.
     """
 
     series: float
     reach: float
-    levels: tuple[tuple[float, Nodes], ...]
+    limit: float
+    nodes: Nodes
     lattice: tuple[Any, Any]
 
     @classmethod
     def of(cls, function: Smooth, precision: int) -> "_Table":
         nodes = _STEEP if function.steep else _LOGISTIC
-        levels = tuple((sigma**2, gauss_hermite(n)) for sigma, n in nodes.levels[precision])
+        hermite = gauss_hermite(nodes.order[precision])
         spacing = nodes.spacing[precision]
         count = math.ceil(nodes.reach[precision] / spacing)
         x = torch.arange(-count, count + 1, dtype=torch.float64, device="cpu") * spacing
@@ -327,4 +335,6 @@ class _Table(NamedTuple):
 
         f = function.value_and_slope(x)[0]
         rows = tuple(column(spacing * DENSITY * (f**p - end**p * step)) for p in (1, 2))
-        return cls(_SERIES[precision], (36.0, 11.0)[precision], levels, (column(x), rows))
+        return cls(
+            _SERIES[precision], (36.0, 11.0)[precision], nodes.crossover**2, hermite, (column(x), rows)
+        )

@@ -63,7 +63,9 @@ class Outcome:
     def of(cls, objective: Objective, call: Call, terms: dict[str, Tensor], leaves: list[Tensor]) -> Outcome:
         """Differentiate a loss."""
         found = torch.autograd.grad(terms["loss"], leaves, allow_unused=True)
-        gradients: list[Any] = [g if g is None else _laid_out(g, leaf) for g, leaf in zip(found, leaves, strict=True)]
+        gradients: list[Any] = [
+            g if g is None else _laid_out(g, leaf) for g, leaf in zip(found, leaves, strict=True)
+        ]
         terms = {name: term.detach() for name, term in terms.items() if name != "kl_weight"}
         return cls(terms, leaves, gradients, objective.left_with(call.guide))
 

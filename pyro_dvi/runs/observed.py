@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pyro_dvi.core.batches import rows_cut, tensors_in, with_rows
 from pyro_dvi.core.distributions import untransformed
+from pyro_dvi.core.recorder import is_recording
 from pyro_dvi.core.undisturbed import preserve_buffers
 from pyro_dvi.curvature.linearisation import ObservedSite, sum_of
 from pyro_dvi.errors import DataError, ModelError, PyroDviError, UnsupportedError, warn
@@ -142,8 +143,8 @@ def check_num_data(sites: list[ObservedSite], num_data: int) -> None:
     agreeing: set[int] = set()
     others = []
     for site in sites:
-        if torch.is_tensor(site.scale) and site.scale.numel() > 1:
-            continue  # weights of examples, which the user chose
+        if torch.is_tensor(site.scale) and (site.scale.numel() > 1 or is_recording()):
+            continue  # weights of examples, which the user chose, or a value that must not be read
         scale = float(site.scale)
         lengths = [n for n in (*site.fn.batch_shape, *site.value.shape) if n > 0] or [1]
         nearest = min(lengths, key=lambda n: abs(n * scale - num_data))
