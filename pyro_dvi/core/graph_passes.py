@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.multiprocessing.reductions import StorageWeakRef
 
 aten = torch.ops.aten
 _LARGEST = 1 << 12  # elements of a constant that is kept instead of computed
@@ -52,7 +53,7 @@ def noted(node: fx.Node, result: Any, varies: bool) -> fx.Node:
     return node
 
 
-def simplify(graph: fx.Graph, written: set[int], hold: Callable[[Tensor], fx.Node]) -> None:
+def simplify(graph: fx.Graph, written: set[StorageWeakRef], hold: Callable[[Tensor], fx.Node]) -> None:
     """Shorten a graph.
 
     Args:

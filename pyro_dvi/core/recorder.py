@@ -9,15 +9,17 @@ are seen. No Python code is recorded, neither the block's nor Pyro's.
 import linecache
 import operator
 import sys
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from itertools import count
+from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from traceback import walk_stack
+from typing import Any, Self
 
 import torch
 from torch import Tensor, fx
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
@@ -25,10 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from pyro_dvi.core.graph_passes import FROM_SHAPES, noted, own_memory, simplify
 from pyro_dvi.errors import UnsupportedError
 
-_RECORDING = ContextVar("recording", default=False)
-_ANY_ROWS = ContextVar("any_rows", default=False)
-_CALLERS = ("pyro_dvi.objectives.recorded_step", "pyro_dvi.predictive.predictor")  # who opens the block
-_ASSUMPTIONS: ContextVar[list[Tensor] | None] = ContextVar("assumptions", default=None)
+_RECORDING: ContextVar["Recorder | None"] = ContextVar("recording", default=None)
 _LOOKING = ContextVar("looking", default=False)
 _ALIASES = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 
@@ -40,29 +39,13 @@ def is_looking() -> bool:
 
 def is_recording() -> bool:
     """Return whether operators are being recorded; what is not to be replayed must not look at values then."""
-    return _RECORDING.get()
+    return _RECORDING.get() is not None
 
 
 def is_for_any_rows() -> bool:
     """Return whether operators are being recorded that must not depend on the number of rows."""
-    return _ANY_ROWS.get()
-
-
-@contextmanager
-def recording(any_rows: bool = False, assumptions: list[Tensor] | None = None) -> Iterator[None]:
-    """Let :func:`is_recording` be true.
-
-    Args:
-        any_rows: for any number of rows.
-        assumptions: collects the conditions on which the recording relies; None if it may rely on none.
-    """
-    tokens = _RECORDING.set(True), _ANY_ROWS.set(any_rows), _ASSUMPTIONS.set(assumptions)
-    try:
-        yield
-    finally:
-        _RECORDING.reset(tokens[0])
-        _ANY_ROWS.reset(tokens[1])
-        _ASSUMPTIONS.reset(tokens[2])
+    recorder = _RECORDING.get()
+    return recorder is not None and recorder.any_rows
 
 
 @contextmanager
@@ -80,15 +63,15 @@ def assumed(condition: Tensor) -> bool:
 
     A recording notes that it relies on the condition, if it may rely on any, and a replay in which it fails is void.
     """
-    if not is_recording():
+    recorder = _RECORDING.get()
+    if recorder is None:
         return bool(condition)
-    noted = _ASSUMPTIONS.get()
-    if noted is None:
+    if recorder.assumptions is None:
         return False
     with _disable_current_modes():  # so that it does not count as reading a value
         holds = bool(condition)
     if holds:
-        noted.append(condition)
+        recorder.assumptions.append(condition)
     return holds
 
 
@@ -101,60 +84,76 @@ class Watch(TorchDispatchMode):
 
 
 class Recorder(Watch):
-    """Record what runs in its block; use within :func:`recording`.
+    """Record what runs in its block, where :func:`is_recording` is true.
 
     Args:
         inputs: tensors in whose place a replay has others, or other values.
+        any_rows: whether the graph is compared with those for other numbers of rows. Then keep what each node gave
+            as ``meta["value"]``, and let random numbers, which come from a seed, be constants.
+        assuming: the graph may rely on conditions.
 
     Attributes:
+        assumptions: conditions that the graph relies on; None where it may rely on none.
         found: tensors that the block has found elsewhere, with their versions; the graph holds as long as these stay.
         coarsest: rounding error of the coarsest dtype that was met.
     """
 
-    def __init__(self, inputs: Sequence[Tensor]) -> None:
+    def __init__(self, inputs: Sequence[Tensor], any_rows: bool = False, assuming: bool = False) -> None:
         super().__init__()
         self.found: list[tuple[Tensor, int]] = []
         self.coarsest = 0.0
+        self.any_rows = any_rows
+        self.assumptions: list[Tensor] | None = [] if assuming else None
         self._problem: str | None = None
         self._graph = fx.Graph()
         self._held: dict[str, Tensor] = {}
-        self._nodes: Any = WeakIdKeyDictionary()
-        self._varying: set[fx.Node] = set()  # what depends on inputs or random numbers
-        self._written: set[int] = set()  # memory that operators write to
-        self._memories: dict[int, int] = {}  # numbers of memory, by the address where it is now
-        self._numbers = count()
+        self._nodes: MutableMapping[Tensor, fx.Node] = WeakIdKeyDictionary()
+        self._varying = set(map(memory, inputs))  # what depends on inputs or random numbers
+        self._written: set[StorageWeakRef] = set()
         for i, value in enumerate(inputs):
-            self._nodes[value] = node = self._graph.placeholder(f"input_{i}")
-            self._varying.add(node)
-            self._note(node, value, {_address(value)})
+            self._note(value, self._graph.placeholder(f"input_{i}"))
+
+    def __enter__(self) -> Self:
+        self._opener = sys._getframe(1).f_code
+        self._token = _RECORDING.set(self)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        _RECORDING.reset(self._token)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.ops.aten.lift_fresh.default:
+            func = torch.ops.aten.clone.default  # the block may write to it
         node_args, node_kwargs = tree_map_only(Tensor, self._node, (args, kwargs))
-        addresses = {_address(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         result = func(*args, **kwargs)
         if func in _ALIASES:
             self._nodes[result] = node_args[0]
             return result
-        given = [leaf for leaf in tree_leaves((node_args, node_kwargs)) if isinstance(leaf, fx.Node)]
-        random = torch.Tag.nondeterministic_seeded in func.tags
-        varies = random or (func not in FROM_SHAPES and not self._varying.isdisjoint(given))
+        node = self._graph.call_function(func, node_args, node_kwargs)
+        varies = func not in FROM_SHAPES and self._varies(tensors((args, kwargs)))
         self._look_for_problems(func, args, kwargs, varies)
-        if torch.Tag.data_dependent_output in func.tags:
-            return result  # a number, which depends on constants only
-        if func is torch.ops.aten.lift_fresh.default:
-            node = self._graph.call_function(torch.ops.aten.clone.default, node_args)
-        else:
-            node = self._graph.call_function(func, node_args, node_kwargs)
-        written = _written(func, args, kwargs)
-        self._written |= {self._memories[_address(tensor)] for tensor in written}
-        if varies:
-            self._varying.update([node, *map(self._node, written)])
-        self._note(node, result, given=addresses)
+        written = node.meta["written"] = _written(func, args, kwargs)
+        self._written |= written
+        if varies or (draws(node) and not self.any_rows):
+            self._varying |= written.union(map(memory, tensors(result)))
+        self._note(result, node)
         return result
 
+    def graph(self, results: Sequence[Tensor]) -> fx.Graph:
+        """Return everything that ran as a graph, from inputs to a list of results.
+
+        Raises:
+            UnsupportedError: a replay would not do what the block has done.
+        """
+        if self._problem is not None:
+            raise UnsupportedError(self._problem)
+        self._graph.output([self._node(result) for result in results])
+        return self._graph
+
     def module(self, results: Sequence[Tensor], owned: Sequence[Tensor] = ()) -> fx.GraphModule:
-        """Return the graph as a module, from inputs to a list of results.
+        """Return what the results need as a module, from inputs to a list of results.
 
         Args:
             results: tensors of the block.
@@ -163,93 +162,92 @@ class Recorder(Watch):
         Raises:
             UnsupportedError: a replay would not do what the block has done.
         """
-        if any(self._memories[_address(tensor)] in self._written for tensor in self._held.values()):
-            self._problem = self._problem or "it writes to a tensor that belongs to no module"
-        if self._problem is not None:
-            raise UnsupportedError(self._problem)
-        self._graph.output([self._node(result) for result in (*results, *owned)])
-        simplify(self._graph, self._written, self._hold)
-        own_memory(self._graph, len(results))
-        return fx.GraphModule(self._held, self._graph)
+        graph = self.graph([*results, *owned])
+        if not self._written.isdisjoint(map(memory, self._held.values())):
+            raise UnsupportedError("it writes to a tensor that belongs to no module")
+        simplify(graph, self._written, self._hold)
+        own_memory(graph, len(results))
+        for node in graph.nodes:
+            node.meta.clear()  # references to memory are not to be copied
+        return fx.GraphModule(self._held, graph)
 
-    def _note(self, node: fx.Node, result: Any, given: Container[int] = ()) -> None:
-        """Note a result of a node, or each of several, and whether its memory is that of an argument."""
+    def _note(self, result: Any, node: fx.Node) -> None:
+        """Note the result of a node, or each of several."""
+        found = tensors(result)
+        node.meta["memory"] = set(map(memory, found))
+        noted(node, result, self._varies(found))
+        if self.any_rows:
+            node.meta["value"] = result
         if isinstance(result, Tensor):
-            address = _address(result)
-            if address not in given or address not in self._memories:  # new memory, if at an old address
-                self._memories[address] = next(self._numbers)
-            node.meta["memory"] = {self._memories[address]}
-            noted(node, result, node in self._varying)
             self._nodes[result] = node
             if result.is_floating_point():
                 self.coarsest = max(self.coarsest, torch.finfo(result.dtype).eps)
-            return
-        node.meta["memory"] = set()
-        for i, part in enumerate(result if isinstance(result, (list, tuple)) else ()):
-            if isinstance(part, Tensor):
-                item = self._graph.call_function(operator.getitem, (node, i))
-                if node in self._varying:
-                    self._varying.add(item)
-                self._note(item, part, given)
-                node.meta["memory"] |= item.meta["memory"]
+        for i, part in enumerate(result if isinstance(result, (list, tuple)) else []):
+            self._note(part, self._graph.call_function(operator.getitem, (node, i)))
 
     def _node(self, tensor: Tensor) -> fx.Node:
         if tensor not in self._nodes:
             self._nodes[tensor] = self._hold(tensor)
             if not tensor.is_inference():
                 self.found.append((tensor.detach(), tensor._version))
-        node: fx.Node = self._nodes[tensor]
-        return node
+        return self._nodes[tensor]
 
     def _hold(self, tensor: Tensor) -> fx.Node:
         name = f"constant_{len(self._held)}"
         self._held[name] = tensor.detach()
         node = self._graph.get_attr(name)
-        self._note(node, tensor, {_address(tensor)})
+        self._note(tensor, node)
         return node
+
+    def _varies(self, given: Iterable[Tensor]) -> bool:
+        return not self._varying.isdisjoint(map(memory, given))
 
     def _look_for_problems(self, func: Any, args: Any, kwargs: dict[str, Any], varies: bool) -> None:
         """Note the first thing that cannot be replayed; an exception might be caught by the block."""
-        if self._problem is not None:
-            return
-        if kwargs.get("generator") is not None:
-            self._problem = f"it draws from a generator of its own{_place()}"
-        elif varies and torch.Tag.data_dependent_output in func.tags:
-            self._problem = f"Python reads a value{_place()}"
-        elif varies and torch.Tag.dynamic_output_shape in func.tags and self._chooses(func, args):
-            self._problem = f"a shape depends on values{_place()}"
+        problem = None
+        if varies and torch.Tag.data_dependent_output in func.tags:
+            problem = "Python reads a value"
+        elif self.any_rows:
+            return  # other runs show the rest
+        elif kwargs.get("generator") is not None:
+            problem = "it draws from a generator of its own"
+        elif varies and torch.Tag.dynamic_output_shape in func.tags:
+            masks = [i for i in tensors(args[1:]) if i.dtype in (torch.bool, torch.uint8)]
+            if func is not torch.ops.aten.index.Tensor or self._varies(masks):
+                problem = "a shape depends on values"
+        if problem and not self._problem:
+            self._problem = problem + self._place()
 
-    def _chooses(self, func: Any, args: Any) -> bool:
-        """Return whether an operator chooses elements by values that vary."""
-        if func is not torch.ops.aten.index.Tensor:
-            return True
-        masks = [i for i in args[1] if i is not None and i.dtype in (torch.bool, torch.uint8)]
-        return any(self._node(mask) in self._varying for mask in masks)
+    def _place(self) -> str:
+        """Name the line that is running: the innermost of the user's within the block, or else of the library's."""
+        lines: dict[bool, str] = {}
+        within = takewhile(lambda at: at[0].f_code is not self._opener, walk_stack(sys._getframe(3)))
+        for frame, number in within:
+            package, path = frame.f_globals.get("__name__", "").partition(".")[0], frame.f_code.co_filename
+            if package not in ("torch", "pyro"):
+                line = f" in {Path(path).name}, line {number}: {linecache.getline(path, number).strip()}"
+                lines.setdefault(package == "pyro_dvi", line)
+        return lines.get(False) or lines.get(True, "")
 
 
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+def memory(tensor: Tensor) -> StorageWeakRef:
+    """Return what is equal for tensors that share memory, and for no others, later ones included."""
+    return StorageWeakRef(tensor.untyped_storage())
 
 
-def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the tensors that an operator writes to."""
-    if not func._schema.is_mutable:
-        return []
+def tensors(values: Any) -> list[Tensor]:
+    """Return the tensors in nested tuples, lists and dictionaries."""
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def draws(node: fx.Node) -> bool:
+    """Return whether a node gives random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> set[StorageWeakRef]:
+    """Return the memory that an operator writes to."""
     expected = func._schema.arguments
     named = {a.name: value for a, value in zip(expected, args, strict=False)} | kwargs
     found = [named.get(a.name) for a in expected if a.alias_info and a.alias_info.is_write]
-    return [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
-
-
-def _place() -> str:
-    """Name the line that is running: the innermost of the user's within the block, or else of the library's."""
-    place, frame = "", sys._getframe(3)
-    while frame.f_back and not frame.f_globals.get("__name__", "").startswith(_CALLERS):
-        package = frame.f_globals.get("__name__", "").partition(".")[0]
-        if package not in ("torch", "pyro") and (package != "pyro_dvi" or not place):
-            path, number = frame.f_code.co_filename, frame.f_lineno
-            place = f" in {Path(path).name}, line {number}: {linecache.getline(path, number).strip()}"
-            if package != "pyro_dvi":
-                break
-        frame = frame.f_back
-    return place
+    return set(map(memory, tensors(found)))

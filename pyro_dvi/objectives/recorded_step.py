@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pyro_dvi.core.graph_passes import quickly_called
-from pyro_dvi.core.recorder import Recorder, recording
+from pyro_dvi.core.recorder import Recorder
 from pyro_dvi.core.undisturbed import accelerators, forked, state_of
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.runs.posterior_run import Call
@@ -123,20 +123,18 @@ class RecordedStep:
     ) -> None:
         self._leaves = [k for k, t in enumerate(inputs) if t.requires_grad and t.is_leaf]
         drawn = python_generators()
-        recorder = Recorder([*inputs, kl_weight])
+        recorder = Recorder([*inputs, kl_weight], assuming=assuming)
         torch.clear_autocast_cache()  # or casts made before would pass for constants
-        relied: list[Tensor] = []
-        relying = recording(assumptions=relied if assuming else None)
-        with pyro.validation_enabled(False), relying, _Supports() as supports, recorder:
+        with pyro.validation_enabled(False), _Supports() as supports, recorder:
             with torch.enable_grad():
                 terms = objective.averaged(call, Weight(kl_weight), True)
             self.outcome = Outcome.of(objective, call, terms, [inputs[k] for k in self._leaves])
-            conditions = [*relied, *supports.inside]
+            conditions = [*(recorder.assumptions or []), *supports.inside]
             holds = torch.stack(conditions).all() if conditions else torch.ones((), dtype=torch.bool)
         if repr(drawn) != repr(python_generators()):
             raise UnsupportedError("it draws random numbers outside torch")
         left, self._structure = tree_flatten(self.outcome.left)
-        self.assumes = bool(relied)
+        self.assumes = bool(recorder.assumptions)
         self._left = [_TENSOR if isinstance(value, Tensor) else value for value in left]
         self._names = list(terms)
         self._has_gradient = [gradient is not None for gradient in self.outcome.gradients]

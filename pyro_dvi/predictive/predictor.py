@@ -11,7 +11,7 @@ import pyro
 import torch
 from torch import Tensor, fx, nn
 
-from pyro_dvi.core.recording import Function, recorded, rows_of
+from pyro_dvi.core.recorded_function import Function, recorded, rows_of
 from pyro_dvi.core.undisturbed import device_of, seeder
 from pyro_dvi.errors import DataError, UnsupportedError
 from pyro_dvi.predictive.engine.inputs import batches

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import pyro_dvi as dvi
-from pyro_dvi.core.recorder import recording
+from pyro_dvi.core.recorder import Recorder
 from pyro_dvi.moment_propagation import AllOutputs
 
 
@@ -189,7 +189,7 @@ def compare(model: nn.Module, guide: Any, data: tuple[Tensor, ...]) -> NoReads:
         buffer.data.copy_(buffers[name])
     elbo.step -= 1
     watch = NoReads([*parameters.values(), *data, *model.buffers()])
-    with pyro.validation_enabled(False), recording(), watch:
+    with pyro.validation_enabled(False), Recorder([]), watch:
         recorded = gradients(step, parameters)
     recorded |= dict(model.named_buffers())
     for name, value in ordinary.items():

@@ -4,8 +4,8 @@
 import pytest
 import torch
 
+from pyro_dvi.core.recorded_function import recorded
 from pyro_dvi.core.recorder import is_recording
-from pyro_dvi.core.recording import recorded
 from pyro_dvi.errors import UnsupportedError
 
 WEIGHT = torch.tensor([[1.0, -2.0], [0.5, 3.0]])
@@ -83,5 +83,5 @@ def test_reads_are_refused_even_if_the_error_is_caught():
         except Exception:
             return [x]
 
-    with pytest.raises(UnsupportedError, match="looks at values"):
+    with pytest.raises(UnsupportedError, match="Python reads a value"):
         recorded(function, *map(inputs, (4, 5, 7)))
