@@ -16,7 +16,6 @@ from pyro.infer.elbo import ELBO
 from pyro.poutine.runtime import _PYRO_STACK
 from pyro.poutine.trace_messenger import TraceMessenger
 from torch import Tensor
-from torch.autograd import Function
 from torch.utils._pytree import tree_flatten
 
 from pyro_dvi.core.arguments import check_choice, check_count
@@ -27,11 +26,15 @@ from pyro_dvi.core.undisturbed import widest
 from pyro_dvi.curvature.linearisation import twice_differentiated
 from pyro_dvi.errors import UnsupportedError, warn
 from pyro_dvi.objectives.objective import Objective
-from pyro_dvi.objectives.recorded_step import Outcome, RecordedStep, State
+from pyro_dvi.objectives.recorded_step import Handed, Outcome, RecordedStep, State
 from pyro_dvi.objectives.surroundings import Entry, Met, Surroundings, items, meta, stored
 from pyro_dvi.runs.posterior_run import Call
 
 _OWN = ("elbo", "after", "max_recordings", "compile")
+_STEPS = (
+    Objective.loss_and_grads,
+    Objective.differentiable_loss,
+)  # a class that overrides them keeps its own
 _ATTEMPTS = 3  # to record a step, before capture is given up
 _INTERVAL = 1000  # replays between two comparisons of a long training
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
@@ -57,9 +60,12 @@ class Captured(ELBO):
     no tensor or number of the model, the guide, their modules, or of the functions themselves: entries of a list,
     say, or the global variables of a function that the model calls.
 
+    If the loss is multiplied before the backward pass, gradients are equal up to rounding, unless by a power of two.
+
     What cannot be replayed stays as it was, with one warning that names the reason: a model that reads values
     (``.item()``, ``if x.sum() > 0``), draws random numbers outside torch, or keeps something from step to step outside
-    its buffers. Steps are ordinary, too, where a handler of Pyro looks on.
+    its buffers. Steps are ordinary, too, where a handler of Pyro looks on, or the objective's class has a
+    ``loss_and_grads`` or ``differentiable_loss`` of its own.
 
     Args:
         elbo: an objective of this library.
@@ -109,7 +115,8 @@ class Captured(ELBO):
         self._met: dict[Any, Surroundings] = {}
         self._last_weight: tuple[Any, Any] = (None, None)
         self._failures = 0
-        self._given_up = False
+        own = type(self.elbo)
+        self._given_up = (own.loss_and_grads, own.differentiable_loss) != _STEPS
 
     @property
     def recordings(self) -> list[RecordedStep]:
@@ -237,10 +244,12 @@ class Captured(ELBO):
             if isinstance(error, _Ordinary):
                 raise
             raise UnsupportedError(str(error)) from error
-        self.elbo.keep(step.outcome.terms, self.elbo.current_kl_weight())
+        outcome = step.outcome
+        del step.outcome  # with its gradients
+        self.elbo.keep(outcome.terms, self.elbo.current_kl_weight())
         identities = list(map(id, batch))
         self._recordings.append(_Recording(call, key, surroundings, metas, step, tensors, identities))
-        return step.outcome
+        return outcome
 
     def _ordinary(self, call: Call) -> tuple[Outcome, Met]:
         with twice_differentiated(), looking(), Met() as met:
@@ -351,19 +360,6 @@ class _Recording:
 
 class _Ordinary(Exception):  # noqa: N818 (no error)
     """The step is to be taken as an ordinary one."""
-
-
-class Handed(Function):
-    """A loss with gradients that are known already."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, gradients: list[Tensor | None], *leaves: Tensor) -> Tensor:
-        ctx.gradients = gradients
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, out: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, None, *(None if g is None else out.to(g) * g for g in ctx.gradients))
 
 
 def _sees_parameters_only(handler: Any) -> bool:

@@ -15,8 +15,11 @@ import pyro
 import torch
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
+from torch.autograd import Function
+from torch.distributions import Distribution
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from pyro_dvi.core.distributions import innermost
 from pyro_dvi.core.recorder import Recorder, recording
 from pyro_dvi.core.undisturbed import accelerators, forked, state_of
 from pyro_dvi.errors import UnsupportedError
@@ -80,6 +83,21 @@ class Outcome:
                 leaf.backward(gradient)
 
 
+class Handed(Function):
+    """A loss with gradients that are known already."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, gradients: list[Tensor | None], *leaves: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return loss.clone()  # which may be written to
+
+    @staticmethod
+    def backward(ctx: Any, out: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise UnsupportedError("create_graph=True needs ordinary steps, without Captured")
+        return (None, None, *(None if g is None else out.to(g) * g for g in ctx.gradients))
+
+
 class RecordedStep:
     """A step as a graph from parameters, buffers and a batch to the loss, its terms and its gradients.
 
@@ -109,7 +127,8 @@ class RecordedStep:
         drawn = python_generators()
         recorder = Recorder([*inputs, kl_weight])
         torch.clear_autocast_cache()  # or casts made before would pass for constants
-        with pyro.validation_enabled(False), recording(), _Supports() as supports, recorder:
+        supports = _Supports()
+        with pyro.validation_enabled(0), recording(), supports, recorder:  # type: ignore[arg-type] # see _Supports
             with torch.enable_grad():
                 terms = objective.averaged(call, Weight(kl_weight), True)
             self.outcome = Outcome.of(objective, call, terms, [inputs[k] for k in self._leaves])
@@ -229,14 +248,22 @@ def _agree(one: Any, other: Any) -> bool:
 
 
 class _Supports(Messenger):
-    """Note whether observed values lie in the supports of their distributions, which replays do not validate."""
+    """Note whether observed values lie in the supports of their distributions, which replays do not validate.
+
+    Distributions that were told not to validate have False for it. Others have the default, which is 0 meanwhile.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._inside: list[Tensor] = []
+        self._validates = Distribution._validate_args
 
     def _pyro_post_sample(self, msg: Any) -> None:
-        if is_data(msg):
+        if (
+            self._validates
+            and is_data(msg)
+            and getattr(innermost(msg["fn"]), "_validate_args", 0) is not False
+        ):
             with suppress(NotImplementedError, AttributeError, TypeError, ValueError, RuntimeError):
                 self._inside.append(msg["fn"].support.check(msg["value"]).all())
 

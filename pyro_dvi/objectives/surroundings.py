@@ -31,7 +31,8 @@ class Met(Messenger):
         return super().__exit__(*error)
 
     def _pyro_post_param(self, msg: Any) -> None:
-        self.names[msg["name"]] = None
+        if stored(msg["name"]) is not None:  # not a module's own
+            self.names[msg["name"]] = None
 
 
 class Surroundings:
