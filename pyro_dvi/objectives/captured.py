@@ -57,8 +57,8 @@ class Captured(ELBO):
     there is one, on another batch: loss, gradients, buffers and random states have to be equal to the last bit (on
     accelerators, where sums have no fixed order, and of what was compiled: up to rounding). The comparison is repeated
     after 1, 2, 4, 8, ... steps, later every 1000, and whenever a parameter was replaced. In between goes unseen what is
-    no tensor or number of the model, the guide, their modules, or of the functions themselves: entries of a list,
-    say, or the global variables of a function that the model calls.
+    no tensor or number of the model, the guide, their modules, of dictionaries and objects that are attributes of
+    these, or of the functions themselves: entries of a list, say, or the globals of a function that the model calls.
 
     If the loss is multiplied before the backward pass, gradients are equal up to rounding, unless by a power of two.
 
@@ -174,7 +174,7 @@ class Captured(ELBO):
             return None
         try:
             batch, key = self._key(call)
-            recording, tensors = self._find(call, key)
+            recording, tensors = self._find(key)
             if recording is None:
                 self._ordinary_steps[key] += 1
                 if self._ordinary_steps[key] < self.after or len(self._recordings) == self.max_recordings:
@@ -211,12 +211,13 @@ class Captured(ELBO):
             raise UnsupportedError("an argument is a sparse or nested tensor")
         casts = tuple(torch.get_autocast_dtype(kind) for kind in _KINDS if torch.is_autocast_enabled(kind))
         metas = tuple(map(meta, batch))
-        return batch, (metas, rest, casts, torch.get_default_dtype(), self.elbo.recorded_for(call.guide))
+        who = _identity(call.model), _identity(call.guide), _repetitions(batch)
+        return batch, (who, metas, rest, casts, torch.get_default_dtype(), self.elbo.recorded_for(call.guide))
 
-    def _find(self, call: Call, key: Any) -> tuple[Any, list[Tensor]]:
+    def _find(self, key: Any) -> tuple[Any, list[Tensor]]:
         """Return the recording of such a step, and the tensors of its surroundings."""
         for recording in self._recordings:
-            tensors = recording.tensors_for(call, key)
+            tensors = recording.tensors_for(key)
             if tensors is not None:
                 return recording, tensors
         return None, []
@@ -232,7 +233,7 @@ class Captured(ELBO):
         if (change := surroundings.changed()) is not None:
             raise UnsupportedError(change)
         inputs = [*tensors, *batch]
-        state, metas = State(inputs), [meta(tensor) for tensor in tensors]
+        state, metas = State(inputs, surroundings.generators), [meta(tensor) for tensor in tensors]
         try:
             step = RecordedStep(self.elbo, call, inputs, self._kl_weight(tensors), self.compile)
             if not math.isfinite(step.outcome.value):
@@ -241,14 +242,15 @@ class Captured(ELBO):
                 raise UnsupportedError(change)
         except Exception as error:
             state.restore()
+            surroundings.put_back(tensors)
             if isinstance(error, _Ordinary):
                 raise
             raise UnsupportedError(str(error)) from error
         outcome = step.outcome
         del step.outcome  # with its gradients
         self.elbo.keep(outcome.terms, self.elbo.current_kl_weight())
-        identities = list(map(id, batch))
-        self._recordings.append(_Recording(call, key, surroundings, metas, step, tensors, identities))
+        owners, identities = (call.model, call.guide), list(map(id, batch))
+        self._recordings.append(_Recording(owners, key, surroundings, metas, step, tensors, identities))
         return outcome
 
     def _ordinary(self, call: Call) -> tuple[Outcome, Met]:
@@ -320,7 +322,7 @@ class Captured(ELBO):
 class _Recording:
     """A recorded step, and when it is to be compared with an ordinary one."""
 
-    call: Call
+    owners: tuple[Callable, Callable]  # whose identities are in the key
     key: Any
     surroundings: Surroundings
     metas: list[Any]
@@ -330,9 +332,9 @@ class _Recording:
     uses: int = 0
     elsewhere: bool = False  # compared on another batch
 
-    def tensors_for(self, call: Call, key: Any) -> list[Tensor] | None:
+    def tensors_for(self, key: Any) -> list[Tensor] | None:
         """Return the tensors of its surroundings; None for another step."""
-        if key != self.key or call.guide is not self.call.guide or call.model != self.call.model:
+        if key != self.key:
             return None
         tensors = self.surroundings.tensors()
         if (
@@ -360,6 +362,17 @@ class _Recording:
 
 class _Ordinary(Exception):  # noqa: N818 (no error)
     """The step is to be taken as an ordinary one."""
+
+
+def _identity(function: Any) -> tuple[int, Any]:
+    """Return what two methods have in common that are the same."""
+    return id(getattr(function, "__self__", function)), getattr(function, "__func__", None)
+
+
+def _repetitions(batch: list[Tensor]) -> tuple[int, ...]:
+    """Return which tensors are the same one; the recorder does not tell these apart."""
+    identities = list(map(id, batch))
+    return tuple(map(identities.index, identities))
 
 
 def _sees_parameters_only(handler: Any) -> bool:

@@ -19,6 +19,7 @@ from torch.autograd import Function
 from torch.distributions import Distribution
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from pyro_dvi.core.batches import is_strided
 from pyro_dvi.core.distributions import innermost
 from pyro_dvi.core.recorder import Recorder, recording
 from pyro_dvi.core.undisturbed import accelerators, forked, state_of
@@ -63,9 +64,16 @@ class Outcome:
     @classmethod
     def of(cls, objective: Objective, call: Call, terms: dict[str, Tensor], leaves: list[Tensor]) -> Outcome:
         """Differentiate a loss."""
-        gradients = torch.autograd.grad(terms["loss"], leaves, allow_unused=True)
+        hooks = [leaf._backward_hooks for leaf in leaves]
+        try:
+            for leaf in leaves:  # the gradient that is handed over later goes through them
+                leaf._backward_hooks = None
+            gradients = torch.autograd.grad(terms["loss"], leaves, allow_unused=True)
+        finally:
+            for leaf, own in zip(leaves, hooks, strict=True):
+                leaf._backward_hooks = own
         terms = {name: term.detach() for name, term in terms.items() if name != "kl_weight"}
-        return cls(terms, leaves, list(gradients), objective.left_with(call.guide))
+        return cls(terms, leaves, _apart(gradients, leaves), objective.left_with(call.guide))
 
     @cached_property
     def value(self) -> float:
@@ -132,6 +140,8 @@ class RecordedStep:
             with torch.enable_grad():
                 terms = objective.averaged(call, Weight(kl_weight), True)
             self.outcome = Outcome.of(objective, call, terms, [inputs[k] for k in self._leaves])
+            if not all(g is None or is_strided(g) for g in self.outcome.gradients):
+                raise UnsupportedError("a gradient is sparse")
             loss = self.outcome.terms["loss"]
             checked = supports.checked(loss)
         if repr(drawn) != repr(python_generators()):
@@ -207,7 +217,8 @@ class Trial:
 class State:
     """The state that a step moves, beside parameters: to go back to if the step fails."""
 
-    def __init__(self, inputs: Sequence[Tensor]) -> None:
+    def __init__(self, inputs: Sequence[Tensor], generators: Sequence[torch.Generator]) -> None:
+        self._generators = [(generator, generator.get_state()) for generator in generators]
         self._tensors = [(t, t.clone()) for t in inputs if not t.requires_grad]
         self._random, self._python = _random_states(), python_generators()
 
@@ -218,8 +229,24 @@ class State:
                 tensor.copy_(before)
         for device, state in zip(_devices(), self._random, strict=True):
             state_of(device)[1](state)
+        for generator, state in self._generators:
+            generator.set_state(state)
         random.setstate(self._python[0])
         np.random.set_state(self._python[1])
+
+
+def _apart(gradients: Sequence[Tensor | None], leaves: list[Tensor]) -> list[Tensor | None]:
+    """Return gradients as a backward pass leaves them: laid out as their leaves, each in memory of its own."""
+    found: list[Tensor | None] = []
+    memories: set[int] = set()
+    for gradient, leaf in zip(gradients, leaves, strict=True):
+        if gradient is not None and is_strided(gradient):
+            memory = gradient.untyped_storage()._cdata
+            if memory in memories or gradient.stride() != leaf.stride():
+                gradient = torch.empty_like(leaf).copy_(gradient)  # noqa: PLW2901
+            memories.add(memory)
+        found.append(gradient)
+    return found
 
 
 def python_generators() -> tuple[Any, Any]:
