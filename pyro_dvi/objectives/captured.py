@@ -16,7 +16,6 @@ from pyro.infer.elbo import ELBO
 from pyro.poutine.runtime import _PYRO_STACK
 from pyro.poutine.trace_messenger import TraceMessenger
 from torch import Tensor
-from torch.autograd import Function
 from torch.utils._pytree import tree_flatten
 
 from pyro_dvi.core.arguments import check_choice, check_count
@@ -27,11 +26,15 @@ from pyro_dvi.core.undisturbed import widest
 from pyro_dvi.curvature.linearisation import twice_differentiated
 from pyro_dvi.errors import UnsupportedError, warn
 from pyro_dvi.objectives.objective import Objective
-from pyro_dvi.objectives.recorded_step import KINDS, Outcome, RecordedStep, State, VoidReplayError
+from pyro_dvi.objectives.recorded_step import KINDS, Handed, Outcome, RecordedStep, State, VoidReplayError
 from pyro_dvi.objectives.surroundings import Entry, Met, Surroundings, items, meta, stored
 from pyro_dvi.runs.posterior_run import Call
 
 _OWN = ("elbo", "after", "max_recordings", "compile")
+_STEPS = (
+    Objective.loss_and_grads,
+    Objective.differentiable_loss,
+)  # a class that overrides them keeps its own
 _ATTEMPTS = 3  # to record a step, before capture is given up
 _INTERVAL = 1000  # replays between two comparisons of a long training
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
@@ -53,12 +56,15 @@ class Captured(ELBO):
     there is one, on another batch: loss, gradients, buffers and random states have to be equal to the last bit (on
     accelerators, where sums have no fixed order, and of what was compiled: up to rounding). The comparison is repeated
     after 1, 2, 4, 8, ... steps, later every 1000, and whenever a parameter was replaced. In between goes unseen what is
-    no tensor or number of the model, the guide, their modules, or of the functions themselves: entries of a list,
-    say, or the global variables of a function that the model calls.
+    no tensor or number of the model, the guide, their modules, of dictionaries and objects that are attributes of
+    these, or of the functions themselves: entries of a list, say, or the globals of a function that the model calls.
+
+    If the loss is multiplied before the backward pass, gradients are equal up to rounding, unless by a power of two.
 
     What cannot be replayed stays as it was, with one warning that names the reason: a model that reads values
     (``.item()``, ``if x.sum() > 0``), draws random numbers outside torch, or keeps something from step to step outside
-    its buffers. Steps are ordinary, too, where a handler of Pyro looks on.
+    its buffers. Steps are ordinary, too, where a handler of Pyro looks on, or the objective's class has a
+    ``loss_and_grads`` or ``differentiable_loss`` of its own.
 
     Args:
         elbo: an objective of this library.
@@ -107,12 +113,11 @@ class Captured(ELBO):
         self._ordinary_steps: Counter[Any] = Counter()
         self._met: dict[Any, Surroundings] = {}
         self._last_weight: tuple[Any, Any] = (None, None)
-        self._not_worth_it: set[Any] = (
-            set()
-        )  # kinds of steps whose replays take longer than the ordinary ones
+        self._slower: set[Any] = set()  # kinds of steps whose replays take longer than the ordinary ones
         self._varied: set[Any] = set()  # kinds of steps in which an assumption has failed
         self._failures = 0
-        self._given_up = False
+        own = type(self.elbo)
+        self._given_up = (own.loss_and_grads, own.differentiable_loss) != _STEPS
 
     @property
     def recordings(self) -> list[RecordedStep]:
@@ -170,11 +175,11 @@ class Captured(ELBO):
             return None
         try:
             batch, key = self._key(call)
-            recording, tensors = self._find(call, key)
+            recording, tensors = self._find(key)
             if recording is None:
                 self._ordinary_steps[key] += 1
                 full = len(self._recordings) == self.max_recordings
-                if self._ordinary_steps[key] < self.after or full or key in self._not_worth_it:
+                if self._ordinary_steps[key] < self.after or full or key in self._slower:
                     return None
             with self.elbo.training_step(call.guide):
                 if recording is None:
@@ -208,12 +213,13 @@ class Captured(ELBO):
             raise UnsupportedError("an argument is a sparse or nested tensor")
         casts = tuple(torch.get_autocast_dtype(kind) for kind in KINDS if torch.is_autocast_enabled(kind))
         metas = tuple(map(meta, batch))
-        return batch, (metas, rest, casts, torch.get_default_dtype(), self.elbo.recorded_for(call.guide))
+        who = _identity(call.model), _identity(call.guide), _repetitions(batch)
+        return batch, (who, metas, rest, casts, torch.get_default_dtype(), self.elbo.recorded_for(call.guide))
 
-    def _find(self, call: Call, key: Any) -> tuple[Any, list[Tensor]]:
+    def _find(self, key: Any) -> tuple[Any, list[Tensor]]:
         """Return the recording of such a step, and the tensors of its surroundings."""
         for recording in self._recordings:
-            tensors = recording.tensors_for(call, key)
+            tensors = recording.tensors_for(key)
             if tensors is not None:
                 return recording, tensors
         return None, []
@@ -229,7 +235,7 @@ class Captured(ELBO):
         if (change := surroundings.changed()) is not None:
             raise UnsupportedError(change)
         inputs = [*tensors, *batch]
-        state, metas = State(inputs), [meta(tensor) for tensor in tensors]
+        state, metas = State(inputs, surroundings.generators), [meta(tensor) for tensor in tensors]
         try:
             kl_weight, assuming = self._kl_weight(tensors), key not in self._varied
             step = RecordedStep(self.elbo, call, inputs, kl_weight, assuming=assuming, compiled=self.compile)
@@ -239,13 +245,16 @@ class Captured(ELBO):
                 raise UnsupportedError(change)
         except Exception as error:
             state.restore()
+            surroundings.put_back(tensors)
             if isinstance(error, _Ordinary):
                 raise
             raise UnsupportedError(str(error)) from error
-        self.elbo.keep(step.outcome.terms, self.elbo.current_kl_weight())
-        identities = list(map(id, batch))
-        self._recordings.append(_Recording(call, key, surroundings, metas, step, tensors, identities))
-        return step.outcome
+        outcome = step.outcome
+        del step.outcome  # with its gradients
+        self.elbo.keep(outcome.terms, self.elbo.current_kl_weight())
+        owners, identities = (call.model, call.guide), list(map(id, batch))
+        self._recordings.append(_Recording(owners, key, surroundings, metas, step, tensors, identities))
+        return outcome
 
     def _ordinary(self, call: Call) -> tuple[Outcome, Met]:
         with twice_differentiated(), looking(), Met() as met:
@@ -280,7 +289,7 @@ class Captured(ELBO):
             recording.trust(tensors, batch)
             if recording.is_slower():
                 self._recordings.remove(recording)
-                self._not_worth_it.add(recording.key)
+                self._slower.add(recording.key)
         elif recording in self._recordings:
             self._recordings.remove(recording)
             self._fail(problem)
@@ -290,7 +299,7 @@ class Captured(ELBO):
         self, recording: _Recording, call: Call, tensors: list[Tensor], batch: list[Tensor]
     ) -> Outcome:
         inputs = [*tensors, *batch]
-        state = State(inputs) if recording.step.assumes else None
+        state = State(inputs, recording.surroundings.generators) if recording.step.assumes else None
         try:
             outcome = recording.step.replay(inputs, self._kl_weight(tensors))
         except VoidReplayError as error:
@@ -338,7 +347,7 @@ class Captured(ELBO):
 class _Recording:
     """A recorded step, and when it is to be compared with an ordinary one."""
 
-    call: Call
+    owners: tuple[Callable, Callable]  # whose identities are in the key
     key: Any
     surroundings: Surroundings
     metas: list[Any]
@@ -349,9 +358,9 @@ class _Recording:
     elsewhere: bool = False  # compared on another batch
     seconds: list[float] = field(default_factory=list)  # by which replays took longer than ordinary steps
 
-    def tensors_for(self, call: Call, key: Any) -> list[Tensor] | None:
+    def tensors_for(self, key: Any) -> list[Tensor] | None:
         """Return the tensors of its surroundings; None for another step."""
-        if key != self.key or call.guide is not self.call.guide or call.model != self.call.model:
+        if key != self.key:
             return None
         tensors = self.surroundings.tensors()
         if (
@@ -385,17 +394,15 @@ class _Ordinary(Exception):  # noqa: N818 (no error)
     """The step is to be taken as an ordinary one."""
 
 
-class Handed(Function):
-    """A loss with gradients that are known already."""
+def _identity(function: Any) -> tuple[int, Any]:
+    """Return what two methods have in common that are the same."""
+    return id(getattr(function, "__self__", function)), getattr(function, "__func__", None)
 
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, gradients: list[Tensor | None], *leaves: Tensor) -> Tensor:
-        ctx.gradients = gradients
-        return loss
 
-    @staticmethod
-    def backward(ctx: Any, out: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, None, *(None if g is None else out.to(g) * g for g in ctx.gradients))
+def _repetitions(batch: list[Tensor]) -> tuple[int, ...]:
+    """Return which tensors are the same one; the recorder does not tell these apart."""
+    identities = list(map(id, batch))
+    return tuple(map(identities.index, identities))
 
 
 def _sees_parameters_only(handler: Any) -> bool:

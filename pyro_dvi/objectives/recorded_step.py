@@ -16,8 +16,12 @@ import pyro
 import torch
 from pyro.poutine.messenger import Messenger
 from torch import Tensor, fx
+from torch.autograd import Function
+from torch.distributions import Distribution
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from pyro_dvi.core.batches import is_strided
+from pyro_dvi.core.distributions import innermost
 from pyro_dvi.core.graph_passes import quickly_called
 from pyro_dvi.core.recorder import Recorder
 from pyro_dvi.core.undisturbed import accelerators, forked, state_of
@@ -67,12 +71,16 @@ class Outcome:
     @classmethod
     def of(cls, objective: Objective, call: Call, terms: dict[str, Tensor], leaves: list[Tensor]) -> Outcome:
         """Differentiate a loss."""
-        found = torch.autograd.grad(terms["loss"], leaves, allow_unused=True)
-        gradients: list[Any] = [
-            g if g is None else _laid_out(g, leaf) for g, leaf in zip(found, leaves, strict=True)
-        ]
+        hooks = [leaf._backward_hooks for leaf in leaves]
+        try:
+            for leaf in leaves:  # the gradient that is handed over later goes through them
+                leaf._backward_hooks = None
+            gradients = torch.autograd.grad(terms["loss"], leaves, allow_unused=True)
+        finally:
+            for leaf, own in zip(leaves, hooks, strict=True):
+                leaf._backward_hooks = own
         terms = {name: term.detach() for name, term in terms.items() if name != "kl_weight"}
-        return cls(terms, leaves, gradients, objective.left_with(call.guide))
+        return cls(terms, leaves, _apart(gradients, leaves), objective.left_with(call.guide))
 
     @cached_property
     def value(self) -> float:
@@ -88,6 +96,21 @@ class Outcome:
                 leaf.grad = gradient
             else:
                 leaf.backward(gradient)
+
+
+class Handed(Function):
+    """A loss with gradients that are known already."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, gradients: list[Tensor | None], *leaves: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return loss.clone()  # which may be written to
+
+    @staticmethod
+    def backward(ctx: Any, out: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise UnsupportedError("create_graph=True needs ordinary steps, without Captured")
+        return (None, None, *(None if g is None else out.to(g) * g for g in ctx.gradients))
 
 
 class RecordedStep:
@@ -125,10 +148,13 @@ class RecordedStep:
         drawn = python_generators()
         recorder = Recorder([*inputs, kl_weight], assuming=assuming)
         torch.clear_autocast_cache()  # or casts made before would pass for constants
-        with pyro.validation_enabled(False), _Supports() as supports, recorder:
+        supports = _Supports()
+        with pyro.validation_enabled(0), supports, recorder:  # type: ignore[arg-type] # see _Supports
             with torch.enable_grad():
                 terms = objective.averaged(call, Weight(kl_weight), True)
             self.outcome = Outcome.of(objective, call, terms, [inputs[k] for k in self._leaves])
+            if not all(g is None or is_strided(g) for g in self.outcome.gradients):
+                raise UnsupportedError("a gradient is sparse")
             conditions = [*(recorder.assumptions or []), *supports.inside]
             holds = torch.stack(conditions).all() if conditions else torch.ones((), dtype=torch.bool)
         if repr(drawn) != repr(python_generators()):
@@ -231,7 +257,8 @@ class Trial:
 class State:
     """The state that a step moves, beside parameters: to go back to if the step fails."""
 
-    def __init__(self, inputs: Sequence[Tensor]) -> None:
+    def __init__(self, inputs: Sequence[Tensor], generators: Sequence[torch.Generator]) -> None:
+        self._generators = [(generator, generator.get_state()) for generator in generators]
         self._tensors = [(t, t.clone()) for t in inputs if not t.requires_grad]
         self._random, self._python = _random_states(), python_generators()
 
@@ -242,8 +269,24 @@ class State:
                 tensor.copy_(before)
         for device, state in zip(_devices(), self._random, strict=True):
             state_of(device)[1](state)
+        for generator, state in self._generators:
+            generator.set_state(state)
         random.setstate(self._python[0])
         np.random.set_state(self._python[1])
+
+
+def _apart(gradients: Sequence[Tensor | None], leaves: list[Tensor]) -> list[Tensor | None]:
+    """Return gradients as a backward pass leaves them: laid out as their leaves, each in memory of its own."""
+    found: list[Tensor | None] = []
+    memories: set[int] = set()
+    for gradient, leaf in zip(gradients, leaves, strict=True):
+        if gradient is not None and is_strided(gradient):
+            memory = gradient.untyped_storage()._cdata
+            if memory in memories or gradient.stride() != leaf.stride():
+                gradient = torch.empty_like(leaf).copy_(gradient)  # noqa: PLW2901
+            memories.add(memory)
+        found.append(gradient)
+    return found
 
 
 def python_generators() -> tuple[Any, Any]:
@@ -279,13 +322,6 @@ def _agree(one: Any, other: Any, rounding: float, largest: float) -> bool:
     return error <= max(rounding, eps**0.5) * size + 10 * eps * largest
 
 
-def _laid_out(gradient: Tensor, leaf: Tensor) -> Tensor:
-    """Return a gradient in the layout of its leaf, as optimizers expect it."""
-    if gradient.stride() == leaf.stride():
-        return gradient
-    return torch.empty_like(leaf, requires_grad=False).copy_(gradient)
-
-
 def _compiled(operators: fx.GraphModule, inputs: list[Any]) -> Callable[..., Sequence[Tensor]]:
     """Compile a graph; there is no Python left in it that TorchDynamo would have to read."""
     from torch import _inductor  # takes seconds to import
@@ -299,13 +335,21 @@ def _compiled(operators: fx.GraphModule, inputs: list[Any]) -> Callable[..., Seq
 
 
 class _Supports(Messenger):
-    """Note whether observed values lie in the supports of their distributions, which replays do not validate."""
+    """Note whether observed values lie in the supports of their distributions, which replays do not validate.
+
+    Distributions that were told not to validate have False for it. Others have the default, which is 0 meanwhile.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.inside: list[Tensor] = []
+        self._validates = Distribution._validate_args
 
     def _pyro_post_sample(self, msg: Any) -> None:
-        if is_data(msg):
+        if (
+            self._validates
+            and is_data(msg)
+            and getattr(innermost(msg["fn"]), "_validate_args", 0) is not False
+        ):
             with suppress(NotImplementedError, AttributeError, TypeError, ValueError, RuntimeError):
                 self.inside.append(msg["fn"].support.check(msg["value"]).all())

@@ -3,15 +3,18 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import pyro
 from pyro.poutine.messenger import Messenger
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 Lookup = Callable[[str], Any]
 Entry = tuple[Lookup, str, Any]  # a function that looks up names, a name, and its value
+_LARGEST = 100  # of dictionaries whose entries are compared in every step
+_LIBRARIES = ("torch", "pyro")  # and pyro_dvi
 
 
 class Met(Messenger):
@@ -31,7 +34,8 @@ class Met(Messenger):
         return super().__exit__(*error)
 
     def _pyro_post_param(self, msg: Any) -> None:
-        self.names[msg["name"]] = None
+        if stored(msg["name"]) is not None:  # not a module's own
+            self.names[msg["name"]] = None
 
 
 class Surroundings:
@@ -47,11 +51,13 @@ class Surroundings:
 
     Attributes:
         names: of the parameters that it takes from Pyro's store, in the order of their first use.
+        generators: random generators of objects.
     """
 
     def __init__(self, met: Met, functions: Iterable[Callable], others: Iterable[Entry]) -> None:
         self.names = list(met.names)
         self._numbers: list[Entry] = []
+        self.generators: list[Generator] = []
         places: dict[int, list[tuple[Lookup, str]]] = {}
         owners: dict[int, Any] = {id(module): module for module in met.modules}
         for function in functions:
@@ -64,6 +70,8 @@ class Surroundings:
                 places.setdefault(id(value), []).append((get, name))
             elif _is_plain(value):
                 self._numbers.append((get, name, value))
+            elif isinstance(value, Generator):
+                self.generators.append(value)
         for name in self.names:
             places.setdefault(id(stored(name)), []).append((stored, name))
         self._places = list(places.values())
@@ -93,6 +101,15 @@ class Surroundings:
             return "each step assigns a tensor to an attribute of a module or object"
         return self.changed()
 
+    def put_back(self, tensors: list[Tensor]) -> None:
+        """Undo what a step that is to be taken again has assigned to attributes."""
+        held = zip(self._places, tensors, strict=True)
+        entries = [(get, name, tensor) for places, tensor in held for get, name in places]
+        for get, name, value in [*entries, *self._numbers]:
+            holder = getattr(get, "__self__", None)
+            if isinstance(holder, dict) and holder.get(name) is not value:
+                holder[name] = value
+
 
 def meta(tensor: Tensor) -> tuple[Any, ...]:
     """Return all that decides which operators a tensor goes through, but for its values."""
@@ -105,17 +122,25 @@ def stored(name: str) -> Tensor | None:
 
 
 def _entries(owner: Any) -> Iterator[Entry]:
-    """Yield the attributes of a module or object, or the variables that a function finds outside itself."""
-    if isinstance(owner, nn.Module):
-        yield from items(owner._parameters)
-        yield from items(owner._buffers)
-    yield from items(getattr(owner, "__dict__", {}))
+    """Yield the attributes of a module or object and theirs, or the variables that a function finds outside itself."""
+    attributes = getattr(owner, "__dict__", {})
+    yield from items(attributes)
+    for value in attributes.values():
+        inside = value if isinstance(value, dict) else _record(value)
+        if len(inside) <= _LARGEST:
+            yield from items(inside)
     code = getattr(owner, "__code__", None)
     if code is not None:
         known = owner.__globals__
         yield from ((known.get, name, known[name]) for name in code.co_names if name in known)
         for name, cell in zip(code.co_freevars, owner.__closure__ or (), strict=True):
             yield partial(_content, cell), name, _content(cell, name)
+
+
+def _record(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object that is as simple as a configuration."""
+    known = isinstance(value, (nn.Module, type, FunctionType))
+    return {} if known or type(value).__module__.startswith(_LIBRARIES) else getattr(value, "__dict__", {})
 
 
 def items(container: dict[str, Any]) -> Iterator[Entry]:

@@ -36,6 +36,8 @@ from pyro_dvi.training.parameter_checks import check_parameters, claim_parameter
 from pyro_dvi.training.rollback import Rollback
 from pyro_dvi.training.routes import Route, route_of
 
+_CAPTURED_STEPS = 50  # of a call, at least: to record one kind takes as long as some ten ordinary steps
+
 
 @dataclass
 class TrainingState:
@@ -72,6 +74,7 @@ def fit(
     checkpoint: str | os.PathLike[str] | None = None,
     device: torch.device | str | None = None,
     history: History | None = None,
+    capture: bool = True,
 ) -> History:
     r"""Train for a number of epochs and return the history.
 
@@ -121,6 +124,9 @@ def fit(
         device: move model and guide there first.
         history: of an earlier call, to be continued. Pass your own ``History()`` to keep the record if the model, a
             callback or the loader raises.
+        capture: replay the steps of an objective of this library from recordings, as
+            :class:`~pyro_dvi.objectives.Captured` does, and call model and guide only now and then. On the CPU results
+            are equal to the last bit. Calls of few steps take ordinary ones, as all do with False.
 
     Returns:
         The history, ready to plot.
@@ -169,7 +175,7 @@ def fit(
     place = None if device is None else torch.device(device)
     return _Run(
         route, history, loader, validate, callbacks, schedule, early_stopping, checkpoint, place
-    ).train(epochs, progress)
+    ).train(epochs, progress, capture)
 
 
 @dataclass
@@ -189,10 +195,12 @@ class _Run:
     def __post_init__(self) -> None:
         self.rollback = Rollback(self.route, self.history)
 
-    def train(self, epochs: int, progress: bool) -> History:
+    def train(self, epochs: int, progress: bool, capture: bool) -> History:
         """Train, save, and restore the best weights."""
         last = self.history.epoch + epochs
         steps = number_of_batches(self.loader)
+        if capture and (steps is None or epochs * steps >= _CAPTURED_STEPS):
+            self.route.capture()
         if steps is not None:
             if hasattr(self.route.elbo, "check_number_of_batches"):  # several processes
                 self.route.elbo.check_number_of_batches(steps)

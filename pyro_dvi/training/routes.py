@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from pyro_dvi.core.undisturbed import modules_met, preserve_buffers
 from pyro_dvi.errors import ArgumentError, GuideError, NonFiniteError, UnsupportedError
+from pyro_dvi.objectives import Captured, Objective
 from pyro_dvi.optim.joint_optim import JointOptim, load_state, torch_optimizer
 from pyro_dvi.optim.learning_rates import SCALE_PATTERN, check_parts, is_uninitialised, parameter_names
 from pyro_dvi.training.random_state import preserve_random_state
@@ -42,6 +43,7 @@ class Route(ABC):
     Attributes:
         loose_modules: modules that a function calls as model or guide; found by :meth:`initialise`.
         model_parameters: identities of the store parameters of a model that is a function; also found there.
+        captured: the objective around ``elbo`` that takes the steps, or None.
     """
 
     kind: str
@@ -51,6 +53,12 @@ class Route(ABC):
         self.loose_modules: list[nn.Module] = []
         self.model_parameters: set[int] = set()
         self._rate: tuple[Optimizer, int] | None = None
+        self.captured: Captured | None = None
+
+    def capture(self) -> None:
+        """Replay steps of an objective of this library from now on."""
+        if isinstance(self.elbo, Objective):
+            self.captured = Captured(self.elbo)
 
     @abstractmethod
     def step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
@@ -208,8 +216,11 @@ class SVIRoute(Route):
         svi = self.svi
         if type(svi).step is not SVI.step:  # a subclass that takes steps of its own
             return _finite(svi.step(*args, **kwargs))
+        loss_and_grads = svi.loss_and_grads
+        if self.captured is not None and loss_and_grads == self.elbo.loss_and_grads:
+            loss_and_grads = self.captured.loss_and_grads
         with poutine.trace(param_only=True) as capture:
-            loss = svi.loss_and_grads(svi.model, svi.guide, *args, **kwargs)
+            loss = loss_and_grads(svi.model, svi.guide, *args, **kwargs)
         # Pyro differentiates a loss that is no ELBO where it can, and moves nothing where it cannot.
         by_pyro = getattr(svi.loss_and_grads, "__qualname__", "").startswith("SVI.")
         if by_pyro and not getattr(loss, "requires_grad", False):
@@ -284,7 +295,11 @@ class ModuleRoute(Route):
     def step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
         """Take the usual torch step."""
         self.steered.zero_grad(set_to_none=True)
-        loss = self.module(*args, **kwargs)
+        self.module.elbo = self.captured or self.elbo
+        try:
+            loss = self.module(*args, **kwargs)
+        finally:
+            self.module.elbo = self.elbo
         value = _finite(loss)
         loss.backward()
         self.steered.step()
