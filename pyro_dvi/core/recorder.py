@@ -89,6 +89,7 @@ class Recorder(Watch):
         self._nodes: Any = WeakIdKeyDictionary()
         self._varying: set[fx.Node] = set()  # what depends on inputs or random numbers
         self._written: set[int] = set()  # memory that operators write to
+        self._stirred: set[int] = set()  # memory that they write what varies to, as through a view
         self._memories: dict[int, int] = {}  # numbers of memory, by the address where it is now
         self._numbers = count()
         for i, value in enumerate(inputs):
@@ -106,7 +107,9 @@ class Recorder(Watch):
             return result
         given = [leaf for leaf in tree_leaves((node_args, node_kwargs)) if isinstance(leaf, fx.Node)]
         random = torch.Tag.nondeterministic_seeded in func.tags
-        varies = random or (func not in FROM_SHAPES and not self._varying.isdisjoint(given))
+        reached = {self._memories.get(address) for address in addresses}
+        varying = not (self._varying.isdisjoint(given) and self._stirred.isdisjoint(reached))
+        varies = random or (func not in FROM_SHAPES and varying)
         self._look_for_problems(func, args, kwargs, varies)
         if torch.Tag.data_dependent_output in func.tags:
             return result  # a number, which depends on constants only
@@ -117,9 +120,20 @@ class Recorder(Watch):
         written = _written(func, args, kwargs)
         self._written |= {self._memories[_address(tensor)] for tensor in written}
         if varies:
+            self._stirred |= {self._memories[_address(tensor)] for tensor in written}
             self._varying.update([node, *map(self._node, written)])
         self._note(node, result, given=addresses)
         return result
+
+    def writes(self, tensor: Tensor) -> bool:
+        """Return whether the block has written to a tensor, or one that shares its memory."""
+        return self._memories.get(_address(tensor)) in self._written
+
+    def look(self, values: Any) -> None:
+        """Note that Python reads values without an operator."""
+        tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+        if self._problem is None and any(self._nodes.get(tensor) in self._varying for tensor in tensors):
+            self._problem = f"Python reads a value{_place()}"
 
     def module(self, results: Sequence[Tensor], owned: Sequence[Tensor] = ()) -> fx.GraphModule:
         """Return the graph as a module, from inputs to a list of results.
@@ -201,11 +215,11 @@ def _address(tensor: Tensor) -> int:
 
 def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
     """Return the tensors that an operator writes to."""
-    if not func._schema.is_mutable:
-        return []
     expected = func._schema.arguments
     named = {a.name: value for a, value in zip(expected, args, strict=False)} | kwargs
     found = [named.get(a.name) for a in expected if a.alias_info and a.alias_info.is_write]
+    if "batch_norm" in func.name() and named.get("training", named.get("train", True)):  # undeclared
+        found += [named.get("running_mean"), named.get("running_var")]
     return [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
 
 

@@ -7,6 +7,7 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,12 +28,14 @@ from pyro_dvi.curvature.linearisation import twice_differentiated
 from pyro_dvi.errors import UnsupportedError, warn
 from pyro_dvi.objectives.objective import Objective
 from pyro_dvi.objectives.recorded_step import KINDS, Outcome, RecordedStep, State
-from pyro_dvi.objectives.surroundings import Entry, Met, Surroundings, items, meta, stored
+from pyro_dvi.objectives.reachable import Entry, is_plain
+from pyro_dvi.objectives.surroundings import Met, Surroundings, meta, stored
 from pyro_dvi.runs.posterior_run import Call
 
 _OWN = ("elbo", "after", "max_recordings", "compile")
 _ATTEMPTS = 3  # to record a step, before capture is given up
 _INTERVAL = 1000  # replays between two comparisons of a long training
+_KINDS_OF_STEPS = 100  # that are counted, before it is given up to wait for one that returns
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 _REPLAY_ERRORS = (RuntimeError, IndexError, ValueError, TypeError)
 
@@ -105,6 +108,7 @@ class Captured(ELBO):
         self._recordings: list[_Recording] = []
         self._ordinary_steps: Counter[Any] = Counter()
         self._met: dict[Any, Surroundings] = {}
+        self._to_meet: Any = None
         self._last_weight: tuple[Any, Any] = (None, None)
         self._failures = 0
         self._given_up = False
@@ -139,18 +143,22 @@ class Captured(ELBO):
 
     def differentiable_loss(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> Tensor:
         """Return the loss as a tensor to call ``backward`` on; counts a training step if gradients are recorded."""
-        outcome = self._taken(Call(model, guide, args, kwargs))
+        call = Call(model, guide, args, kwargs)
+        outcome = self._taken(call)
         if outcome is None:
-            return self.elbo.differentiable_loss(model, guide, *args, **kwargs)
+            with self._meeting(call):
+                return self.elbo.differentiable_loss(model, guide, *args, **kwargs)
         loss: Tensor = Handed.apply(outcome.terms["loss"], outcome.gradients, *outcome.leaves)  # type: ignore[no-untyped-call]
         self.elbo.returned(loss, guide)
         return loss
 
     def loss_and_grads(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
         """Accumulate gradients and return the loss, as ``SVI.step`` expects."""
-        outcome = self._taken(Call(model, guide, args, kwargs))
+        call = Call(model, guide, args, kwargs)
+        outcome = self._taken(call)
         if outcome is None:
-            return self.elbo.loss_and_grads(model, guide, *args, **kwargs)
+            with self._meeting(call):
+                return self.elbo.loss_and_grads(model, guide, *args, **kwargs)
         outcome.hand_over()
         return outcome.value
 
@@ -165,11 +173,9 @@ class Captured(ELBO):
             return None
         try:
             batch, key = self._key(call)
-            recording, tensors = self._find(call, key)
-            if recording is None:
-                self._ordinary_steps[key] += 1
-                if self._ordinary_steps[key] < self.after or len(self._recordings) == self.max_recordings:
-                    return None
+            recording, tensors = self._find(key, batch)
+            if recording is None and not self._is_time(key):
+                return None
             with self.elbo.training_step(call.guide):
                 if recording is None:
                     outcome = self._recorded(call, key, batch)
@@ -177,14 +183,25 @@ class Captured(ELBO):
                     outcome = self._compared(recording, call, tensors, batch)
                 else:
                     outcome = self._replayed(recording, call, tensors, batch)
-                if not math.isfinite(outcome.value):
-                    raise _Ordinary  # which explains it
         except _Ordinary:
             return None
         except UnsupportedError as error:
             self._fail(str(error))
             return None
         return outcome
+
+    def _is_time(self, key: Any) -> bool:
+        """Count an ordinary step, and say whether to record the next one of its kind."""
+        if len(self._recordings) == self.max_recordings:
+            return False
+        self._ordinary_steps[key] += 1
+        if len(self._ordinary_steps) > _KINDS_OF_STEPS and not self._recordings:
+            self._give_up("each step has other arguments, or other functions")
+        if self._ordinary_steps[key] < self.after:
+            return False
+        if key not in self._met:
+            self._to_meet = key
+        return key in self._met
 
     def _key(self, call: Call) -> tuple[list[Tensor], Any]:
         """Return the tensors among the arguments, and everything else that decides which operators a step has."""
@@ -202,24 +219,22 @@ class Captured(ELBO):
             raise UnsupportedError("an argument is a sparse or nested tensor")
         casts = tuple(torch.get_autocast_dtype(kind) for kind in KINDS if torch.is_autocast_enabled(kind))
         metas = tuple(map(meta, batch))
-        return batch, (metas, rest, casts, torch.get_default_dtype(), self.elbo.recorded_for(call.guide))
+        who = _identity(call.model), _identity(call.guide), _repetitions(batch)
+        return batch, (who, metas, rest, casts, torch.get_default_dtype(), self.elbo.recorded_for(call.guide))
 
-    def _find(self, call: Call, key: Any) -> tuple[Any, list[Tensor]]:
+    def _find(self, key: Any, batch: list[Tensor]) -> tuple[Any, list[Tensor]]:
         """Return the recording of such a step, and the tensors of its surroundings."""
         for recording in self._recordings:
-            tensors = recording.tensors_for(call, key)
+            tensors = recording.tensors_for(key, batch)
             if tensors is not None:
                 return recording, tensors
         return None, []
 
     def _recorded(self, call: Call, key: Any, batch: list[Tensor]) -> Outcome:
-        surroundings = self._met.get(key)
-        tensors = None if surroundings is None else surroundings.tensors()
-        if surroundings is None or tensors is None:
-            outcome, met = self._ordinary(call)
-            self._met[key] = Surroundings(met, (call.model, call.guide), self._settings())
-            return outcome
-        del self._met[key]
+        surroundings = self._met.pop(key)
+        tensors = surroundings.tensors()
+        if tensors is None:
+            raise UnsupportedError("each step moves a tensor to another place")
         if (change := surroundings.changed()) is not None:
             raise UnsupportedError(change)
         inputs = [*tensors, *batch]
@@ -228,17 +243,29 @@ class Captured(ELBO):
             step = RecordedStep(self.elbo, call, inputs, self._kl_weight(tensors), self.compile)
             if not math.isfinite(step.outcome.value):
                 raise _Ordinary
-            if (change := surroundings.moved(tensors)) is not None:
-                raise UnsupportedError(change)
         except Exception as error:
             state.restore()
             if isinstance(error, _Ordinary):
                 raise
             raise UnsupportedError(str(error)) from error
         self.elbo.keep(step.outcome.terms, self.elbo.current_kl_weight())
-        identities = list(map(id, batch))
-        self._recordings.append(_Recording(call, key, surroundings, metas, step, tensors, identities))
+        if (problem := step.problem or surroundings.moved(tensors)) is not None:
+            self._fail(problem)
+        else:
+            identities = list(map(id, batch))
+            self._recordings.append(_Recording(call, key, surroundings, metas, step, tensors, identities))
         return step.outcome
+
+    @contextmanager
+    def _meeting(self, call: Call) -> Iterator[None]:
+        """Note what an ordinary step meets, if the next of its kind is to be recorded."""
+        key, self._to_meet = self._to_meet, None
+        if key is None:
+            yield
+            return
+        with Met() as met:
+            yield
+        self._met[key] = Surroundings(met, (call.model, call.guide), self._settings())
 
     def _ordinary(self, call: Call) -> tuple[Outcome, Met]:
         with twice_differentiated(), looking(), Met() as met:
@@ -251,13 +278,14 @@ class Captured(ELBO):
     ) -> Outcome:
         """Take an ordinary step, and drop a recording that differs from it."""
         inputs, kl_weight = [*tensors, *batch], self._kl_weight(tensors)
-        trials, problem = [], None
+        trials, problem, state = [], None, State(inputs)
         try:
             trials = recording.step.trials(inputs, kl_weight)
         except _REPLAY_ERRORS as error:
             problem = f"a replay fails: {error}"
         outcome, met = self._ordinary(call)
         if not math.isfinite(outcome.value):
+            state.restore()
             raise _Ordinary
         surroundings = recording.surroundings
         for trial in trials:
@@ -275,9 +303,15 @@ class Captured(ELBO):
     def _replayed(
         self, recording: _Recording, call: Call, tensors: list[Tensor], batch: list[Tensor]
     ) -> Outcome:
+        inputs = [*tensors, *batch]
+        state = recording.step.state(inputs)
         try:
-            outcome = recording.step.replay([*tensors, *batch], self._kl_weight(tensors))
-        except _REPLAY_ERRORS as error:  # as of a label that is out of range
+            outcome = recording.step.replay(inputs, self._kl_weight(tensors))
+            if not math.isfinite(outcome.value):
+                raise _Ordinary  # which explains it
+        except (*_REPLAY_ERRORS, _Ordinary) as error:  # as of a label that is out of range
+            if state is not None:
+                state.restore()
             raise _Ordinary from error
         self.elbo.keep(outcome.terms, self.elbo.current_kl_weight())
         self.elbo.leave_with(call.guide, outcome.left)
@@ -292,27 +326,30 @@ class Captured(ELBO):
         return self._last_weight[1]
 
     def _settings(self) -> Iterator[Entry]:
-        """Yield the attributes of the objective and of its parts."""
-        own = {name: value for name, value in vars(self.elbo).items() if name not in ("step", "kl_weight")}
-        parts = [part for part in own.values() if type(part).__module__.startswith("pyro_dvi.")]
-        for name, value in own.items():
-            yield vars(self.elbo).get, name, value
-        for part in parts:
-            yield from items(getattr(part, "__dict__", {}))
+        """Yield the attributes of the objective, and the numbers of its parts."""
+        own = vars(self.elbo)
+        for name in own.keys() - {"step", "kl_weight", "terms"}:
+            yield own.get, name, own[name], name
+            if type(own[name]).__module__.startswith("pyro_dvi."):
+                inside = getattr(own[name], "__dict__", {})
+                yield from ((inside.get, n, v, f"{name}.{n}") for n, v in inside.items() if is_plain(v))
 
     def _fail(self, reason: str) -> None:
         self._failures += 1
         self._met.clear()
         if self._failures == _ATTEMPTS:
-            self._given_up = True
-            warn(f"training steps are not captured, but stay ordinary ones: {reason}")
+            self._give_up(reason)
+
+    def _give_up(self, reason: str) -> None:
+        self._given_up = True
+        warn(f"training steps are not captured, but stay ordinary ones: {reason}")
 
 
 @dataclass(eq=False)
 class _Recording:
     """A recorded step, and when it is to be compared with an ordinary one."""
 
-    call: Call
+    call: Call  # kept, since the key has the identities of model and guide
     key: Any
     surroundings: Surroundings
     metas: list[Any]
@@ -322,15 +359,20 @@ class _Recording:
     uses: int = 0
     elsewhere: bool = False  # compared on another batch
 
-    def tensors_for(self, call: Call, key: Any) -> list[Tensor] | None:
+    def __post_init__(self) -> None:
+        self.places = {id(tensor): k for k, tensor in enumerate(self.last)}
+        self.shared = [self.places.get(one) for one in self.batch]
+
+    def tensors_for(self, key: Any, batch: list[Tensor]) -> list[Tensor] | None:
         """Return the tensors of its surroundings; None for another step."""
-        if key != self.key or call.guide is not self.call.guide or call.model != self.call.model:
+        if key != self.key or [self.places.get(id(tensor)) for tensor in batch] != self.shared:
             return None
         tensors = self.surroundings.tensors()
         if (
             tensors is None
             or self.surroundings.changed() is not None
             or list(map(meta, tensors)) != self.metas
+            or any(tensor._version != version for tensor, version in self.step.found)
         ):
             return None
         return tensors
@@ -365,6 +407,17 @@ class Handed(Function):
     @staticmethod
     def backward(ctx: Any, out: Tensor) -> tuple[Tensor | None, ...]:
         return (None, None, *(None if g is None else out.to(g) * g for g in ctx.gradients))
+
+
+def _identity(function: Any) -> tuple[int, Any]:
+    """Return what two methods have in common that are the same."""
+    return id(getattr(function, "__self__", function)), getattr(function, "__func__", None)
+
+
+def _repetitions(batch: list[Tensor]) -> tuple[int, ...]:
+    """Return which tensors are the same one; the recorder does not tell these apart."""
+    identities = list(map(id, batch))
+    return tuple(map(identities.index, identities))
 
 
 def _sees_parameters_only(handler: Any) -> bool:

@@ -17,7 +17,10 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor, fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from pyro_dvi.core.autograd_graph import leaves_of
+from pyro_dvi.core.batches import is_strided
 from pyro_dvi.core.graph_passes import quickly_called
+from pyro_dvi.core.reads import Reads
 from pyro_dvi.core.recorder import Recorder, recording
 from pyro_dvi.core.undisturbed import accelerators, forked, state_of
 from pyro_dvi.errors import UnsupportedError
@@ -62,7 +65,14 @@ class Outcome:
     @classmethod
     def of(cls, objective: Objective, call: Call, terms: dict[str, Tensor], leaves: list[Tensor]) -> Outcome:
         """Differentiate a loss."""
-        found = torch.autograd.grad(terms["loss"], leaves, allow_unused=True)
+        hooks = [leaf._backward_hooks for leaf in leaves]
+        try:
+            for leaf in leaves:  # the gradient that is handed over later goes through them
+                leaf._backward_hooks = None
+            found = torch.autograd.grad(terms["loss"], leaves, allow_unused=True)
+        finally:
+            for leaf, own in zip(leaves, hooks, strict=True):
+                leaf._backward_hooks = own
         gradients: list[Any] = [g if g is None else _laid_out(g, leaf) for g, leaf in zip(found, leaves, strict=True)]
         terms = {name: term.detach() for name, term in terms.items() if name != "kl_weight"}
         return cls(terms, leaves, gradients, objective.left_with(call.guide))
@@ -95,10 +105,8 @@ class RecordedStep:
     Attributes:
         outcome: of the step in which it was recorded.
         operators: the graph.
+        problem: why it cannot be replayed; None if it can. The step was taken all the same.
         found: tensors that are no inputs, and their versions; the record does not hold once they change.
-
-    Raises:
-        UnsupportedError: it cannot be replayed.
     """
 
     def __init__(
@@ -113,14 +121,23 @@ class RecordedStep:
         drawn = python_generators()
         recorder = Recorder([*inputs, kl_weight])
         torch.clear_autocast_cache()  # or casts made before would pass for constants
-        with pyro.validation_enabled(False), recording(), _Supports() as supports, recorder:
+        with pyro.validation_enabled(False), recording(), _Supports() as supports, recorder, Reads(recorder):
             with torch.enable_grad():
                 terms = objective.averaged(call, Weight(kl_weight), True)
-            self.outcome = Outcome.of(objective, call, terms, [inputs[k] for k in self._leaves])
+            leaves = [inputs[k] for k in self._leaves]
+            unknown = [leaf for leaf in leaves_of([terms["loss"]]) if not any(leaf is one for one in leaves)]
+            self.outcome = Outcome.of(objective, call, terms, [*leaves, *unknown])
             loss = self.outcome.terms["loss"]
             checked = supports.checked(loss)
-        if repr(drawn) != repr(python_generators()):
-            raise UnsupportedError("it draws random numbers outside torch")
+        self.problem = None
+        if unknown:
+            self.problem = "it has gradients by a tensor that belongs to no module"
+        elif repr(drawn) != repr(python_generators()):
+            self.problem = "it draws random numbers outside torch"
+        elif any(recorder.writes(leaf) for leaf in leaves):
+            self.problem = "it writes to a parameter"
+        elif not all(g is None or is_strided(g) for g in self.outcome.gradients):
+            self.problem = "a gradient is sparse"
         left, self._structure = tree_flatten(self.outcome.left)
         self._left = [_TENSOR if isinstance(value, Tensor) else value for value in left]
         self._names = list(terms)
@@ -128,8 +145,15 @@ class RecordedStep:
         results = [{**self.outcome.terms, "loss": checked}[name] for name in self._names]
         results += [value for value in left if isinstance(value, Tensor)]
         gradients = [gradient for gradient in self.outcome.gradients if gradient is not None]
-        self.operators = recorder.module(results, gradients)
+        try:
+            self.operators = recorder.module(results, [] if self.problem else gradients)
+        except UnsupportedError as error:
+            self.problem = self.problem or str(error)
+        if self.problem is not None:
+            return
         self.found = recorder.found
+        self._draws = any(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in self.operators.graph.nodes)
+        self._written = {k for k, tensor in enumerate(inputs) if recorder.writes(tensor)}
         self._rounding = recorder.coarsest**0.5
         self._casting = [kind for kind in KINDS if torch.is_autocast_enabled(kind)]
         self._ways: list[Any] = [fx.GraphModule(self.operators, quickly_called(self.operators.graph)).forward]
@@ -157,15 +181,21 @@ class RecordedStep:
             terms, [inputs[k] for k in self._leaves], gradients, tree_unflatten(left, self._structure)
         )
 
+    def state(self, inputs: list[Tensor]) -> State | None:
+        """Return the state that a replay moves; None if it moves none."""
+        written = [inputs[k] for k in self._written]
+        return State(written) if written or self._draws else None
+
     def trials(self, inputs: list[Tensor], kl_weight: Tensor) -> list[Trial]:
         """Replay on copies of buffers, in all ways, and put random states back."""
         found = []
         for way in range(len(self._ways)):
-            copies = [t if t.requires_grad else t.clone() for t in inputs]
+            copies = [t.clone() if k in self._written else t for k, t in enumerate(inputs)]
             with forked(*accelerators()):
                 outcome = self.replay(copies, kl_weight, way)
                 rounding = self._rounding if way < len(self._ways) - 1 else 0.0
-                found.append(Trial(outcome, copies, _random_states(), rounding))
+                versions = [tensor._version for tensor in copies]
+                found.append(Trial(outcome, copies, versions, _random_states(), rounding))
         return found
 
 
@@ -175,13 +205,15 @@ class Trial:
 
     Attributes:
         outcome: of the replay.
-        inputs: after it.
+        inputs: after it; copies of those that it writes to.
+        versions: of these.
         random_states: after it.
         rounding: relative error that is allowed, since operators were fused.
     """
 
     outcome: Outcome
     inputs: list[Tensor]
+    versions: list[int]
     random_states: list[Tensor]
     rounding: float
 
@@ -190,6 +222,8 @@ class Trial:
         mine, known = self.outcome, {id(leaf) for leaf in self.outcome.leaves}
         if any(id(leaf) not in known for leaf in ordinary.leaves):
             return "a parameter appears"
+        if any(a is b and a._version != v for a, b, v in zip(self.inputs, inputs, self.versions, strict=True)):
+            return "a buffer differs in a replay"
         by_leaf = {id(leaf): g for leaf, g in zip(ordinary.leaves, ordinary.gradients, strict=True)}
         gradients = [by_leaf.get(id(leaf)) for leaf in mine.leaves]
         pairs = [
