@@ -8,7 +8,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,14 +26,14 @@ from pyro_dvi.core.undisturbed import widest
 from pyro_dvi.curvature.linearisation import twice_differentiated
 from pyro_dvi.errors import UnsupportedError, warn
 from pyro_dvi.objectives.objective import Objective
-from pyro_dvi.objectives.recorded_step import KINDS, Outcome, RecordedStep, State
 from pyro_dvi.objectives.reachable import Entry, is_plain
+from pyro_dvi.objectives.recorded_step import KINDS, Outcome, RecordedStep, State
+from pyro_dvi.objectives.recordings import Recording
 from pyro_dvi.objectives.surroundings import Met, Surroundings, meta, stored
 from pyro_dvi.runs.posterior_run import Call
 
 _OWN = ("elbo", "after", "max_recordings", "compile")
 _ATTEMPTS = 3  # to record a step, before capture is given up
-_INTERVAL = 1000  # replays between two comparisons of a long training
 _KINDS_OF_STEPS = 100  # that are counted, before it is given up to wait for one that returns
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 _REPLAY_ERRORS = (RuntimeError, IndexError, ValueError, TypeError)
@@ -54,9 +53,10 @@ class Captured(ELBO):
     Status: exact. Before a recording is used, a replay is compared with an ordinary step at other parameters and, where
     there is one, on another batch: loss, gradients, buffers and random states have to be equal to the last bit (on
     accelerators, where sums have no fixed order, and of what was compiled: up to rounding). The comparison is repeated
-    after 1, 2, 4, 8, ... steps, later every 1000, and whenever a parameter was replaced. In between goes unseen what is
-    no tensor or number of the model, the guide, their modules, or of the functions themselves: entries of a list,
-    say, or the global variables of a function that the model calls.
+    after 1, 2, 4, 8, ... steps, later every 1000, and whenever a parameter was replaced. All that the Python code of
+    model and guide can reach is watched in each step: attributes, globals, closures, entries of lists and dictionaries,
+    hooks, priors. In between goes unseen what is outside Python objects, such as clocks, files and what is printed,
+    contents of containers and arrays of more than 1000 entries, and the insides of objects of other libraries.
 
     What cannot be replayed stays as it was, with one warning that names the reason: a model that reads values
     (``.item()``, ``if x.sum() > 0``), draws random numbers outside torch, or keeps something from step to step outside
@@ -105,7 +105,7 @@ class Captured(ELBO):
         self._forget()
 
     def _forget(self) -> None:
-        self._recordings: list[_Recording] = []
+        self._recordings: list[Recording] = []
         self._ordinary_steps: Counter[Any] = Counter()
         self._met: dict[Any, Surroundings] = {}
         self._to_meet: Any = None
@@ -253,7 +253,7 @@ class Captured(ELBO):
             self._fail(problem)
         else:
             identities = list(map(id, batch))
-            self._recordings.append(_Recording(call, key, surroundings, metas, step, tensors, identities))
+            self._recordings.append(Recording(call, key, surroundings, metas, step, tensors, identities))
         return step.outcome
 
     @contextmanager
@@ -274,7 +274,7 @@ class Captured(ELBO):
         return outcome, met
 
     def _compared(
-        self, recording: _Recording, call: Call, tensors: list[Tensor], batch: list[Tensor]
+        self, recording: Recording, call: Call, tensors: list[Tensor], batch: list[Tensor]
     ) -> Outcome:
         """Take an ordinary step, and drop a recording that differs from it."""
         inputs, kl_weight = [*tensors, *batch], self._kl_weight(tensors)
@@ -301,7 +301,7 @@ class Captured(ELBO):
         return outcome
 
     def _replayed(
-        self, recording: _Recording, call: Call, tensors: list[Tensor], batch: list[Tensor]
+        self, recording: Recording, call: Call, tensors: list[Tensor], batch: list[Tensor]
     ) -> Outcome:
         inputs = [*tensors, *batch]
         state = recording.step.state(inputs)
@@ -345,53 +345,6 @@ class Captured(ELBO):
         warn(f"training steps are not captured, but stay ordinary ones: {reason}")
 
 
-@dataclass(eq=False)
-class _Recording:
-    """A recorded step, and when it is to be compared with an ordinary one."""
-
-    call: Call  # kept, since the key has the identities of model and guide
-    key: Any
-    surroundings: Surroundings
-    metas: list[Any]
-    step: RecordedStep
-    last: list[Tensor]  # the tensors of its surroundings, when it was last compared
-    batch: list[int]  # identities of the tensors it was recorded with
-    uses: int = 0
-    elsewhere: bool = False  # compared on another batch
-
-    def __post_init__(self) -> None:
-        self.places = {id(tensor): k for k, tensor in enumerate(self.last)}
-        self.shared = [self.places.get(one) for one in self.batch]
-
-    def tensors_for(self, key: Any, batch: list[Tensor]) -> list[Tensor] | None:
-        """Return the tensors of its surroundings; None for another step."""
-        if key != self.key or [self.places.get(id(tensor)) for tensor in batch] != self.shared:
-            return None
-        tensors = self.surroundings.tensors()
-        if (
-            tensors is None
-            or self.surroundings.changed() is not None
-            or list(map(meta, tensors)) != self.metas
-            or any(tensor._version != version for tensor, version in self.step.found)
-        ):
-            return None
-        return tensors
-
-    def is_due(self, tensors: list[Tensor], batch: list[Tensor]) -> bool:
-        """Count a step, and say whether to compare it."""
-        self.uses += 1
-        if self.uses & (self.uses - 1) == 0 or self.uses % _INTERVAL == 0:
-            return True
-        if any(a is not b for a, b in zip(tensors, self.last, strict=True)):
-            return True
-        return not self.elsewhere and self.batch != list(map(id, batch))
-
-    def trust(self, tensors: list[Tensor], batch: list[Tensor]) -> None:
-        """Note a comparison in which it did not differ."""
-        self.last = tensors
-        self.elsewhere = self.elsewhere or self.batch != list(map(id, batch))
-
-
 class _Ordinary(Exception):  # noqa: N818 (no error)
     """The step is to be taken as an ordinary one."""
 
@@ -406,6 +359,10 @@ class Handed(Function):
 
     @staticmethod
     def backward(ctx: Any, out: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise UnsupportedError(
+                "a captured loss has no second derivatives (create_graph): differentiate that of the objective inside"
+            )
         return (None, None, *(None if g is None else out.to(g) * g for g in ctx.gradients))
 
 

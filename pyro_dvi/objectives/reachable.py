@@ -12,14 +12,27 @@ from typing import Any
 import numpy as np
 import torch
 from pyro.nn.module import PyroParam, PyroSample
+from pyro.poutine.messenger import Messenger
 from torch import Tensor, nn
 
 Lookup = Callable[[Any], Any]
-Entry = tuple[Lookup, Any, Any, str]  # a function that looks up names, a name, its value, and how to call the place
+Entry = tuple[
+    Lookup, Any, Any, str
+]  # a function that looks up names, a name, its value, and how to call the place
 
-_CLOSED = {"torch", "torchvision", "pyro", "pyro_dvi", "numpy", "arviz", "lightning"} | sys.stdlib_module_names
-_OPEN = (nn.Module, partial, SimpleNamespace, MethodType, PyroSample, PyroParam, torch.distributions.Distribution)
-_STATES: dict[type, Callable[[Any], Any]] = {  # what moves inside, for objects without attributes of their own
+_CLOSED = {
+    "torch",
+    "torchvision",
+    "pyro",
+    "pyro_dvi",
+    "numpy",
+    "arviz",
+    "lightning",
+} | sys.stdlib_module_names
+_OPEN = (nn.Module, Messenger, SimpleNamespace, PyroSample, PyroParam, torch.distributions.Distribution)
+_STATES: dict[
+    type, Callable[[Any], Any]
+] = {  # what moves inside, for objects without attributes of their own
     random.Random: lambda it: it.getstate(),
     np.random.Generator: lambda it: repr(it.bit_generator.state),
     np.random.RandomState: lambda it: repr(it.get_state(legacy=False)),
@@ -57,9 +70,11 @@ def reachable(roots: Iterable[Any]) -> Iterator[Entry]:
 
 def _inside(owner: Any, place: str) -> Iterator[Entry]:
     kind = type(owner)
-    if kind in _STATES:
+    if kind in _STATES and getattr(owner, "size", 0) <= _MANY:
         read = partial(_STATES[kind], owner)
         yield lambda _: read(), INSIDE, read(), place
+    elif isinstance(owner, Iterator):  # none may be asked where it stands
+        yield lambda _: object(), INSIDE, None, place
     elif isinstance(owner, (list, tuple, deque, dict, set)):
         yield from _number(partial(len, owner), f"the length of {place}")
         if isinstance(owner, dict) and len(owner) <= _MANY:
@@ -67,7 +82,9 @@ def _inside(owner: Any, place: str) -> Iterator[Entry]:
         elif not isinstance(owner, (dict, set)) and len(owner) <= _MANY:
             yield from ((partial(_entry, owner), k, value, f"{place}[{k}]") for k, value in enumerate(owner))
     elif isinstance(owner, torch.jit.ScriptModule):
-        names = [name for name, _ in (*owner.named_parameters(recurse=False), *owner.named_buffers(recurse=False))]
+        names = [
+            name for name, _ in (*owner.named_parameters(recurse=False), *owner.named_buffers(recurse=False))
+        ]
         yield from _attributes(owner, place, "training", *names)
         yield from _attributes_of_parts(owner, place)
     elif isinstance(owner, FunctionType):
@@ -85,10 +102,15 @@ def _inside(owner: Any, place: str) -> Iterator[Entry]:
             yield from _named(vars(owner), place)
     elif isinstance(owner, _OPEN) or not _is_closed(kind):
         own = getattr(owner, "__dict__", {})
+        yield from _number(partial(len, own), f"the number of attributes of {place}")
         yield from (entry for entry in _named(own, place) if entry[1] not in _ANEW)
         for part in kind.__mro__:
             if not _is_closed(part):
                 yield from _named(vars(part), part.__name__)
+                slots = vars(part).get("__slots__", ())
+                yield from _attributes(owner, place, *(slot for slot in slots if hasattr(owner, slot)))
+    elif hasattr(owner, "__wrapped__"):
+        yield from _attributes(owner, place, "__wrapped__")
 
 
 def _variables(function: Any, place: str) -> Iterator[Entry]:
@@ -119,12 +141,16 @@ def _names(code: CodeType) -> set[str]:
 
 
 def _named(container: Any, place: str) -> Iterator[Entry]:
-    names = [name for name in container if not (name.startswith("__") and name.endswith("__")) or name == "__call__"]
+    names = [
+        name
+        for name in container
+        if not (name.startswith("__") and name.endswith("__")) or name == "__call__"
+    ]
     return ((container.get, name, container[name], f"{place}.{name}") for name in names)
 
 
 def _attributes(owner: Any, place: str, *names: str) -> Iterator[Entry]:
-    return ((partial(getattr, owner), name, getattr(owner, name), f"{place}.{name}") for name in names)
+    return ((partial(_attribute, owner), name, getattr(owner, name), f"{place}.{name}") for name in names)
 
 
 def _attributes_of_parts(owner: Any, place: str) -> Iterator[Entry]:
@@ -137,6 +163,10 @@ def _number(read: Callable[[], Any], place: str) -> Iterator[Entry]:
 
 def _is_closed(value: Any) -> bool:
     return str(getattr(value, "__module__", "")).partition(".")[0] in _CLOSED
+
+
+def _attribute(owner: Any, name: str) -> Any:
+    return getattr(owner, name, None)
 
 
 def _entry(container: Any, k: int) -> Any:

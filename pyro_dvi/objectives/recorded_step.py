@@ -73,7 +73,9 @@ class Outcome:
         finally:
             for leaf, own in zip(leaves, hooks, strict=True):
                 leaf._backward_hooks = own
-        gradients: list[Any] = [g if g is None else _laid_out(g, leaf) for g, leaf in zip(found, leaves, strict=True)]
+        gradients: list[Any] = [
+            g if g is None else _laid_out(g, leaf) for g, leaf in zip(found, leaves, strict=True)
+        ]
         terms = {name: term.detach() for name, term in terms.items() if name != "kl_weight"}
         return cls(terms, leaves, gradients, objective.left_with(call.guide))
 
@@ -152,7 +154,10 @@ class RecordedStep:
         if self.problem is not None:
             return
         self.found = recorder.found
-        self._draws = any(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in self.operators.graph.nodes)
+        self._draws = any(
+            torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+            for node in self.operators.graph.nodes
+        )
         self._written = {k for k, tensor in enumerate(inputs) if recorder.writes(tensor)}
         self._rounding = recorder.coarsest**0.5
         self._casting = [kind for kind in KINDS if torch.is_autocast_enabled(kind)]
@@ -222,7 +227,9 @@ class Trial:
         mine, known = self.outcome, {id(leaf) for leaf in self.outcome.leaves}
         if any(id(leaf) not in known for leaf in ordinary.leaves):
             return "a parameter appears"
-        if any(a is b and a._version != v for a, b, v in zip(self.inputs, inputs, self.versions, strict=True)):
+        if any(
+            a is b and a._version != v for a, b, v in zip(self.inputs, inputs, self.versions, strict=True)
+        ):
             return "a buffer differs in a replay"
         by_leaf = {id(leaf): g for leaf, g in zip(ordinary.leaves, ordinary.gradients, strict=True)}
         gradients = [by_leaf.get(id(leaf)) for leaf in mine.leaves]

@@ -85,7 +85,7 @@ class Surroundings:
                 return f"each step has another {place}"
         for get, name, value, place in self._states:
             if get(name) != value:
-                return f"{place} draws random numbers outside torch, or changes"
+                return f"{place} moves, as a random generator or an iterator does"
         return None
 
     def moved(self, tensors: list[Tensor]) -> str | None:

@@ -10,7 +10,6 @@ from pyro.infer.autoguide import AutoDelta, AutoNormal
 from torch import nn
 from torch.distributions import constraints
 
-import pyro_dvi as dvi
 from tests.objectives.odd_training import NUM_DATA, READS, Odd, mlp, odd, rows
 
 
@@ -242,7 +241,10 @@ def markov_loop():
 
 @odd(objectives="sampled taylor")
 def pyros_normal_guide():
-    return statements(lambda f, y: pyro.sample("y", dist.Normal(f, 0.3), obs=y), guide=lambda m: AutoNormal(m, init_scale=0.01))
+    return statements(
+        lambda f, y: pyro.sample("y", dist.Normal(f, 0.3), obs=y),
+        guide=lambda m: AutoNormal(m, init_scale=0.01),
+    )
 
 
 @odd(objectives="map sampled taylor")

@@ -135,7 +135,7 @@ def train(case: Case, objective: str, capture: bool, steps: int = 40, alone: int
                 one.between(k, elbo, losses[-1])
     net = one.model if one.net is None else one.net
     owners = [part for part in (net, guide) if isinstance(part, nn.Module)]
-    state = [dict(pyro.get_param_store()._params)]
+    state: list[Any] = [dict(pyro.get_param_store()._params)]
     state += [dict(owner.named_buffers()) | dict(owner.named_parameters()) for owner in owners]
     state += [torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist(), one.left()]
     state += [{name: term for name, term in elbo.terms.items()}, elbo.step]
@@ -161,7 +161,7 @@ def same(one: Any, other: Any) -> bool:
 def verdict(plain: Trained, captured: Trained) -> str:
     """Say what became of a model that was trained twice."""
     if plain.losses != captured.losses:
-        step = next(k for k, (a, b) in enumerate(zip(plain.losses, captured.losses)) if a != b)
+        step = next(k for k, (a, b) in enumerate(zip(plain.losses, captured.losses, strict=True)) if a != b)
         return f"WRONG: losses from step {step}"
     for k, (a, b) in enumerate(zip(plain.state, captured.state, strict=True)):
         if not same(a, b):
@@ -214,7 +214,16 @@ def mlp(*inside: nn.Module, width: int = 6) -> nn.Sequential:
 
 
 class Calls(nn.Module):
-    """A network that calls a function of its input and itself."""
+    """A network that calls a function of its input and itself, with whatever else it keeps."""
+
+    calls: Any
+    log: Any
+    mean: Any
+    made: Any
+    factor: Any
+    factors: Any
+    act: Any
+    inner: Any
 
     def __init__(self, function: Callable, width: int = 4, out: int = 3) -> None:
         super().__init__()
