@@ -141,6 +141,15 @@ class Recorder(Watch):
         self._note(result, node)
         return result
 
+    def writes(self, tensor: Tensor) -> bool:
+        """Return whether the block has written to a tensor, or one that shares its memory."""
+        return memory(tensor) in self._written
+
+    def look(self, values: Any) -> None:
+        """Note that Python reads values without an operator."""
+        if self._varies(tensors(values)):
+            self._note_problem("Python reads a value")
+
     def graph(self, results: Sequence[Tensor]) -> fx.Graph:
         """Return everything that ran as a graph, from inputs to a list of results.
 
@@ -215,13 +224,16 @@ class Recorder(Watch):
             masks = [i for i in tensors(args[1:]) if i.dtype in (torch.bool, torch.uint8)]
             if func is not torch.ops.aten.index.Tensor or self._varies(masks):
                 problem = "a shape depends on values"
-        if problem and not self._problem:
-            self._problem = problem + self._place()
+        if problem:
+            self._note_problem(problem)
+
+    def _note_problem(self, problem: str) -> None:
+        self._problem = self._problem or problem + self._place()
 
     def _place(self) -> str:
         """Name the line that is running: the innermost of the user's within the block, or else of the library's."""
         lines: dict[bool, str] = {}
-        within = takewhile(lambda at: at[0].f_code is not self._opener, walk_stack(sys._getframe(3)))
+        within = takewhile(lambda at: at[0].f_code is not self._opener, walk_stack(sys._getframe(4)))
         for frame, number in within:
             package, path = frame.f_globals.get("__name__", "").partition(".")[0], frame.f_code.co_filename
             if package not in ("torch", "pyro"):
@@ -250,4 +262,6 @@ def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> set[StorageWeakRef
     expected = func._schema.arguments
     named = {a.name: value for a, value in zip(expected, args, strict=False)} | kwargs
     found = [named.get(a.name) for a in expected if a.alias_info and a.alias_info.is_write]
+    if "batch_norm" in func.name() and named.get("training", named.get("train", True)):  # undeclared
+        found += [named.get("running_mean"), named.get("running_var")]
     return set(map(memory, tensors(found)))

@@ -8,7 +8,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,18 +26,18 @@ from pyro_dvi.core.undisturbed import widest
 from pyro_dvi.curvature.linearisation import twice_differentiated
 from pyro_dvi.errors import UnsupportedError, warn
 from pyro_dvi.objectives.objective import Objective
+from pyro_dvi.objectives.reachable import Entry, is_plain
 from pyro_dvi.objectives.recorded_step import KINDS, Handed, Outcome, RecordedStep, State, VoidReplayError
-from pyro_dvi.objectives.surroundings import Entry, Met, Surroundings, items, meta, stored
+from pyro_dvi.objectives.recordings import Recording
+from pyro_dvi.objectives.surroundings import Met, Surroundings, meta, stored
 from pyro_dvi.runs.posterior_run import Call
 
 _OWN = ("elbo", "after", "max_recordings", "compile")
-_STEPS = (
-    Objective.loss_and_grads,
-    Objective.differentiable_loss,
-)  # a class that overrides them keeps its own
 _ATTEMPTS = 3  # to record a step, before capture is given up
-_INTERVAL = 1000  # replays between two comparisons of a long training
+_KINDS_OF_STEPS = 100  # that are counted, before it is given up to wait for one that returns
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
+# Methods that this class takes the place of; objectives that override them keep their own steps.
+_STEPS = (Objective.loss_and_grads, Objective.differentiable_loss)
 _REPLAY_ERRORS = (RuntimeError, IndexError, ValueError, TypeError)
 
 
@@ -55,16 +55,14 @@ class Captured(ELBO):
     Status: exact. Before a recording is used, a replay is compared with an ordinary step at other parameters and, where
     there is one, on another batch: loss, gradients, buffers and random states have to be equal to the last bit (on
     accelerators, where sums have no fixed order, and of what was compiled: up to rounding). The comparison is repeated
-    after 1, 2, 4, 8, ... steps, later every 1000, and whenever a parameter was replaced. In between goes unseen what is
-    no tensor or number of the model, the guide, their modules, of dictionaries and objects that are attributes of
-    these, or of the functions themselves: entries of a list, say, or the globals of a function that the model calls.
-
-    If the loss is multiplied before the backward pass, gradients are equal up to rounding, unless by a power of two.
+    after 1, 2, 4, 8, ... steps, later every 1000, and whenever a parameter was replaced. All that the Python code of
+    model and guide can reach is watched in each step: attributes, globals, closures, entries of lists and dictionaries,
+    hooks, priors. In between goes unseen what is outside Python objects, such as clocks, files and what is printed,
+    contents of containers and arrays of more than 1000 entries, and the insides of objects of other libraries.
 
     What cannot be replayed stays as it was, with one warning that names the reason: a model that reads values
     (``.item()``, ``if x.sum() > 0``), draws random numbers outside torch, or keeps something from step to step outside
-    its buffers. Steps are ordinary, too, where a handler of Pyro looks on, or the objective's class has a
-    ``loss_and_grads`` or ``differentiable_loss`` of its own.
+    its buffers. Steps are ordinary, too, where a handler of Pyro looks on.
 
     Args:
         elbo: an objective of this library.
@@ -109,15 +107,15 @@ class Captured(ELBO):
         self._forget()
 
     def _forget(self) -> None:
-        self._recordings: list[_Recording] = []
+        self._recordings: list[Recording] = []
         self._ordinary_steps: Counter[Any] = Counter()
         self._met: dict[Any, Surroundings] = {}
+        self._to_meet: Any = None
         self._last_weight: tuple[Any, Any] = (None, None)
         self._slower: set[Any] = set()  # kinds of steps whose replays take longer than the ordinary ones
         self._varied: set[Any] = set()  # kinds of steps in which an assumption has failed
         self._failures = 0
-        own = type(self.elbo)
-        self._given_up = (own.loss_and_grads, own.differentiable_loss) != _STEPS
+        self._given_up = (type(self.elbo).loss_and_grads, type(self.elbo).differentiable_loss) != _STEPS
 
     @property
     def recordings(self) -> list[RecordedStep]:
@@ -149,18 +147,22 @@ class Captured(ELBO):
 
     def differentiable_loss(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> Tensor:
         """Return the loss as a tensor to call ``backward`` on; counts a training step if gradients are recorded."""
-        outcome = self._taken(Call(model, guide, args, kwargs))
+        call = Call(model, guide, args, kwargs)
+        outcome = self._taken(call)
         if outcome is None:
-            return self.elbo.differentiable_loss(model, guide, *args, **kwargs)
+            with self._meeting(call):
+                return self.elbo.differentiable_loss(model, guide, *args, **kwargs)
         loss: Tensor = Handed.apply(outcome.terms["loss"], outcome.gradients, *outcome.leaves)  # type: ignore[no-untyped-call]
         self.elbo.returned(loss, guide)
         return loss
 
     def loss_and_grads(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
         """Accumulate gradients and return the loss, as ``SVI.step`` expects."""
-        outcome = self._taken(Call(model, guide, args, kwargs))
+        call = Call(model, guide, args, kwargs)
+        outcome = self._taken(call)
         if outcome is None:
-            return self.elbo.loss_and_grads(model, guide, *args, **kwargs)
+            with self._meeting(call):
+                return self.elbo.loss_and_grads(model, guide, *args, **kwargs)
         outcome.hand_over()
         return outcome.value
 
@@ -175,12 +177,9 @@ class Captured(ELBO):
             return None
         try:
             batch, key = self._key(call)
-            recording, tensors = self._find(key)
-            if recording is None:
-                self._ordinary_steps[key] += 1
-                full = len(self._recordings) == self.max_recordings
-                if self._ordinary_steps[key] < self.after or full or key in self._slower:
-                    return None
+            recording, tensors = self._find(key, batch)
+            if recording is None and not self._is_time(key):
+                return None
             with self.elbo.training_step(call.guide):
                 if recording is None:
                     outcome = self._recorded(call, key, batch)
@@ -188,14 +187,25 @@ class Captured(ELBO):
                     outcome = self._compared(recording, call, tensors, batch)
                 else:
                     outcome = self._replayed(recording, call, tensors, batch)
-                if not math.isfinite(outcome.value):
-                    raise _Ordinary  # which explains it
         except _Ordinary:
             return None
         except UnsupportedError as error:
             self._fail(str(error))
             return None
         return outcome
+
+    def _is_time(self, key: Any) -> bool:
+        """Count an ordinary step, and say whether to record the next one of its kind."""
+        if len(self._recordings) == self.max_recordings or key in self._slower:
+            return False
+        self._ordinary_steps[key] += 1
+        if len(self._ordinary_steps) > _KINDS_OF_STEPS and not self._recordings:
+            self._give_up("each step has other arguments, or other functions")
+        if self._ordinary_steps[key] < self.after:
+            return False
+        if key not in self._met:
+            self._to_meet = key
+        return key in self._met
 
     def _key(self, call: Call) -> tuple[list[Tensor], Any]:
         """Return the tensors among the arguments, and everything else that decides which operators a step has."""
@@ -216,45 +226,53 @@ class Captured(ELBO):
         who = _identity(call.model), _identity(call.guide), _repetitions(batch)
         return batch, (who, metas, rest, casts, torch.get_default_dtype(), self.elbo.recorded_for(call.guide))
 
-    def _find(self, key: Any) -> tuple[Any, list[Tensor]]:
+    def _find(self, key: Any, batch: list[Tensor]) -> tuple[Any, list[Tensor]]:
         """Return the recording of such a step, and the tensors of its surroundings."""
         for recording in self._recordings:
-            tensors = recording.tensors_for(key)
+            tensors = recording.tensors_for(key, batch)
             if tensors is not None:
                 return recording, tensors
         return None, []
 
     def _recorded(self, call: Call, key: Any, batch: list[Tensor]) -> Outcome:
-        surroundings = self._met.get(key)
-        tensors = None if surroundings is None else surroundings.tensors()
-        if surroundings is None or tensors is None:
-            outcome, met = self._ordinary(call)
-            self._met[key] = Surroundings(met, (call.model, call.guide), self._settings())
-            return outcome
-        del self._met[key]
+        surroundings = self._met.pop(key)
+        tensors = surroundings.tensors()
+        if tensors is None:
+            raise UnsupportedError("each step moves a tensor to another place")
         if (change := surroundings.changed()) is not None:
             raise UnsupportedError(change)
         inputs = [*tensors, *batch]
-        state, metas = State(inputs, surroundings.generators), [meta(tensor) for tensor in tensors]
+        state, metas = State(inputs, python=True), [meta(tensor) for tensor in tensors]
         try:
             kl_weight, assuming = self._kl_weight(tensors), key not in self._varied
             step = RecordedStep(self.elbo, call, inputs, kl_weight, assuming=assuming, compiled=self.compile)
             if not math.isfinite(step.outcome.value):
                 raise _Ordinary
-            if (change := surroundings.moved(tensors)) is not None:
-                raise UnsupportedError(change)
         except Exception as error:
             state.restore()
-            surroundings.put_back(tensors)
             if isinstance(error, _Ordinary):
                 raise
             raise UnsupportedError(str(error)) from error
         outcome = step.outcome
         del step.outcome  # with its gradients
         self.elbo.keep(outcome.terms, self.elbo.current_kl_weight())
-        owners, identities = (call.model, call.guide), list(map(id, batch))
-        self._recordings.append(_Recording(owners, key, surroundings, metas, step, tensors, identities))
+        if (problem := step.problem or surroundings.moved(tensors)) is not None:
+            self._fail(problem)
+        else:
+            owners, identities = (call.model, call.guide), list(map(id, batch))
+            self._recordings.append(Recording(owners, key, surroundings, metas, step, tensors, identities))
         return outcome
+
+    @contextmanager
+    def _meeting(self, call: Call) -> Iterator[None]:
+        """Note what an ordinary step meets, if the next of its kind is to be recorded."""
+        key, self._to_meet = self._to_meet, None
+        if key is None:
+            yield
+            return
+        with Met() as met:
+            yield
+        self._met[key] = Surroundings(met, (call.model, call.guide), self._settings())
 
     def _ordinary(self, call: Call) -> tuple[Outcome, Met]:
         with twice_differentiated(), looking(), Met() as met:
@@ -263,11 +281,11 @@ class Captured(ELBO):
         return outcome, met
 
     def _compared(
-        self, recording: _Recording, call: Call, tensors: list[Tensor], batch: list[Tensor]
+        self, recording: Recording, call: Call, tensors: list[Tensor], batch: list[Tensor]
     ) -> Outcome:
         """Take an ordinary step, and drop a recording that differs from it."""
         inputs, kl_weight = [*tensors, *batch], self._kl_weight(tensors)
-        trials, problem = [], None
+        trials, problem, state = [], None, State(inputs, python=True)
         try:
             trials = recording.step.trials(inputs, kl_weight)
         except VoidReplayError:
@@ -277,7 +295,10 @@ class Captured(ELBO):
         start = time.perf_counter()
         outcome, met = self._ordinary(call)
         if not math.isfinite(outcome.value):
+            state.restore()
             raise _Ordinary
+        if recording not in self._recordings:
+            return outcome
         recording.seconds += [trial.seconds - (time.perf_counter() - start) for trial in trials[:1]]
         surroundings = recording.surroundings
         for trial in trials:
@@ -287,34 +308,35 @@ class Captured(ELBO):
             problem = "a parameter appears"
         if problem is None:
             recording.trust(tensors, batch)
-            if recording.is_slower():
-                self._recordings.remove(recording)
-                self._slower.add(recording.key)
-        elif recording in self._recordings:
+        else:
             self._recordings.remove(recording)
             self._fail(problem)
+        if problem is None and recording.is_slower():
+            self._recordings.remove(recording)
+            self._slower.add(recording.key)
         return outcome
 
     def _replayed(
-        self, recording: _Recording, call: Call, tensors: list[Tensor], batch: list[Tensor]
+        self, recording: Recording, call: Call, tensors: list[Tensor], batch: list[Tensor]
     ) -> Outcome:
         inputs = [*tensors, *batch]
-        state = State(inputs, recording.surroundings.generators) if recording.step.assumes else None
+        state = recording.step.state(inputs)
         try:
             outcome = recording.step.replay(inputs, self._kl_weight(tensors))
-        except VoidReplayError as error:
+            if not math.isfinite(outcome.value):
+                raise _Ordinary  # which explains it
+        except (*_REPLAY_ERRORS, _Ordinary) as error:  # as of a label that is out of range
             if state is not None:
                 state.restore()
+            if recording.step.assumes and isinstance(error, VoidReplayError):
                 self._void(recording)
-            raise _Ordinary from error
-        except _REPLAY_ERRORS as error:  # as of a label that is out of range
             raise _Ordinary from error
         self.elbo.keep(outcome.terms, self.elbo.current_kl_weight())
         self.elbo.leave_with(call.guide, outcome.left)
         _announce(recording.surroundings.names)
         return outcome
 
-    def _void(self, recording: _Recording) -> None:
+    def _void(self, recording: Recording) -> None:
         """Drop a recording whose assumptions fail; the next one of such steps makes none."""
         self._recordings.remove(recording)
         self._varied.add(recording.key)
@@ -327,67 +349,23 @@ class Captured(ELBO):
         return self._last_weight[1]
 
     def _settings(self) -> Iterator[Entry]:
-        """Yield the attributes of the objective and of its parts."""
-        own = {name: value for name, value in vars(self.elbo).items() if name not in ("step", "kl_weight")}
-        parts = [part for part in own.values() if type(part).__module__.startswith("pyro_dvi.")]
-        for name, value in own.items():
-            yield vars(self.elbo).get, name, value
-        for part in parts:
-            yield from items(getattr(part, "__dict__", {}))
+        """Yield the attributes of the objective, and the numbers of its parts."""
+        own = vars(self.elbo)
+        for name in own.keys() - {"step", "kl_weight", "terms"}:
+            yield own.get, name, own[name], name
+            if type(own[name]).__module__.startswith("pyro_dvi."):
+                inside = getattr(own[name], "__dict__", {})
+                yield from ((inside.get, n, v, f"{name}.{n}") for n, v in inside.items() if is_plain(v))
 
     def _fail(self, reason: str) -> None:
         self._failures += 1
         self._met.clear()
         if self._failures == _ATTEMPTS:
-            self._given_up = True
-            warn(f"training steps are not captured, but stay ordinary ones: {reason}")
+            self._give_up(reason)
 
-
-@dataclass(eq=False)
-class _Recording:
-    """A recorded step, and when it is to be compared with an ordinary one."""
-
-    owners: tuple[Callable, Callable]  # whose identities are in the key
-    key: Any
-    surroundings: Surroundings
-    metas: list[Any]
-    step: RecordedStep
-    last: list[Tensor]  # the tensors of its surroundings, when it was last compared
-    batch: list[int]  # identities of the tensors it was recorded with
-    uses: int = 0
-    elsewhere: bool = False  # compared on another batch
-    seconds: list[float] = field(default_factory=list)  # by which replays took longer than ordinary steps
-
-    def tensors_for(self, key: Any) -> list[Tensor] | None:
-        """Return the tensors of its surroundings; None for another step."""
-        if key != self.key:
-            return None
-        tensors = self.surroundings.tensors()
-        if (
-            tensors is None
-            or self.surroundings.changed() is not None
-            or list(map(meta, tensors)) != self.metas
-        ):
-            return None
-        return tensors
-
-    def is_due(self, tensors: list[Tensor], batch: list[Tensor]) -> bool:
-        """Count a step, and say whether to compare it."""
-        self.uses += 1
-        if self.uses & (self.uses - 1) == 0 or self.uses % _INTERVAL == 0:
-            return True
-        if any(a is not b for a, b in zip(tensors, self.last, strict=True)):
-            return True
-        return not self.elsewhere and self.batch != list(map(id, batch))
-
-    def is_slower(self) -> bool:
-        """Return whether replays took longer than ordinary steps, but for the first one, in which much is new."""
-        return len(self.seconds) > 3 and sum(self.seconds[1:]) > 0
-
-    def trust(self, tensors: list[Tensor], batch: list[Tensor]) -> None:
-        """Note a comparison in which it did not differ."""
-        self.last = tensors
-        self.elsewhere = self.elsewhere or self.batch != list(map(id, batch))
+    def _give_up(self, reason: str) -> None:
+        self._given_up = True
+        warn(f"training steps are not captured, but stay ordinary ones: {reason}")
 
 
 class _Ordinary(Exception):  # noqa: N818 (no error)

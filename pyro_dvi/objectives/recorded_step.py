@@ -20,10 +20,12 @@ from torch.autograd import Function
 from torch.distributions import Distribution
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from pyro_dvi.core.autograd_graph import leaves_of
 from pyro_dvi.core.batches import is_strided
 from pyro_dvi.core.distributions import innermost
 from pyro_dvi.core.graph_passes import quickly_called
-from pyro_dvi.core.recorder import Recorder
+from pyro_dvi.core.reads import Reads
+from pyro_dvi.core.recorder import Recorder, draws
 from pyro_dvi.core.undisturbed import accelerators, forked, state_of
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.runs.posterior_run import Call
@@ -128,10 +130,8 @@ class RecordedStep:
         outcome: of the step in which it was recorded.
         operators: the graph.
         assumes: it relies on something, and replays may be void.
+        problem: why it cannot be replayed; None if it can. The step was taken all the same.
         found: tensors that are no inputs, and their versions; the record does not hold once they change.
-
-    Raises:
-        UnsupportedError: it cannot be replayed.
     """
 
     def __init__(
@@ -149,16 +149,23 @@ class RecordedStep:
         recorder = Recorder([*inputs, kl_weight], assuming=assuming)
         torch.clear_autocast_cache()  # or casts made before would pass for constants
         supports = _Supports()
-        with pyro.validation_enabled(0), supports, recorder:  # type: ignore[arg-type] # see _Supports
+        with pyro.validation_enabled(0), supports, recorder, Reads(recorder):  # type: ignore[arg-type] # see _Supports
             with torch.enable_grad():
                 terms = objective.averaged(call, Weight(kl_weight), True)
-            self.outcome = Outcome.of(objective, call, terms, [inputs[k] for k in self._leaves])
-            if not all(g is None or is_strided(g) for g in self.outcome.gradients):
-                raise UnsupportedError("a gradient is sparse")
+            leaves = [inputs[k] for k in self._leaves]
+            unknown = [leaf for leaf in leaves_of([terms["loss"]]) if not any(leaf is one for one in leaves)]
+            self.outcome = Outcome.of(objective, call, terms, [*leaves, *unknown])
             conditions = [*(recorder.assumptions or []), *supports.inside]
             holds = torch.stack(conditions).all() if conditions else torch.ones((), dtype=torch.bool)
-        if repr(drawn) != repr(python_generators()):
-            raise UnsupportedError("it draws random numbers outside torch")
+        self.problem = None
+        if unknown:
+            self.problem = "it has gradients by a tensor that belongs to no module"
+        elif repr(drawn) != repr(python_generators()):
+            self.problem = "it draws random numbers outside torch"
+        elif any(map(recorder.writes, leaves)):
+            self.problem = "it writes to a parameter"
+        elif not all(g is None or is_strided(g) for g in self.outcome.gradients):
+            self.problem = "a gradient is sparse"
         left, self._structure = tree_flatten(self.outcome.left)
         self.assumes = bool(recorder.assumptions)
         self._left = [_TENSOR if isinstance(value, Tensor) else value for value in left]
@@ -167,8 +174,15 @@ class RecordedStep:
         results = [holds, *self.outcome.terms.values()]
         results += [value for value in left if isinstance(value, Tensor)]
         gradients = [gradient for gradient in self.outcome.gradients if gradient is not None]
-        self.operators = recorder.module(results, gradients)
+        try:
+            self.operators = recorder.module(results, [] if self.problem else gradients)
+        except UnsupportedError as error:
+            self.problem = self.problem or str(error)
+        if self.problem is not None:
+            return
         self.found = recorder.found
+        self._draws = any(map(draws, self.operators.graph.nodes))
+        self._written = {k for k, tensor in enumerate(inputs) if recorder.writes(tensor)}
         self._rounding = recorder.coarsest**0.5
         self._casting = [kind for kind in KINDS if torch.is_autocast_enabled(kind)]
         self._ways: list[Any] = [fx.GraphModule(self.operators, quickly_called(self.operators.graph)).forward]
@@ -199,17 +213,23 @@ class RecordedStep:
             terms, [inputs[k] for k in self._leaves], gradients, tree_unflatten(left, self._structure)
         )
 
+    def state(self, inputs: list[Tensor]) -> State | None:
+        """Return the state that a replay moves; None if it moves none."""
+        written = [inputs[k] for k in self._written]
+        return State(written) if written or self._draws else None
+
     def trials(self, inputs: list[Tensor], kl_weight: Tensor) -> list[Trial]:
         """Replay on copies of buffers, in all ways, and put random states back."""
         found = []
         for way in range(len(self._ways)):
-            copies = [t if t.requires_grad else t.clone() for t in inputs]
+            copies = [t.clone() if k in self._written else t for k, t in enumerate(inputs)]
             with forked(*accelerators()):
                 start = time.perf_counter()
                 outcome = self.replay(copies, kl_weight, way)
                 seconds = time.perf_counter() - start
                 rounding = self._rounding if way < len(self._ways) - 1 else 0.0
-                found.append(Trial(outcome, copies, _random_states(), rounding, seconds))
+                versions = [tensor._version for tensor in copies]
+                found.append(Trial(outcome, copies, versions, _random_states(), rounding, seconds))
         return found
 
 
@@ -219,7 +239,8 @@ class Trial:
 
     Attributes:
         outcome: of the replay.
-        inputs: after it.
+        inputs: after it; copies of those that it writes to.
+        versions: of these.
         random_states: after it.
         rounding: relative error that is allowed, since operators were fused.
         seconds: that it took.
@@ -227,6 +248,7 @@ class Trial:
 
     outcome: Outcome
     inputs: list[Tensor]
+    versions: list[int]
     random_states: list[Tensor]
     rounding: float
     seconds: float
@@ -236,6 +258,9 @@ class Trial:
         mine, known = self.outcome, {id(leaf) for leaf in self.outcome.leaves}
         if any(id(leaf) not in known for leaf in ordinary.leaves):
             return "a parameter appears"
+        versions = zip(self.inputs, inputs, self.versions, strict=True)
+        if any(a is b and a._version != version for a, b, version in versions):
+            return "a buffer differs in a replay"
         by_leaf = {id(leaf): g for leaf, g in zip(ordinary.leaves, ordinary.gradients, strict=True)}
         gradients = [by_leaf.get(id(leaf)) for leaf in mine.leaves]
         pairs = [
@@ -255,12 +280,17 @@ class Trial:
 
 
 class State:
-    """The state that a step moves, beside parameters: to go back to if the step fails."""
+    """The state that a step moves, beside parameters: to go back to if the step fails.
 
-    def __init__(self, inputs: Sequence[Tensor], generators: Sequence[torch.Generator]) -> None:
-        self._generators = [(generator, generator.get_state()) for generator in generators]
+    Args:
+        inputs: tensors that it may write to, among others.
+        python: it may draw from the generators of Python and NumPy.
+    """
+
+    def __init__(self, inputs: Sequence[Tensor], python: bool = False) -> None:
         self._tensors = [(t, t.clone()) for t in inputs if not t.requires_grad]
-        self._random, self._python = _random_states(), python_generators()
+        self._random = _random_states()
+        self._python = python_generators() if python else None
 
     def restore(self) -> None:
         """Go back."""
@@ -269,10 +299,9 @@ class State:
                 tensor.copy_(before)
         for device, state in zip(_devices(), self._random, strict=True):
             state_of(device)[1](state)
-        for generator, state in self._generators:
-            generator.set_state(state)
-        random.setstate(self._python[0])
-        np.random.set_state(self._python[1])
+        if self._python is not None:
+            random.setstate(self._python[0])
+            np.random.set_state(self._python[1])
 
 
 def _apart(gradients: Sequence[Tensor | None], leaves: list[Tensor]) -> list[Tensor | None]:

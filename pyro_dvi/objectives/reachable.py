@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What Python code can reach from its functions and objects: attributes, variables outside, entries of containers."""
+
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from pyro.nn.module import PyroParam, PyroSample
+from pyro.poutine.messenger import Messenger
+from torch import Tensor, nn
+
+Lookup = Callable[[Any], Any]
+Entry = tuple[
+    Lookup, Any, Any, str
+]  # a function that looks up names, a name, its value, and how to call the place
+
+_CLOSED = {
+    "torch",
+    "torchvision",
+    "pyro",
+    "pyro_dvi",
+    "numpy",
+    "arviz",
+    "lightning",
+} | sys.stdlib_module_names
+_OPEN = (nn.Module, Messenger, SimpleNamespace, PyroSample, PyroParam, torch.distributions.Distribution)
+_STATES: dict[
+    type, Callable[[Any], Any]
+] = {  # what moves inside, for objects without attributes of their own
+    random.Random: lambda it: it.getstate(),
+    np.random.Generator: lambda it: repr(it.bit_generator.state),
+    np.random.RandomState: lambda it: repr(it.get_state(legacy=False)),
+    torch.Generator: lambda it: it.get_state().numpy().tobytes(),
+    np.ndarray: lambda it: it.tobytes(),
+}
+_CONTAINERS = frozenset(vars(nn.Module()))  # which modules keep as they are
+_LEFT_OUT = {
+    "plates",
+    *(n for n in _CONTAINERS if "state_dict" in n or "persistent" in n),
+}  # new in each step; for files
+INSIDE = object()  # in place of a name: the state of an object, that moves as it is used
+_MANY = 1000  # entries of a container that is not looked into
+
+
+def is_plain(value: Any) -> bool:
+    """Return whether a value is compared, not looked into."""
+    return value is None or isinstance(value, (bool, int, float, complex, str, bytes))
+
+
+def reachable(roots: Iterable[Any]) -> Iterator[Entry]:
+    """Yield what is found from functions, modules and objects.
+
+    Libraries are not looked into; modules, whoever wrote them, are.
+    """
+    seen: set[int] = set()
+    held: list[Any] = []  # so that no identity is used twice
+    waiting = [_inside(root, type(root).__name__) for root in roots]
+    while waiting:
+        for entry in waiting.pop():
+            get, name, value, place = entry
+            if name not in _CONTAINERS or not isinstance(value, dict):
+                yield entry
+            if is_plain(value) or isinstance(value, Tensor) or id(value) in seen:
+                continue
+            seen.add(id(value))
+            held.append(value)
+            waiting.append(_inside(value, place))
+
+
+def _inside(owner: Any, place: str) -> Iterator[Entry]:
+    kind = type(owner)
+    if kind in _STATES and getattr(owner, "size", 0) <= _MANY:
+        read = partial(_STATES[kind], owner)
+        yield lambda _: read(), INSIDE, read(), place
+    elif isinstance(owner, Iterator):  # none may be asked where it stands
+        yield lambda _: object(), INSIDE, None, place
+    elif isinstance(owner, (list, tuple, deque, dict, set)):
+        yield from _number(partial(len, owner), f"the length of {place}")
+        if isinstance(owner, dict) and len(owner) <= _MANY:
+            yield from ((owner.get, key, value, f"{place}[{key!r}]") for key, value in owner.items())
+        elif not isinstance(owner, (dict, set)) and len(owner) <= _MANY:
+            yield from ((partial(_entry, owner), k, value, f"{place}[{k}]") for k, value in enumerate(owner))
+    elif isinstance(owner, torch.jit.ScriptModule):
+        names = [
+            name for name, _ in (*owner.named_parameters(recurse=False), *owner.named_buffers(recurse=False))
+        ]
+        yield from _attributes(owner, place, "training", *names)
+        yield from _attributes_of_parts(owner, place)
+    elif isinstance(owner, FunctionType):
+        yield from _variables(owner, place)
+    elif isinstance(owner, MethodType):
+        yield from _attributes(owner, place, "__self__", "__func__")
+    elif isinstance(owner, partial):
+        yield from _attributes(owner, place, "func", "args", "keywords")
+    elif isinstance(owner, (staticmethod, classmethod)):
+        yield from _attributes(owner, place, "__func__")
+    elif isinstance(owner, property):
+        yield from _attributes(owner, place, "fget")
+    elif isinstance(owner, type):
+        if not _is_closed(owner):
+            yield from _named(vars(owner), place)
+    elif isinstance(owner, _OPEN) or not _is_closed(kind):
+        own = getattr(owner, "__dict__", {})
+        yield from _number(partial(len, own), f"the number of attributes of {place}")
+        yield from (entry for entry in _named(own, place) if entry[1] not in _LEFT_OUT)
+        for part in kind.__mro__:
+            if not _is_closed(part):
+                yield from _named(vars(part), part.__name__)
+                slots = vars(part).get("__slots__", ())
+                yield from _attributes(owner, place, *(slot for slot in slots if hasattr(owner, slot)))
+    elif hasattr(owner, "__wrapped__"):
+        yield from _attributes(owner, place, "__wrapped__")
+
+
+def _variables(function: Any, place: str) -> Iterator[Entry]:
+    """Yield what a function finds outside itself."""
+    code = function.__code__
+    yield from _attributes(function, place, "__defaults__", "__kwdefaults__")
+    yield from _named(function.__dict__, place)
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        yield partial(_content, cell), name, _content(cell, name), name
+    if _is_closed(function):
+        return
+    known = function.__globals__
+    names = _names(code)
+    for name in names & known.keys():
+        value = known[name]
+        if isinstance(value, ModuleType):
+            if value.__name__.partition(".")[0] not in _CLOSED:
+                inside = vars(value)
+                yield from ((inside.get, part, inside[part], part) for part in names & inside.keys())
+        else:
+            yield known.get, name, value, name
+
+
+def _names(code: CodeType) -> set[str]:
+    """Return the names of globals and attributes in a function and in those inside it."""
+    inside = [_names(part) for part in code.co_consts if isinstance(part, CodeType)]
+    return set(code.co_names).union(*inside)
+
+
+def _named(container: Any, place: str) -> Iterator[Entry]:
+    names = [
+        name
+        for name in container
+        if not (name.startswith("__") and name.endswith("__")) or name == "__call__"
+    ]
+    return ((container.get, name, container[name], f"{place}.{name}") for name in names)
+
+
+def _attributes(owner: Any, place: str, *names: str) -> Iterator[Entry]:
+    return ((partial(_attribute, owner), name, getattr(owner, name), f"{place}.{name}") for name in names)
+
+
+def _attributes_of_parts(owner: Any, place: str) -> Iterator[Entry]:
+    return ((partial(getattr, owner), name, part, f"{place}.{name}") for name, part in owner.named_children())
+
+
+def _number(read: Callable[[], Any], place: str) -> Iterator[Entry]:
+    yield lambda _: read(), None, read(), place
+
+
+def _is_closed(value: Any) -> bool:
+    return str(getattr(value, "__module__", "")).partition(".")[0] in _CLOSED
+
+
+def _attribute(owner: Any, name: str) -> Any:
+    return getattr(owner, name, None)
+
+
+def _entry(container: Any, k: int) -> Any:
+    return container[k] if k < len(container) else None
+
+
+def _content(cell: Any, _name: str) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned yet
+        return None

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A recorded step that is kept, and when it is to be compared with an ordinary one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from pyro_dvi.objectives.recorded_step import RecordedStep
+from pyro_dvi.objectives.surroundings import Surroundings, meta
+
+_INTERVAL = 1000  # replays between two comparisons of a long training
+
+
+@dataclass(eq=False)
+class Recording:
+    """A recorded step with its surroundings."""
+
+    owners: tuple[Any, Any]  # model and guide, whose identities are in the key
+    key: Any
+    surroundings: Surroundings
+    metas: list[Any]
+    step: RecordedStep
+    last: list[Tensor]  # the tensors of its surroundings, when it was last compared
+    batch: list[int]  # identities of the tensors it was recorded with
+    uses: int = 0
+    elsewhere: bool = False  # compared on another batch
+    seconds: list[float] = field(default_factory=list)  # by which replays took longer than ordinary steps
+
+    def __post_init__(self) -> None:
+        self.places = {id(tensor): k for k, tensor in enumerate(self.last)}
+        self.shared = [self.places.get(one) for one in self.batch]
+
+    def tensors_for(self, key: Any, batch: list[Tensor]) -> list[Tensor] | None:
+        """Return the tensors of its surroundings; None for another step."""
+        if key != self.key or [self.places.get(id(tensor)) for tensor in batch] != self.shared:
+            return None
+        tensors = self.surroundings.tensors()
+        if (
+            tensors is None
+            or self.surroundings.changed() is not None
+            or list(map(meta, tensors)) != self.metas
+            or any(tensor._version != version for tensor, version in self.step.found)
+        ):
+            return None
+        return tensors
+
+    def is_due(self, tensors: list[Tensor], batch: list[Tensor]) -> bool:
+        """Count a step, and say whether to compare it."""
+        self.uses += 1
+        if self.uses & (self.uses - 1) == 0 or self.uses % _INTERVAL == 0:
+            return True
+        if any(a is not b for a, b in zip(tensors, self.last, strict=True)):
+            return True
+        return not self.elsewhere and self.batch != list(map(id, batch))
+
+    def is_slower(self) -> bool:
+        """Return whether replays took longer than ordinary steps, but for the first one, in which much is new."""
+        return len(self.seconds) > 3 and sum(self.seconds[1:]) > 0
+
+    def trust(self, tensors: list[Tensor], batch: list[Tensor]) -> None:
+        """Note a comparison in which it did not differ."""
+        self.last = tensors
+        self.elsewhere = self.elsewhere or self.batch != list(map(id, batch))
