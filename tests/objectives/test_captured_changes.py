@@ -211,6 +211,20 @@ def test_soft_labels_that_are_not_validated():
     assert replays(both(run, model=lambda: Regression(soft), after=1)) >= 4
 
 
+def test_labels_outside_the_support():
+    """Of a likelihood that is finite there."""
+    messages = []
+    for capture in (False, True):
+        training = start(capture, model=lambda: Regression(validated), after=1)
+        steps(training, 12, [(x, y % 2.0) for x, y in batches()[:2]])
+        runs = len(training.model.runs)
+        with pytest.raises(dvi.errors.DataError) as caught:
+            steps(training, 1, [(x, y % 2.0 + 1) for x, y in ONE])
+        assert len(training.model.runs) == runs + 1
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1]
+
+
 # Models that cannot be replayed, or not always -----------------------------------------------------------------------
 
 
@@ -232,6 +246,10 @@ class Regression(nn.Module):
 
 def soft(model, mean):
     return dist.Bernoulli(logits=mean, validate_args=False)
+
+
+def validated(model, mean):
+    return dist.Bernoulli(logits=mean)
 
 
 def reads(model, mean):
