@@ -73,10 +73,6 @@ def freeze(training):
     training.model.net[0].weight.requires_grad_(False)
 
 
-def freeze_batch_norm(training):
-    training.model.net[1].eval()
-
-
 def other_dropout(training):
     training.model.net[3].p = 0.5
 
@@ -103,7 +99,7 @@ def move_data(training):
             p.data = p.data.clone()
 
 
-def tag_weights(training):
+def leave_gradients(training):
     for p in training.guide.parameters():
         p.grad = torch.ones_like(p)
 
@@ -118,14 +114,13 @@ CHANGES = [
     assign_states,
     evaluation_mode,
     freeze,
-    freeze_batch_norm,
     other_dropout,
     other_temperature,
     other_entry,
     other_configuration,
     seed,
     move_data,
-    tag_weights,
+    leave_gradients,
 ]
 
 
