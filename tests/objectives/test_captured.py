@@ -12,7 +12,7 @@ from pyro.infer.autoguide import AutoDelta, AutoDiagonalNormal, AutoNormal
 from torch import nn
 
 import pyro_dvi as dvi
-from pyro_dvi.bayesian import init_to_module
+from pyro_dvi.bayesian import LearnedScale, init_to_module
 from pyro_dvi.curvature import EmpiricalFisher, Fisher, GGNDiagonal
 from pyro_dvi.errors import ArgumentError, DataError, NonFiniteError, UnsupportedError
 from pyro_dvi.natural_gradients import IVON, OGN, VOGN
@@ -20,6 +20,7 @@ from pyro_dvi.objectives import Captured, SampledELBO
 from pyro_dvi.objectives.schedules import LinearWarmup
 from tests.objectives.captured_steps import (
     NUM_DATA,
+    Net,
     batches,
     both,
     replays,
@@ -61,6 +62,18 @@ def test_steps_equal_ordinary_ones(name):
     )
     assert replays(training) >= 10 or name == "two draws"
     assert len(training.elbo.recordings) >= 2  # the last minibatch is shorter
+
+
+def test_what_a_step_leaves_with_the_guide():
+    """Natural gradients read the prior there, whose scale is learned."""
+    training = both(
+        lambda t: steps(t, 30, batches()[:1]),
+        guide=dvi.NaturalGradientGuide,
+        elbo=natural,
+        optimizer=VOGN,
+        model=lambda: Net(prior_scale=LearnedScale()),
+    )
+    assert replays(training) > 10
 
 
 @pytest.mark.parametrize("name", ["Fisher", "two draws", "IVON"])
@@ -328,6 +341,19 @@ def test_a_wrong_replay_is_found_and_dropped():
     steps(training, 20, data)
     assert step not in training.elbo.recordings
     assert len(training.elbo.recordings) == 1  # the kind was recorded anew
+
+
+def test_a_look_comes_after_a_tensor_was_replaced():
+    training = start(True, after=1)
+    data = batches()[:1]
+    steps(training, 10, data)
+    before = len(training.model.runs)
+    steps(training, 1, data)
+    assert len(training.model.runs) == before
+    training.model.net[1].running_mean = torch.ones(6)
+    steps(training, 1, data)
+    assert len(training.model.runs) == before + 1
+    assert len(training.elbo.recordings) == 1
 
 
 def test_no_more_kinds_than_asked_for():

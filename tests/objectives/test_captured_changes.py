@@ -73,10 +73,6 @@ def freeze(training):
     training.model.net[0].weight.requires_grad_(False)
 
 
-def freeze_batch_norm(training):
-    training.model.net[1].eval()
-
-
 def other_dropout(training):
     training.model.net[3].p = 0.5
 
@@ -103,7 +99,7 @@ def move_data(training):
             p.data = p.data.clone()
 
 
-def tag_weights(training):
+def leave_gradients(training):
     for p in training.guide.parameters():
         p.grad = torch.ones_like(p)
 
@@ -118,14 +114,13 @@ CHANGES = [
     assign_states,
     evaluation_mode,
     freeze,
-    freeze_batch_norm,
     other_dropout,
     other_temperature,
     other_entry,
     other_configuration,
     seed,
     move_data,
-    tag_weights,
+    leave_gradients,
 ]
 
 
@@ -211,6 +206,20 @@ def test_soft_labels_that_are_not_validated():
     assert replays(both(run, model=lambda: Regression(soft), after=1)) >= 4
 
 
+def test_labels_outside_the_support():
+    """Of a likelihood that is finite there."""
+    messages = []
+    for capture in (False, True):
+        training = start(capture, model=lambda: Regression(validated), after=1)
+        steps(training, 12, [(x, y % 2.0) for x, y in batches()[:2]])
+        runs = len(training.model.runs)
+        with pytest.raises(dvi.errors.DataError) as caught:
+            steps(training, 1, [(x, y % 2.0 + 1) for x, y in ONE])
+        assert len(training.model.runs) == runs + 1
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1]
+
+
 # Models that cannot be replayed, or not always -----------------------------------------------------------------------
 
 
@@ -232,6 +241,10 @@ class Regression(nn.Module):
 
 def soft(model, mean):
     return dist.Bernoulli(logits=mean, validate_args=False)
+
+
+def validated(model, mean):
+    return dist.Bernoulli(logits=mean)
 
 
 def reads(model, mean):
