@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small network trained with and without recorded steps."""
 
+from collections import UserList
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -19,13 +20,13 @@ NUM_DATA = 27
 
 
 class Net(pyro.nn.PyroModule):
-    """A classifier with batch normalisation and dropout, which notes its runs in a list."""
+    """A classifier with batch normalisation and dropout, which notes its runs where no recording looks."""
 
     def __init__(self, dtype: torch.dtype = torch.float32, prior_scale: Any = 1.0) -> None:
         super().__init__()
         net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.SiLU(), nn.Dropout(0.2), nn.Linear(6, 3))
         self.net = dvi.to_bayesian_(net.to(dtype), exclude="0.*", prior_scale=prior_scale)
-        self.runs: list[int] = []
+        self.runs: UserList[int] = UserList()
         self.temperature = 1.0
         self.settings = {"temperature": 1.0}
         self.configuration = SimpleNamespace(temperature=1.0)

@@ -3,7 +3,9 @@
 
 import copy
 import pickle
+from collections import UserList
 from functools import partial
+from typing import Any
 
 import pyro
 import pytest
@@ -194,7 +196,7 @@ class Sums(nn.Module):
     def __init__(self):
         super().__init__()
         self.a, self.b = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
-        self.runs = []
+        self.runs: Any = UserList()
 
     def forward(self, x, y=None):
         pyro.module("sums", self)

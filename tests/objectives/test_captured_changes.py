@@ -3,6 +3,7 @@
 
 import random
 import warnings
+from collections import UserList
 from contextlib import nullcontext
 
 import numpy as np
@@ -229,7 +230,7 @@ class Regression(nn.Module):
     def __init__(self, likelihood):
         super().__init__()
         self.layer = nn.Linear(4, 1)
-        self.likelihood, self.runs = likelihood, []
+        self.likelihood, self.runs = likelihood, UserList()
 
     def forward(self, x, y=None):
         self.runs.append(len(x))

@@ -3,6 +3,8 @@
 
 import gc
 import weakref
+from collections import UserList
+from typing import Any
 
 import pytest
 import torch
@@ -36,7 +38,7 @@ class Counting(Net):
 
     def __init__(self):
         super().__init__()
-        self.runs = []
+        self.runs: Any = UserList()
 
     def forward(self, x, y=None):
         self.runs.append(self.training)
