@@ -39,7 +39,11 @@ _STATES: dict[
     torch.Generator: lambda it: it.get_state().numpy().tobytes(),
     np.ndarray: lambda it: it.tobytes(),
 }
-_ANEW = {"plates"}  # what Pyro's guides make for each step
+_CONTAINERS = frozenset(vars(nn.Module()))  # which modules keep as they are
+_LEFT_OUT = {
+    "plates",
+    *(n for n in _CONTAINERS if "state_dict" in n or "persistent" in n),
+}  # new in each step; for files
 INSIDE = object()  # in place of a name: the state of an object, that moves as it is used
 _MANY = 1000  # entries of a container that is not looked into
 
@@ -60,7 +64,8 @@ def reachable(roots: Iterable[Any]) -> Iterator[Entry]:
     while waiting:
         for entry in waiting.pop():
             get, name, value, place = entry
-            yield entry
+            if name not in _CONTAINERS or not isinstance(value, dict):
+                yield entry
             if is_plain(value) or isinstance(value, Tensor) or id(value) in seen:
                 continue
             seen.add(id(value))
@@ -103,7 +108,7 @@ def _inside(owner: Any, place: str) -> Iterator[Entry]:
     elif isinstance(owner, _OPEN) or not _is_closed(kind):
         own = getattr(owner, "__dict__", {})
         yield from _number(partial(len, own), f"the number of attributes of {place}")
-        yield from (entry for entry in _named(own, place) if entry[1] not in _ANEW)
+        yield from (entry for entry in _named(own, place) if entry[1] not in _LEFT_OUT)
         for part in kind.__mro__:
             if not _is_closed(part):
                 yield from _named(vars(part), part.__name__)

@@ -110,7 +110,7 @@ class Trained:
     warned: list[str]
 
 
-def train(case: Case, objective: str, capture: bool, steps: int = 40, alone: int = 0) -> Trained:
+def train(case: Case, objective: str, capture: bool, steps: int = 34, alone: int = 0) -> Trained:
     """Train from a fixed seed; ``alone`` steps on the first batch only, before the others take turns."""
     pyro.clear_param_store()
     pyro.set_rng_seed(0)

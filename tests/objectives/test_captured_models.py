@@ -19,7 +19,7 @@ from tests.objectives import (  # noqa: F401 (they fill the table)
 )
 from tests.objectives.odd_training import TABLE, train, verdict
 
-EVERYWHERE = {"dropout", "batch_norm", "counter"}
+EVERYWHERE = {"dropout"}
 LONG = {"residual", "compiled_part"}
 
 
