@@ -336,8 +336,8 @@ def test_a_wrong_replay_is_found_and_dropped():
     data = batches()[:1]
     steps(training, 12, data)  # the next of the looks comes after 16 steps that replay it
     (step,) = training.elbo.recordings
-    name = next(name for name, value in step.operators.named_buffers() if value.is_floating_point())
-    setattr(step.operators, name, getattr(step.operators, name) + 1)
+    run = step._ways[0]
+    step._ways[0] = lambda *inputs: [r + 1 if r.is_floating_point() else r for r in run(*inputs)]
     steps(training, 1, data)
     assert training.elbo.recordings == [step]
     steps(training, 20, data)
