@@ -16,9 +16,7 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor, nn
 
 Lookup = Callable[[Any], Any]
-Entry = tuple[
-    Lookup, Any, Any, str
-]  # a function that looks up names, a name, its value, and how to call the place
+Entry = tuple[Lookup, Any, Any, str]  # a function that looks up names, a name, its value, and what to call it
 
 _CLOSED = {
     "torch",
@@ -30,9 +28,8 @@ _CLOSED = {
     "lightning",
 } | sys.stdlib_module_names
 _OPEN = (nn.Module, Messenger, SimpleNamespace, PyroSample, PyroParam, torch.distributions.Distribution)
-_STATES: dict[
-    type, Callable[[Any], Any]
-] = {  # what moves inside, for objects without attributes of their own
+# What moves inside, for objects without attributes of their own.
+_STATES: dict[type, Callable[[Any], Any]] = {
     random.Random: lambda it: it.getstate(),
     np.random.Generator: lambda it: repr(it.bit_generator.state),
     np.random.RandomState: lambda it: repr(it.get_state(legacy=False)),
@@ -64,7 +61,7 @@ def reachable(roots: Iterable[Any]) -> Iterator[Entry]:
     while waiting:
         for entry in waiting.pop():
             get, name, value, place = entry
-            if name not in _CONTAINERS or not isinstance(value, dict):
+            if not (isinstance(value, dict) and name in _CONTAINERS):
                 yield entry
             if is_plain(value) or isinstance(value, Tensor) or id(value) in seen:
                 continue
@@ -81,7 +78,7 @@ def _inside(owner: Any, place: str) -> Iterator[Entry]:
     elif isinstance(owner, Iterator):  # none may be asked where it stands
         yield lambda _: object(), INSIDE, None, place
     elif isinstance(owner, (list, tuple, deque, dict, set)):
-        yield from _number(partial(len, owner), f"the length of {place}")
+        yield len, owner, len(owner), f"the length of {place}"
         if isinstance(owner, dict) and len(owner) <= _MANY:
             yield from ((owner.get, key, value, f"{place}[{key!r}]") for key, value in owner.items())
         elif not isinstance(owner, (dict, set)) and len(owner) <= _MANY:
@@ -107,7 +104,7 @@ def _inside(owner: Any, place: str) -> Iterator[Entry]:
             yield from _named(vars(owner), place)
     elif isinstance(owner, _OPEN) or not _is_closed(kind):
         own = getattr(owner, "__dict__", {})
-        yield from _number(partial(len, own), f"the number of attributes of {place}")
+        yield len, own, len(own), f"the number of attributes of {place}"
         yield from (entry for entry in _named(own, place) if entry[1] not in _LEFT_OUT)
         for part in kind.__mro__:
             if not _is_closed(part):
@@ -160,10 +157,6 @@ def _attributes(owner: Any, place: str, *names: str) -> Iterator[Entry]:
 
 def _attributes_of_parts(owner: Any, place: str) -> Iterator[Entry]:
     return ((partial(getattr, owner), name, part, f"{place}.{name}") for name, part in owner.named_children())
-
-
-def _number(read: Callable[[], Any], place: str) -> Iterator[Entry]:
-    yield lambda _: read(), None, read(), place
 
 
 def _is_closed(value: Any) -> bool:

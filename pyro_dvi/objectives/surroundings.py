@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The surroundings of a step: the tensors and numbers that it may compute with beside its arguments."""
 
+import operator
 from collections.abc import Callable, Iterable
+from functools import cached_property
 from typing import Any
 
 import pyro
@@ -33,6 +35,26 @@ class Met(Messenger):
             self.names[msg["name"]] = None
 
 
+class _Entries(list[Entry]):
+    """Places with their values, which are compared without a loop in Python."""
+
+    @cached_property
+    def _columns(self) -> tuple[Any, ...]:
+        gets, names, values, _ = zip(*self, strict=True) if self else ((), (), (), ())
+        return gets, names, list(values), list(map(type, values))
+
+    def are_equal(self) -> bool:
+        """Return whether all values are what they were, in value and type."""
+        gets, names, values, types = self._columns
+        now = list(map(operator.call, gets, names))
+        return now == values and list(map(type, now)) == types
+
+    def are_same(self) -> bool:
+        """Return whether all are the objects that they were."""
+        gets, names, values, _ = self._columns
+        return all(map(operator.is_, map(operator.call, gets, names), values))
+
+
 class Surroundings:
     """Everything beside its arguments that a step may compute with, by the places where it is found.
 
@@ -50,9 +72,7 @@ class Surroundings:
 
     def __init__(self, met: Met, functions: Iterable[Callable], settings: Iterable[Entry]) -> None:
         self.names = list(met.names)
-        self._numbers: list[tuple[Lookup, Any, Any, str]] = []
-        self._objects: list[tuple[Lookup, Any, Any, str]] = []
-        self._states: list[tuple[Lookup, Any, Any, str]] = []
+        self._numbers, self._objects, self._states = _Entries(), _Entries(), _Entries()
         places: dict[int, list[tuple[Lookup, Any]]] = {}
         for get, name, value, place in (*reachable([*functions, *met.modules]), *settings):
             if isinstance(value, Tensor):
@@ -76,7 +96,9 @@ class Surroundings:
         return found
 
     def changed(self) -> str | None:
-        """Say which number is not what it was; None if all are."""
+        """Say which number or object is not what it was; None if all are."""
+        if self._numbers.are_equal() and self._objects.are_same() and self._states.are_equal():
+            return None
         for get, name, value, place in self._numbers:
             now = get(name)
             if now is not value and (type(now) is not type(value) or now != value):

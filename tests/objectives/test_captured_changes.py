@@ -5,6 +5,7 @@ import random
 import warnings
 from collections import UserList
 from contextlib import nullcontext
+from typing import Any
 
 import numpy as np
 import pyro
@@ -230,7 +231,7 @@ class Regression(nn.Module):
     def __init__(self, likelihood):
         super().__init__()
         self.layer = nn.Linear(4, 1)
-        self.likelihood, self.runs = likelihood, UserList()
+        self.likelihood, self.runs = likelihood, UserList[Any]()
 
     def forward(self, x, y=None):
         self.runs.append(len(x))
