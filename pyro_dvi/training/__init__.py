@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training: the loop and its history, early stopping, checkpoints, batch-norm statistics, several processes."""
+"""Training: the loop and its history, early stopping, checkpoints, several processes."""
 
-from pyro_dvi.training.batch_norm import recompute_batch_norm
 from pyro_dvi.training.between_epochs import EarlyStopping, EveryStep
 from pyro_dvi.training.checkpoint import load, save
 from pyro_dvi.training.data_parallel import DataParallel
@@ -17,7 +16,6 @@ __all__ = [
     "History",
     "fit",
     "load",
-    "recompute_batch_norm",
     "save",
     "train_ensemble",
 ]

@@ -56,7 +56,6 @@ def train(method: str, folder: Path, begun: Any = None) -> None:
         validate=sequence(),
         progress=False,
     )
-    dvi.training.recompute_batch_norm(model, guide, sequence())
     x, y = data()
     if isinstance(guide, dvi.LaplaceGuide):
         guide.fit([(x, y)], unconverged="accept")
