@@ -174,7 +174,7 @@ class MeanField(Factor):
 
     def distribution(self, loc: Tensor, spread: Tensor | None) -> dist.Normal:
         scale = self.scale.initial(loc.detach(), loc.detach(), 0) if spread is None else spread
-        return ReadyNormal(loc, scale if scale.shape == loc.shape else scale.expand_as(loc))
+        return dist.Normal(loc, scale, validate_args=False)
 
 
 @dataclass(frozen=True)
@@ -184,17 +184,6 @@ class Deterministic(Factor):
     def distribution(self, loc: Tensor, spread: Tensor | None) -> dist.Delta:
         # One zero, where Pyro would make one for each weight.
         return dist.Delta(loc, loc.new_zeros(()), validate_args=False)
-
-
-class ReadyNormal(dist.Normal):
-    """A Normal whose mean and scale have the same shape: it broadcasts and checks nothing in the steps of training."""
-
-    def __init__(self, loc: Tensor, scale: Tensor) -> None:
-        self.loc, self.scale = loc, scale
-        td.Distribution.__init__(self, loc.shape, validate_args=False)
-
-    def expand(self, batch_shape: Any, _instance: Any = None) -> "ReadyNormal":
-        return ReadyNormal(self.loc.expand(batch_shape), self.scale.expand(batch_shape))
 
 
 class TransformedValue(dist.Delta):

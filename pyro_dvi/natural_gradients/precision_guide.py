@@ -5,13 +5,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import pyro.distributions as dist
 from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_dvi.bayesian import init_to_module
 from pyro_dvi.errors import ArgumentError, GuideError
 from pyro_dvi.guides.base import FactorisedGuide
-from pyro_dvi.guides.factors import Factor, ReadyNormal
+from pyro_dvi.guides.factors import Factor
 from pyro_dvi.natural_gradients.estimates import NaturalStep, Squares
 from pyro_dvi.runs.divergences import normal_in_unconstrained_space, refuse_not_normal
 from pyro_dvi.runs.latents import unconstraining_transform
@@ -102,6 +103,6 @@ class Precision(Factor):
     def initial(self, loc: Tensor, prior_scale: Tensor, event_dim: int) -> Tensor:
         return (self.initial_scale * prior_scale.expand_as(loc)).pow(-2).contiguous()
 
-    def distribution(self, loc: Tensor, spread: Tensor | None) -> ReadyNormal:
+    def distribution(self, loc: Tensor, spread: Tensor | None) -> dist.Normal:
         assert spread is not None
-        return ReadyNormal(loc, spread.detach().rsqrt())
+        return dist.Normal(loc, spread.detach().rsqrt(), validate_args=False)

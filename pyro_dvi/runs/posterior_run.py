@@ -118,17 +118,9 @@ class Call:
 
     def trace_model(self, guide_trace: Any) -> Any:
         """Run the model with the values of a run of the guide."""
-        with Replayed(guide_trace) as run:
+        with ReplayMessenger(guide_trace), SampleTrace() as run:
             self.model(*self.args, **self.kwargs)
         return run.trace
-
-
-class Replayed(SampleTrace):
-    """Record a run with the values of another one: Pyro's ``trace`` and ``replay`` in one messenger."""
-
-    def __init__(self, trace: Any) -> None:
-        super().__init__()
-        self._pyro_sample = ReplayMessenger(trace)._pyro_sample
 
 
 @dataclass(frozen=True)

@@ -154,12 +154,12 @@ def batched(x: Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    "biases, other", [(None, "Delta"), (Deterministic(), "Delta"), (MeanField(), "ReadyNormal")]
+    "biases, other", [(None, "Delta"), (Deterministic(), "Delta"), (MeanField(), "Normal")]
 )
 def test_sites_of_a_functional_model(biases, other):
     guide = started(functional, X, Y, biases=biases)
     assert kinds(guide) == {
-        "noise": "ReadyNormal", "w1": "MultiplicativeNormal", "b1": other, "w2": other, "shift": other,
+        "noise": "Normal", "w1": "MultiplicativeNormal", "b1": other, "w2": other, "shift": other,
     }  # fmt: skip
     assert noise_shapes(guide) == {"w1": (1, 3)}
     assert (guide.sample(50)["noise"] > 0).all() and guide.sample(50)["noise"].std() > 0

@@ -330,7 +330,7 @@ def test_a_constrained_latent_is_no_weight():
 
     with pytest.raises(ModelError, match="'rates', whose support .* is constrained"):
         started(model, input_axis={"rates": 0})
-    assert kinds(started(model)) == {"rates": "ReadyNormal"}
+    assert kinds(started(model)) == {"rates": "Normal"}
 
 
 def test_discrete_latents_and_none_at_all():
@@ -351,7 +351,7 @@ def test_two_guides_that_share_parameters_are_told():
 def test_mean_weights_in_one_dimension_stay_with_the_choice_for_biases():
     problem = LinearRegression()
     guide = started(problem.model, problem.x, problem.y, biases=MeanField(PerSite()))
-    assert kinds(guide) == {"weight": "ReadyNormal", "bias": "ReadyNormal"} and guide.scales.weight.shape == (
+    assert kinds(guide) == {"weight": "Normal", "bias": "Normal"} and guide.scales.weight.shape == (
         1,
     )
 
