@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One run of guide and model at draws of the weights, and its measurements for the optimizer."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -282,7 +281,8 @@ class SquareMeasurement:
         axis, served = max(candidates, key=lambda found: len(found[1]), default=(0, {}))
         if served:
             columns = [term.columns(values, axis).unbind(1) for values in (term.log_prob, term.root())]
-            self._warn_of_columns(term, len(columns[0]))
+            advice = f"if a row is one example, as an image is, write .to_event({term.log_prob.dim() - 1})"
+            self._warn_of_passes(term, len(columns[0]), advice)
             for log_prob, root in zip(*columns, strict=True):
                 for k, squares in term.run.recorder.measured(served, log_prob, root).items():
                     drawn[k].measurement.add(squares / self.num_particles)
@@ -300,36 +300,22 @@ class SquareMeasurement:
         if not rest:
             return
         ordered, drawn = sorted(rest), term.run.drawn
-        self._warn_of_passes(term, ordered)
+        # Latents of few elements take a pass for each of these instead.
+        slow = [k for k in ordered if 8 * drawn[k].value.numel() > term.log_prob.numel()]
+        if slow and term.log_prob.requires_grad:
+            advice = "use layers such as F.linear, write a per_example_rule, or take smaller minibatches"
+            reason = f"{drawn[slow[0]].name.removesuffix('_unconstrained')!r} {term.run.recorder.obstacle(slow[0])}"
+            self._warn_of_passes(term, term.log_prob.numel(), f"{reason}; {advice}")
         values = [drawn[k].value for k in ordered]
         for k, total in zip(ordered, squares_without_rules(term.log_prob, term.root(), values), strict=True):
             drawn[k].measurement.add(total / self.num_particles)
 
-    # Warnings, once for each latent or site
-
-    def _warn_of_passes(self, term: _Term, ordered: list[int]) -> None:
-        slow: dict[str, dict[str, None]] = {}
-        for k in ordered if term.log_prob.requires_grad else ():
-            one = term.run.drawn[k]
-            name = one.name.removesuffix("_unconstrained")
-            size, passes = one.value.numel(), term.log_prob.numel()
-            if name not in self._warned and (size + 1 if 8 * size <= passes else passes) > _MANY_PASSES:
-                self._warned.add(name)
-                alike = repr(re.sub(r"\.\d+(?=\.)", ".*", name))  # layers of one stack
-                slow.setdefault(term.run.recorder.obstacle(k), {})[alike] = None
-        if slow:
-            reasons = "; ".join(f"{', '.join(names)} {why}" for why, names in slow.items())
-            warn(
-                f"observed site {term.site.name!r}: some latents need one backward pass per example for their squared "
-                f"gradients, {term.log_prob.numel()} in each step, which is exact but slow: {reasons}. Use layers such "
-                "as F.linear, write a per_example_rule, take smaller minibatches, or train with IVON"
-            )
-
-    def _warn_of_columns(self, term: _Term, passes: int) -> None:
-        if passes > _MANY_PASSES and (site := term.site.name) not in self._warned:
+    def _warn_of_passes(self, term: _Term, passes: int, advice: str) -> None:
+        """Warn of many backward passes, once for each site."""
+        site = term.site.name
+        if passes > _MANY_PASSES and site not in self._warned:
             self._warned.add(site)
             warn(
-                f"observed site {site!r} has the batch shape {tuple(term.log_prob.shape)}, and each entry is an "
-                f"example of its own: squared gradients take {passes} backward passes in each step. If a row is one "
-                f"example, as an image is, write .to_event({term.log_prob.dim() - 1}); or train with IVON"
+                f"observed site {site!r}: squared gradients take {passes} backward passes in each step, which is exact "
+                f"but slow: {advice}; or train with IVON"
             )
