@@ -30,7 +30,6 @@ _TYPES = [torch.finfo(t) for t in (torch.float16, torch.bfloat16, torch.float32,
 _OPEN_INTERVALS = {(low, 1 - t.eps) for t in _TYPES for low in (t.eps, t.tiny)}
 # Autograd nodes of functions whose derivative is zero wherever it exists.
 _FLAT = {f"{name}Backward{k}" for name in ("Round", "Floor", "Ceil", "Trunc", "Sign") for k in range(2)}
-_TURNS = (0, 1, 1, 0, 1, 0, 0, 1)  # of two kinds of runs, in an order that no cycle follows
 # What a model, a prior or a check may raise at an unusual value.
 _FAILURES = (ArithmeticError, AssertionError, LookupError, RuntimeError, ValueError, PyroDviError)
 _UNLIMITED: Any = float("inf")  # Pyro's way to say so, though it annotates an int
@@ -158,9 +157,9 @@ def reached_by(log_likelihood: Tensor, values: dict[str, Tensor]) -> frozenset[s
 def check_gradients(call: Call, trace: Any, log_likelihood: Tensor) -> None:
     """Refuse data that depend on a latent which no gradient of their likelihood reaches.
 
-    A latent behind functions without a slope is one. Where a latent is not in the graph at all, the model runs twice
-    more: with its value, and with a draw from its prior. Where these differ, both are run again several times, as the
-    model may have a state or random numbers of its own. What only sets priors, or no data depend on, is left alone.
+    A latent behind functions without a slope is one. Where a latent is not in the graph at all, the model runs once
+    more with its value, and twice with a draw from its prior, as it may have a state of its own. What only sets priors,
+    or no data depend on, is left alone.
 
     Args:
         call: of the model.
@@ -178,17 +177,15 @@ def check_gradients(call: Call, trace: Any, log_likelihood: Tensor) -> None:
     absent = [name for name, node in nodes.items() if node not in graph]
     hidden = any("Checkpoint" in node.name() for node in graph)  # a reentrant one: what its function uses
     if absent and not hidden and not blind:
-        other = trace.copy()
-        seen: tuple[list[Tensor], list[Tensor]] = [], []
+        other, seen = trace.copy(), []
         with suppress(*_FAILURES), undisturbed(), torch.no_grad():  # the model need not take draws
             for name in absent:
                 other.nodes[name] = {**latents[name], "value": latents[name]["fn"].sample()}
-            for k in _TURNS:
+            for run in (trace, other, other, trace):
                 with undisturbed():  # all from the same random numbers
-                    seen[k].append(observed_sites(call.trace_model((trace, other)[k])).log_likelihood())
-                if seen[1] and _agree([seen[0][0], seen[1][0]]):
-                    break
-        blind = absent if len(seen[0] + seen[1]) == len(_TURNS) and all(map(_agree, seen)) else []
+                    seen.append(observed_sites(call.trace_model(run)).log_likelihood())
+            if _agree(seen[::3]) and _agree(seen[1:3]) and not _agree(seen[:2]):
+                blind = absent
     if blind:
         observed = ", ".join(repr(site["name"]) for site in sites_of(trace, is_data))
         raise ModelError(
