@@ -6,6 +6,7 @@ Linearising these keeps every distribution inside its domain.
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -246,18 +247,13 @@ def _full_batch_shape(fn: Any) -> tuple[int, ...]:
 
 def _real_numbers(site: str, base: Any, name: str, constraint: Any) -> tuple[Any, int]:
     """Return the transform from real numbers to a parameter's domain, and the parameter's own dimensions."""
-    if constraints.is_dependent(constraint):
-        raise UnsupportedError(
-            f"observed site {site!r}: the domain of {name!r} of {type(base).__name__} depends on other parameters, so "
-            "it cannot be linearised. Name a pyro.deterministic site of the prediction instead: site='...'"
-        )
-    try:
-        if constraint is constraints.simplex:
-            # One number for each class, as for logits; stick-breaking would treat the classes unequally.
-            return td.SoftmaxTransform(), constraint.event_dim
-        return unconstraining_transform(constraint), constraint.event_dim
-    except NotImplementedError as error:
-        raise UnsupportedError(
-            f"observed site {site!r}: {name!r} of {type(base).__name__} lies in {constraint}, which no transform maps "
-            "to real numbers. Name a pyro.deterministic site of the prediction instead: site='...'"
-        ) from error
+    if constraint is constraints.simplex:
+        # One number for each class, as for logits; stick-breaking would treat the classes unequally.
+        return td.SoftmaxTransform(), constraint.event_dim
+    with suppress(NotImplementedError):
+        if not constraints.is_dependent(constraint):  # on other parameters
+            return unconstraining_transform(constraint), constraint.event_dim
+    raise UnsupportedError(
+        f"observed site {site!r}: {name!r} of {type(base).__name__} lies in {constraint}, which no transform maps to "
+        "real numbers. Name a pyro.deterministic site of the prediction instead: site='...'"
+    )
