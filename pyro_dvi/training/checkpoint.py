@@ -271,15 +271,11 @@ def _read(path: Path, map_location: Any) -> dict[str, Any]:
             f"{str(path)!r} is not a checkpoint, is damaged or cut off, or holds objects that a safe load does not "
             f"build (see torch.serialization.add_safe_globals): {first_line(error)}"
         ) from error
-    if not isinstance(content, dict) or content.get("format") != _FORMAT:
+    kind = (content.get("format"), content.get("version")) if isinstance(content, dict) else None
+    if kind != (_FORMAT, _VERSION):
         raise CheckpointError(
-            f"{str(path)!r} was not written by pyro_dvi.save: it holds {list(content)[:5]}. Load a plain state_dict "
-            "with load_state_dict, Pyro's store with pyro.get_param_store().load."
-        )
-    if content["version"] != _VERSION:
-        raise CheckpointError(
-            f"{str(path)!r} has version {content['version']} of the format; this library reads version {_VERSION}. "
-            "Load it with the release that wrote it."
+            f"{str(path)!r} was not written by pyro_dvi.save of this release: it is {kind}, not version {_VERSION}, "
+            f"and holds {list(content)[:5]}. Load a plain state_dict with load_state_dict, a store with its own load."
         )
     return content
 
