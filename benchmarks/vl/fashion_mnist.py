@@ -34,10 +34,6 @@ SGD_VARIANCE = SGDStepSize(lr=2e-2, batch_size=100)  # a variance of 1e-4
 # Covariance family of the guide, and objective.
 VARIANTS: dict[str, tuple[ScaleFamily | None, Callable[..., Any]]] = {
     "VL, every 8th step": (None, partial(dvi.TaylorELBO, curvature=Fisher(every=8))),
-    "VL, quarter of the batch in every 4th step": (
-        None,
-        partial(dvi.TaylorELBO, curvature=Fisher(every=4, fraction=0.25)),
-    ),
     "VL, one scale per site": (PerSite(), dvi.TaylorELBO),
     "VI, one scale per site": (PerSite(), dvi.SampledELBO),
     "VL, fixed variance 1e-4": (SGD_VARIANCE, dvi.TaylorELBO),

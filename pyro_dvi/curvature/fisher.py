@@ -26,7 +26,6 @@ from pyro_dvi.curvature.linearisation import (
 from pyro_dvi.curvature.per_example.proof import Proofs, Served
 from pyro_dvi.curvature.second_derivatives import FastSecondDerivatives
 from pyro_dvi.curvature.squared_gradients import SquaredGradients, pass_per_example
-from pyro_dvi.errors import ArgumentError
 
 
 class Fisher(Curvature):
@@ -44,9 +43,6 @@ class Fisher(Curvature):
     Args:
         num_label_samples: label draws per step; each costs one more double backward.
         every: compute the penalty in every k-th training step only and multiply it by k: unbiased over steps.
-        fraction: part of the rows of the model's arguments, in (0, 1], on which the penalty is computed, drawn at
-            random in every step; the plate's scale makes up for it. Unbiased, except that batch normalisation then
-            sees statistics of the part.
 
     Source: Unlu & Aitchison (2021), Eqs. 25-30; :math:`\tilde g` there is ``g`` with sampled labels.
 
@@ -55,12 +51,10 @@ class Fisher(Curvature):
         Fisher(num_label_samples=2, every=4)
     """
 
-    def __init__(self, num_label_samples: int = 1, every: int = 1, fraction: float = 1.0) -> None:
+    def __init__(self, num_label_samples: int = 1, every: int = 1) -> None:
         check_count("num_label_samples", num_label_samples)
         check_count("every", every)
-        if not 0 < fraction <= 1:
-            raise ArgumentError(f"fraction must lie in (0, 1], got {fraction}")
-        self.num_label_samples, self.every, self.fraction = num_label_samples, every, fraction
+        self.num_label_samples, self.every = num_label_samples, every
 
     def weight(self, step: int) -> float:
         return float(self.every) if step % self.every == 0 else 0.0
@@ -70,8 +64,6 @@ class Fisher(Curvature):
 
     def penalty(self, likelihood: Linearisation) -> Tensor:
         likelihood.require_labels("Fisher")
-        if self.fraction < 1:
-            likelihood = likelihood.subset(self.fraction)
         draws = [[site.sample_labels() for site in likelihood.sites] for _ in range(self.num_label_samples)]
         penalties = [_squared_gradient(likelihood, likelihood.sites, labels) for labels in draws]
         return sum_of(penalties) / self.num_label_samples

@@ -82,7 +82,6 @@ class Linearisation:
         factors: ``pyro.factor`` terms, which have a log-density but no labels.
         recorder: what ``Curvature.recorder`` returned for this run.
         model: what was run, by which a curvature remembers what it knows of it.
-        subset: returns the linearisation of a random part of the rows, given the fraction.
     """
 
     names: list[str]
@@ -93,7 +92,6 @@ class Linearisation:
     factors: list[ObservedSite] = field(default_factory=list)
     recorder: Any = None
     model: Any = None
-    subset: Any = None
 
     def require_labels(self, curvature: str) -> None:
         """Refuse terms of the likelihood from which no labels can be drawn."""

@@ -1,24 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The observed sites of a model's run, their scale from a minibatch to the data set, and a run on part of the rows."""
+"""The observed sites of a model's run, and their scale from a minibatch to the data set."""
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import zip_longest
-from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyro_dvi.core.batches import rows_cut, tensors_in, with_rows
+from pyro_dvi.core.batches import tensors_in
 from pyro_dvi.core.distributions import untransformed
 from pyro_dvi.core.recorder import is_recording
-from pyro_dvi.core.undisturbed import preserve_buffers
 from pyro_dvi.curvature.linearisation import ObservedSite, sum_of
-from pyro_dvi.errors import DataError, ModelError, PyroDviError, UnsupportedError, warn
+from pyro_dvi.errors import DataError, ModelError, PyroDviError, warn
 from pyro_dvi.runs.explained import AS_A_MODEL
-from pyro_dvi.runs.posterior_run import PosteriorRun, twice_differentiable
 from pyro_dvi.runs.sites import is_data, is_factor, is_latent, sites_of, subsampled_share
 
 
@@ -226,36 +222,3 @@ def _fits(size: int, lengths: list[int]) -> bool:
 def _all_local(latents: list[Any], plate: Any, rows: int) -> bool:
     """Return whether all latents belong to rows, as in an autoencoder, whose posterior the scale does not change."""
     return all(plate in m["cond_indep_stack"] if plate else m["value"].shape[:1] == (rows,) for m in latents)
-
-
-# A part of the rows -------------------------------------------------------------------------------------------
-
-
-def run_on_part(run: PosteriorRun, fraction: float) -> list[ObservedSite]:
-    """Return the observed sites of the model on a random part of the rows, at the same latent values.
-
-    Raises:
-        UnsupportedError: no argument has rows, or a latent variable belongs to them.
-        ModelError: the plate does not follow the number of rows.
-    """
-    call = run.call
-    first = with_rows((call.args, call.kwargs))
-    stacks = [run.model_trace.nodes[latent.name]["cond_indep_stack"] for latent in run.latents]
-    # A plate of another size, of groups say, has nothing to do with the rows.
-    if first is None or any(frame.size == len(first) for stack in stacks for frame in stack):
-        raise UnsupportedError(
-            f"Fisher(fraction={fraction}) needs a model whose arguments are tensors of rows, and no latent site with a "
-            "value for each row: use Fisher(every=k)"
-        )
-    rows = torch.randperm(len(first), device=first.device)[: max(1, math.ceil(fraction * len(first)))]
-    args, kwargs = rows_cut(itemgetter(rows), (call.args, call.kwargs))
-    with preserve_buffers(), twice_differentiable():
-        sites = observed_sites(replace(call, args=args, kwargs=kwargs).trace_model(run.guide.trace)).sites
-    for site in sites:
-        before = num_data_of(observation(run.model_trace.nodes[site.name]))
-        if abs(num_data_of(site) / before - 1) > 1e-3:
-            raise ModelError(
-                f"observed site {site.name!r} does not weigh the same on {len(rows)} of {len(first)} rows, so that the "
-                f"penalty of Fisher(fraction={fraction}) would be biased: give the plate subsample_size=len(x)"
-            )
-    return sites

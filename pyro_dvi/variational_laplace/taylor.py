@@ -2,7 +2,6 @@
 """Variational Laplace: the log-likelihood at the mean, a squared-gradient penalty, and the KL divergence."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from pyro_dvi.curvature import Curvature, Fisher, Linearisation
 from pyro_dvi.errors import warn
 from pyro_dvi.objectives.objective import Objective
 from pyro_dvi.runs.divergences import kl_to_priors, prior_precision
-from pyro_dvi.runs.observed import Observed, run_on_part
+from pyro_dvi.runs.observed import Observed
 from pyro_dvi.runs.posterior_run import Call, PosteriorRun, run_at_means
 
 
@@ -109,13 +108,7 @@ class TaylorELBO(Objective):
         return {"loss": loss, "log_likelihood": log_likelihood, "penalty": penalty, "kl": kl}
 
     def _linearised(self, run: PosteriorRun, observed: Observed, kl_weight: float) -> Linearisation:
-        """Return the likelihood for the curvature, without a reference to itself, which would outlive the step."""
-
-        def subset(fraction: float) -> Linearisation:
-            with self.curvature.recorder([]):
-                part = replace(observed, sites=run_on_part(run, fraction))
-            return self._linearised(run, part, kl_weight)
-
+        """Return the likelihood for the curvature."""
         return Linearisation(
             names=[g.name for g in run.gaussians],
             values=[g.value for g in run.gaussians],
@@ -125,7 +118,6 @@ class TaylorELBO(Objective):
             factors=observed.factors,
             recorder=run.recorder,
             model=run.call.model,
-            subset=subset,
         )
 
 

@@ -155,13 +155,6 @@ def forgotten_event(x: Tensor, y: Tensor) -> None:
         pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
 
 
-def local(x: Tensor, y: Tensor) -> None:
-    w = pyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
-    with pyro.plate("data", len(x)):
-        z = pyro.sample("z", dist.Normal(0.0, 1.0))
-        pyro.sample("y", dist.Normal(x @ w + z, 1.0), obs=y)
-
-
 def scale_without_plate(x: Tensor, y: Tensor) -> None:
     """Rows can be left out, but the likelihood's weight does not follow."""
     w = pyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
@@ -440,7 +433,6 @@ MISTAKES = [
     ),
     Mistake("every=0", lambda: Fisher(every=0), ValueError, "every must be a positive whole number, not 0"),
     Mistake("no label draws", lambda: Fisher(num_label_samples=0), ValueError, "num_label_samples must be"),
-    Mistake("fraction", lambda: Fisher(fraction=1.5), ValueError, r"fraction must lie in \(0, 1\], got 1.5"),
     Mistake(
         "no probes",
         lambda: HessianDiagonal(num_probes=0),
@@ -453,18 +445,6 @@ MISTAKES = [
         lambda: TaylorELBO().load_state_dict({}),
         CheckpointError,
         r"TaylorELBO.*'step' is missing",
-    ),
-    Mistake(
-        "fraction of local latents",
-        lambda: evaluate(local, curvature=Fisher(fraction=0.5)),
-        UnsupportedError,
-        r"no latent site with a value for each row.*every=k",
-    ),
-    Mistake(
-        "fraction without tensors",
-        lambda: evaluate(lambda: regression(X, Y), args=(), curvature=Fisher(fraction=0.5)),
-        UnsupportedError,
-        r"arguments are tensors of rows",
     ),
     # Likelihoods
     Mistake(

@@ -5,12 +5,10 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.infer import SVI
 from pyro.infer.autoguide import AutoDiagonalNormal, AutoNormal
-from torch import nn
 
 import pyro_dvi as dvi
-from pyro_dvi.curvature import Fisher, HessianDiagonal
+from pyro_dvi.curvature import HessianDiagonal
 from pyro_dvi.errors import DataError
 
 
@@ -79,28 +77,6 @@ def test_the_average_hessian_skips_latents_of_other_rows():
         assert elbo.loss(model, guide, part.float(), torch.zeros(len(part))) > 0
     # The plate scale weighs the KL divergence, so it weighs the clamp as well: no error, and a finite loss.
     assert torch.isfinite(elbo.terms["penalty"])
-
-
-def test_part_of_the_rows_goes_through_attention():
-    class Attention(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.TransformerEncoderLayer(
-                8, 2, 16, dropout=0.0, activation="gelu", batch_first=True
-            )
-            self.head = nn.Linear(8, 3)
-
-        def forward(self, x):
-            return self.head(self.layer(x).mean(1))
-
-    model = dvi.classifier(dvi.to_bayesian_(Attention()), num_data=12)
-    svi = SVI(
-        model,
-        dvi.MeanFieldGuide(model),
-        pyro.optim.Adam({"lr": 1e-3}),
-        dvi.TaylorELBO(curvature=Fisher(fraction=0.5)),
-    )
-    assert svi.step(torch.randn(12, 4, 8), torch.randint(3, (12,))) > 0
 
 
 @pytest.mark.parametrize("kink", [lambda h: h.clamp(min=0), lambda h: torch.maximum(h, torch.zeros(()))])

@@ -56,7 +56,6 @@ def natural(optimizer: Any) -> Callable[[Any], SVI]:
 METHODS: dict[str, Callable[[Any], SVI]] = {
     "Taylor, empirical Fisher": taylor(curvature.EmpiricalFisher()),
     "Taylor, Fisher": taylor(curvature.Fisher()),
-    "Taylor, Fisher of a fraction": taylor(curvature.Fisher(fraction=0.5)),
     "Taylor, Gauss-Newton": taylor(curvature.GGNDiagonal()),
     "Taylor, Hessian": taylor(curvature.HessianDiagonal()),
     "Taylor, minibatch gradient": taylor(curvature.MinibatchGradient()),
