@@ -35,7 +35,7 @@ Source: for T, Owen (1956), "Tables for computing bivariate normal probabilities
 and the same with sine and cosine exchanged: sums of terms that are not negative, so that no digits cancel.
 
 **Steps and ramps** (sigmoid, tanh, erf, softplus, SiLU, GELU by tanh) share the quadrature of
-:mod:`pyro_dvi.moments.smooth`; ELU, mish and softsign share :class:`~pyro_dvi.moments.quadrature.BothSides`, which
+:mod:`pyro_dvi.moments.smooth`; ELU and mish share :class:`~pyro_dvi.moments.quadrature.BothSides`, which
 costs several times as much as a sigmoid. Both are exact to 1e-8 (float64) and 1e-4 (float32).
 """
 
@@ -226,12 +226,6 @@ def _moments_of_gelu(mu: Tensor, variance: Tensor, slopes: bool) -> list[Tensor]
 # Quadrature on either side of zero ------------------------------------------------------------------------------
 
 
-def _softsign_difference(x: Tensor, mu: Tensor, delta: Tensor) -> Tensor:
-    size, size_of_mean = x.abs(), mu.abs()
-    across = x * size_of_mean - mu * size  # exactly zero where x and μ have the same sign
-    return (delta + across) / ((1 + size) * (1 + size_of_mean))
-
-
 def _mish_difference(x: Tensor, mu: Tensor, delta: Tensor) -> Tensor:
     # mish(x) = x (1 - 2/n), n = (1 + e^x)² + 1; beyond 20 it is x to rounding.
     e, at_mean = torch.exp(x.clamp_max(20.0)), torch.exp(mu.clamp_max(20.0))
@@ -249,7 +243,6 @@ def _elu_difference(x: Tensor, mu: Tensor, delta: Tensor, alpha: float) -> Tenso
 
 
 elementwise_rule(BothSides(F.mish, _mish_difference, width=8.0), F.mish)
-elementwise_rule(BothSides(F.softsign, _softsign_difference), F.softsign)
 
 
 @moment_rule(F.elu, kind=Kind.ELEMENTWISE)

@@ -11,7 +11,7 @@ from torch import Tensor
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.moments.bilinear import Gradients, Layer, MultiplicativeMoments, bilinear_moments
 from pyro_dvi.moments.rules import moment_rule
-from pyro_dvi.moments.value import GaussianMoments, loc_of, second_moment_of, variance_of
+from pyro_dvi.moments.value import GaussianMoments, second_moment_of
 
 
 @moment_rule(F.linear)
@@ -101,7 +101,7 @@ def matmul(input: Any, *factor: Any, **named: Any) -> GaussianMoments:
     return bilinear_moments(product, input, other)
 
 
-@moment_rule(torch.dot, torch.vdot)
+@moment_rule(torch.dot)
 def dot(input: Any, tensor: Any) -> GaussianMoments:
     r"""Moments of :math:`\sum_i x_i y_i`.
 
@@ -115,22 +115,6 @@ def dot(input: Any, tensor: Any) -> GaussianMoments:
     return bilinear_moments(torch.dot, input, tensor)
 
 
-@moment_rule(torch.outer, torch.ger)
-def outer(input: Any, vec2: Any) -> GaussianMoments:
-    """Moments of all products of an element of each vector. Status: exact but for ``outer(x, x)``, refused."""
-    return bilinear_moments(torch.outer, input, vec2)
-
-
-@moment_rule(torch.tensordot)
-def tensordot(a: Any, b: Any, dims: Any = 2, out: None = None) -> GaussianMoments:
-    """Moments of sums of products over given dimensions. Status: exact but for ``tensordot(x, x)``, refused.
-
-    Raises:
-        UnsupportedError: both factors are the same uncertain object.
-    """
-    return bilinear_moments(partial(torch.tensordot, dims=dims), a, b)
-
-
 @moment_rule(torch.addmm, torch.baddbmm, torch.addmv)
 def add_product(input: Any, *factors: Any, beta: Any = 1, alpha: Any = 1, **named: Any) -> GaussianMoments:
     r"""Moments of :math:`\beta\,\mathrm{input} + \alpha\,AB`. Status: exact for independent arguments."""
@@ -139,45 +123,6 @@ def add_product(input: Any, *factors: Any, beta: Any = 1, alpha: Any = 1, **name
     is_uncertain = isinstance(first, GaussianMoments) or isinstance(second, GaussianMoments)
     product = matmul(first, second) if is_uncertain else torch.matmul(first, second)
     return input * beta + product * alpha
-
-
-@moment_rule(F.bilinear)
-def bilinear_form(input1: Any, input2: Any, weight: Any, bias: Any = None) -> GaussianMoments:
-    r"""Moments of :math:`y_o = \sum_{ij} x_i A_{oij} z_j + b_o`.
-
-    .. math::
-        \mathrm{Var}[y_o] = \sum_i \mathrm{Var}[x_i] \Bigl(\sum_j \bar A_{oij} \bar z_j\Bigr)^2
-            + \sum_j \mathrm{Var}[z_j] \Bigl(\sum_i \bar A_{oij} \bar x_i\Bigr)^2
-            + \sum_{ij} \bar A_{oij}^2 \mathrm{Var}[x_i] \mathrm{Var}[z_j]
-            + \mathrm{Var}[A_{oij}] \mathrm E[x_i^2] \mathrm E[z_j^2]
-
-    Status: exact for independent inputs and weights.
-
-    Args:
-        input1: ``[*, in1]``.
-        input2: ``[*, in2]``.
-        weight: ``[out, in1, in2]``.
-        bias: ``[out]``.
-
-    Raises:
-        UnsupportedError: both inputs are the same uncertain object.
-    """
-    if input1 is input2 and isinstance(input1, GaussianMoments):
-        raise UnsupportedError(
-            "F.bilinear(x, x, weight) of uncertain x has no rule: the inputs are not independent"
-        )
-    x, z, a = loc_of(input1), loc_of(input2), loc_of(weight)
-    vx, vz, va = (
-        torch.zeros_like(loc_of(t)) if variance_of(t) is None else t.variance
-        for t in (input1, input2, weight)
-    )
-    variance = F.bilinear(vx, vz, a.square()) + F.bilinear(
-        second_moment_of(input1), second_moment_of(input2), va
-    )
-    variance = variance + (torch.einsum("...j,oij->...oi", z, a).square() @ vx[..., None])[..., 0]
-    variance = variance + (torch.einsum("...i,oij->...oj", x, a).square() @ vz[..., None])[..., 0]
-    y = GaussianMoments(F.bilinear(x, z, a), variance)
-    return y if bias is None else y + bias
 
 
 @moment_rule(torch.einsum)

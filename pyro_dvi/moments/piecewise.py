@@ -39,14 +39,7 @@ from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.moments.dispatch import Kind
 from pyro_dvi.moments.quadrature import DENSITY, ROOT_HALF, constants, elementwise_rule, from_scores, through
 from pyro_dvi.moments.rules import moment_rule
-from pyro_dvi.moments.value import (
-    GaussianMoments,
-    loc_of,
-    raised,
-    second_moment_of,
-    tiny_variance,
-    variance_of,
-)
+from pyro_dvi.moments.value import GaussianMoments, raised, tiny_variance
 
 _FAR = 8.0  # of the argument of erfc: 11.3 deviations, a probability of 1e-29
 _LOG_DENSITY = -0.5 * math.log(2 * math.pi)  # at zero
@@ -142,34 +135,6 @@ def leaky_relu(input: GaussianMoments, negative_slope: float = 0.01) -> Gaussian
         tensor([0.3590])
     """
     return through(Leaky(float(negative_slope)), input)
-
-
-@moment_rule(torch.prelu)
-def prelu(input: Any, weight: Any) -> GaussianMoments:
-    r"""Moments of :math:`x_+ - a x_-` with a learned slope a, certain or uncertain.
-
-    .. math::
-        m = \mathrm E[x_+] - \bar a\,\mathrm E[x_-], \qquad
-        v = \mathrm{Var}[x_+] + \bar a^2\,\mathrm{Var}[x_-] + 2\bar a\,\mathrm E[x_+]\mathrm E[x_-]
-            + \mathrm{Var}[a]\,\mathrm E[x_-^2].
-
-    Status: exact marginals; that elements share an uncertain slope is dropped as other correlations are.
-
-    Args:
-        input: ``[batch, channels, *]``.
-        weight: ``[1]`` or ``[channels]``.
-    """
-    a, spread = loc_of(weight), variance_of(weight)
-    if a.numel() > 1 and input.dim() > 1:  # along the channels
-        shape = (-1, *(1,) * (input.dim() - 2))
-        a, spread = a.reshape(shape), None if spread is None else spread.reshape(shape)
-    if not isinstance(input, GaussianMoments):
-        input = GaussianMoments(input, torch.zeros_like(input))
-    above, below = relu(input), relu(GaussianMoments(-input.loc, input.variance))
-    variance = above.variance + a.square() * below.variance + 2 * a * above.loc * below.loc
-    if spread is not None:
-        variance = torch.addcmul(variance, spread, second_moment_of(below))
-    return GaussianMoments(above.loc - a * below.loc, variance.clamp_min(0))
 
 
 # Several corners --------------------------------------------------------------------------------------------------
@@ -282,7 +247,6 @@ def truncated(below: Cut | None, above: Cut | None, highest: int) -> list[Tensor
     return moments
 
 
-_IDENTITY = Piece(slope=1.0)
 _IDENTITY = Piece(slope=1.0)
 elementwise_rule(
     Piecewise((-3.0, 3.0), (Piece(), Piece(0.5, 1 / 6), Piece(1.0)), F.hardsigmoid), F.hardsigmoid

@@ -261,8 +261,6 @@ CASES = [
         (M, 3),
         ((4,), (3, 4)),
     ),
-    Case("bilinear", lambda x, w, b: head(F.bilinear(x, x.sin(), w, b)), (M, 3), ((2, 3, 3), (2,))),
-    Case("bilinear, rows", lambda x, w, b: head(F.bilinear(x, x.sin(), w, b)), (M, 4, 3), ((2, 3, 3), (2,))),
     Case("tied, transposed first", lambda x, w: head(x @ w @ w), (M, 3), ((3, 3),)),
     # Broadcasting
     Case("add_", lambda x, b: head((2 * x).add_(b)), (M, 3), ((3,),)),
@@ -289,8 +287,6 @@ CASES = [
     Case("repeat", lambda x, w: head(torch.cat([w.repeat(M, 1, 1), x], 1) ** 3), (M, 2, 3), ((1, 1, 3),)),
     Case("repeat by sizes", lambda x, w: head(x * w.repeat([M, 1])), (M, 3), ((3,),)),
     Case("repeat within", lambda x, w: head(x * w.repeat(M, 3)), (M, 3), ((1,),), (False,)),
-    Case("prelu", lambda x, w: head(F.prelu(x, w)), (M, 3, 2), ((1,),)),
-    Case("prelu of channels", lambda x, w: head(F.prelu(x, w)), (M, 3, 2), ((3,),)),
     # Convolutions
     conv(2, (2, 5, 4), (4, 2, 3, 2), padding="same", dilation=(1, 2)),
     conv(1, (2, 7), (4, 2, 4), padding="same"),

@@ -395,11 +395,9 @@ NETS = {
     "transposed convolution": Net(
         lambda x, w, b: F.conv_transpose2d(x, w, b, 2, 1, 1).tanh(), (B, 2, 3, 3), ((2, 3, 3, 3), (3,))
     ),
-    "bilinear": Net(lambda x, w, b: F.bilinear(x, x.sin(), w, b), (B, 3), ((2, 3, 3), (2,))),
     "einsum": Net(lambda x, w: torch.einsum("bti,hio->btho", x, w), (B, 2, 3), ((2, 3, 4),)),
     "rms norm": Net(lambda x, w: F.rms_norm(x, (4,), w).exp(), (B, 2, 4), ((4,),)),
     "instance norm": Net(lambda x, w, b: F.instance_norm(x, weight=w, bias=b).exp(), (B, 2, 5), ((2,), (2,))),
-    "prelu": Net(lambda x, w, a: F.prelu(F.linear(x, w), a), (B, 4), ((5, 4), (1,)), ("prelu",)),
     "division": Net(lambda x, w: x / (3 + w), (B, 4), ((4,),), ("div",)),
     "rows of a table by index": Net(bag, (B, 3), ((5, 2),), ("__getitem__",)),
     "weight on the left": Net(lambda x, w: (w @ x.T).T, (B, 4), ((5, 4),), ("matmul",)),

@@ -15,10 +15,6 @@ from pyro_dvi.moments.bilinear import MultiplicativeMoments
 from tests.moments.multilinear import CHECKS, FLOAT64, Case, exact
 
 
-def spelled_out(x: Tensor, z: Tensor, weight: Tensor, bias: Tensor | float = 0.0) -> Tensor:
-    return torch.einsum("ni,oij,nj->no", x, weight, z) + bias
-
-
 def rows(func: Callable, index: list, noise: tuple[int, ...] | None = None, **options: Any) -> Case:
     """A table of 5 rows: what it becomes is a dense matrix times it."""
     where = torch.tensor(index)
@@ -52,19 +48,10 @@ PRODUCTS = [
     Case(torch.bmm, ((2, 4, 3), (2, 3, 2))),
     Case(torch.mv, ((4, 3), (3,))),
     Case(torch.dot, ((3,), (3,))),
-    Case(torch.vdot, ((3,), (3,))),
-    Case(torch.outer, ((3,), (2,))),
-    Case(torch.ger, ((3,), (2,))),
-    Case(torch.tensordot, ((2, 3), (3, 2)), {"dims": 1}),
-    Case(torch.tensordot, ((2, 3, 2), (3, 2, 2)), {"dims": 2}),
-    Case(torch.tensordot, ((2, 3), (2, 2)), {"dims": ([0], [1])}, noise=(2, 1)),
-    Case(torch.tensordot, ((2,), (3,)), {"dims": 0}),
     Case(torch.addmm, ((2,), (4, 3), (3, 2)), {"beta": 0.5, "alpha": 3.0}),
     Case(torch.addmm, ((4, 2), (4, 3), (3, 2)), weight=2, noise=(3, 1)),
     Case(torch.baddbmm, ((2, 4, 2), (2, 4, 3), (2, 3, 2)), {"alpha": -2}),
     Case(torch.addmv, ((4,), (4, 3), (3,)), {"beta": 2}),
-    Case(F.bilinear, ((3, 2), (3, 3), (2, 2, 3)), plain=spelled_out),
-    Case(F.bilinear, ((2, 2), (2, 3), (2, 2, 3), (2,)), plain=spelled_out),
 ]
 EINSUMS = [
     Case(torch.einsum, ((2, 3), (3, 2)), first=("ij,jk->ik",)),
@@ -128,8 +115,6 @@ SQUARE = GaussianMoments(torch.randn(3, 3), torch.ones(3, 3))
     ("call", "words"),
     [
         (lambda: SQUARE @ SQUARE, "with itself"),
-        (lambda: torch.tensordot(SQUARE, SQUARE), r"x\.square\(\)\.sum\(\)"),
-        (lambda: F.bilinear(SQUARE, SQUARE, torch.ones(1, 3, 3)), "inputs are not independent"),
         (lambda: torch.einsum("ij,ij->i", SQUARE, SQUARE), "same uncertain operand"),
         (lambda: torch.einsum("ij,jk,kl->il", SQUARE, torch.ones(3, 3), torch.ones(3, 3)), "two at a time"),
         (lambda: torch.einsum("...j->j", SQUARE), "ellipsis"),
@@ -141,12 +126,6 @@ SQUARE = GaussianMoments(torch.randn(3, 3), torch.ones(3, 3))
 def test_refusals(call: Callable, words: str) -> None:
     with pytest.raises(UnsupportedError, match=words):
         call()
-
-
-def test_outer_of_a_vector_with_itself_is_refused() -> None:
-    x = SQUARE[0]
-    with pytest.raises(UnsupportedError, match="outer"):
-        torch.outer(x, x)
 
 
 @pytest.mark.parametrize("padding", [1, -4])

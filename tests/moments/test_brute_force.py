@@ -39,7 +39,6 @@ ACTIVATIONS: list[tuple[Callable, tuple[float, ...]]] = [
     (torch.tanh, ()),
     (torch.sigmoid, ()),
     (torch.erf, ()),
-    (F.softsign, (0.0,)),
     (torch.sin, ()),
     (torch.cos, ()),
     (torch.exp, ()),

@@ -112,18 +112,6 @@ def _copies(weight: Tensor, shape: torch.Size) -> Contribution | None:
     return Contribution(lambda delta: rows_summed_to(delta, weight.shape))
 
 
-@per_example_rule(torch.prelu)
-def _prelu(wanted: str, input: Tensor, weight: Tensor) -> Contribution | None:
-    if wanted == "input" or input.dim() < 2 or len(weight) not in (1, input.shape[1]):
-        return None
-    shape = (len(weight), *[1] * (input.dim() - 2))
-
-    def gradients(delta: Tensor, x: Tensor) -> Tensor:
-        return rows_summed_to(delta * x.clamp_max(0), torch.Size(shape)).flatten(1)
-
-    return Contribution(gradients, (input,), bilinear=False)
-
-
 def over_positions(gradient: Tensor) -> Tensor:
     """Sum ``[M, channels, ...]`` over positions."""
     return gradient.flatten(2).sum(2) if gradient.dim() > 2 else gradient

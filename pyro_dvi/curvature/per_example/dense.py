@@ -114,20 +114,6 @@ def _addmm(
     return None
 
 
-@per_example_rule(F.bilinear)
-def _bilinear(
-    wanted: str, input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None
-) -> Contribution | None:
-    if input1.dim() < 2:
-        return None
-    if wanted == "weight":
-        return Contribution(
-            lambda delta, x, z: torch.einsum("bto,bti,btj->boij", _rows(delta), _rows(x), _rows(z)),
-            (input1, input2),
-        )
-    return shift(bias.shape, input1) if wanted == "bias" and bias is not None else None
-
-
 @per_example_rule(torch.einsum)
 def _einsum(wanted: str, equation: str, *operands: Tensor) -> Contribution | None:
     left, arrow, output = equation.replace(" ", "").partition("->")
