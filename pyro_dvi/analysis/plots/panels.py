@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plots with one panel a quantity: metrics of several methods, and the course of training."""
+"""Metrics of several methods, with one panel for each metric."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,20 +14,10 @@ from pyro_dvi.errors import ArgumentError, DataError
 from pyro_dvi.predictive.metrics import Estimate
 
 ERROR = "_standard_error"
-MOVING = 0.01  # relative change of the mean posterior scale above which it has not settled
 
 # Metrics whose better direction is known, by the beginning of their name.
 _LOWER = tuple("nll rmse brier ece adaptive_ece crps aumrc fpr error loss width seconds".split())
 _HIGHER = ("accuracy", "auroc", "log_likelihood", "lppd", "elpd")
-
-# Columns of a training history that have a panel, in this order; validation metrics follow.
-_TERMS = {
-    "loss": "loss (objective)",
-    "log_likelihood": "log-likelihood",
-    "penalty": "penalty",
-    "kl": "KL (unweighted)",
-    "posterior_scale": "mean posterior σ",
-}
 
 
 def compare(
@@ -66,8 +56,7 @@ def compare(
         metrics = [m for m in every[0] if not m.endswith(ERROR) and all(m in row for row in every)]
     if not metrics:
         raise DataError(f"the methods have no metric in common: {[list(row) for row in every]}")
-    height = 0.9 + 0.3 * len(runs)
-    drawn = _panels(axes, metrics, columns=2 if len(metrics) == 4 else 3, size=(3.1, height), sharey=True)
+    drawn = _panels(axes, metrics, height=0.9 + 0.3 * len(runs))
     for ax, metric in zip(drawn, metrics, strict=True):
         _panel(ax, metric, {name: _score(name, rows, metric) for name, rows in runs.items()})
     return drawn
@@ -124,86 +113,18 @@ def _score(name: str, rows: list[Mapping[str, Any]], metric: str) -> tuple[np.nd
     return values, float(error)
 
 
-def training_history(history: Any, *, axes: Sequence[Axes] | None = None) -> np.ndarray:
-    """Draw the course of training: the loss, its terms, the posterior scales and validation metrics by epoch.
-
-    A flat loss does not imply a converged posterior, since scales converge last. The title of their panel is the
-    relative change of the mean posterior σ in the last tenth of training, which is shaded where it exceeds one per
-    cent: then train longer, or raise ``scale_multiplier`` of :func:`~pyro_dvi.optim.learning_rates`. A small change
-    means nothing where the learning rate had decayed to zero, or where σ has hardly moved since the first epoch.
-
-    Args:
-        history: the history that :func:`~pyro_dvi.fit` returned, or a mapping of columns of equal length, with
-            ``epoch`` among them or counted from 1.
-        axes: one for each panel, in the order of the columns.
-
-    Returns:
-        Array of the axes, one for each column that the history has.
-
-    Raises:
-        ArgumentError: another number of axes than of panels.
-        DataError: no history, or nothing recorded.
-
-    Source: Unlu & Aitchison (2021), section 4, on the slow convergence of variances.
-
-    Example:
-        >>> axes = training_history({"epoch": [1, 2], "loss": [3.0, 2.0], "kl": [0.1, 0.2]})
-        >>> [ax.get_ylabel() for ax in axes]
-        ['loss (objective)', 'KL (unweighted)']
-    """
-    columns: Mapping[str, Sequence[float]] = getattr(history, "epochs", history)
-    if not isinstance(columns, Mapping):
-        raise DataError(
-            f"history must be what fit returned, or a mapping of columns, not {type(history).__name__}"
-        )
-    validation = [name for name in columns if name.startswith("validation_")]
-    texts = _TERMS | {
-        n: f"{n.removeprefix('validation_').replace('_', ' ')} (validation)" for n in validation
-    }
-    names = [name for name in texts if name in columns and np.isfinite(columns[name]).any()]
-    if not names:
-        raise DataError(
-            f"the history has nothing to plot: no finite value of {', '.join(_TERMS)} or validation_* in the columns "
-            f"{list(columns)}"
-        )
-    drawn = _panels(axes, names, columns=3, size=(3.6, 2.7))
-    for ax, name in zip(drawn, names, strict=True):
-        values = np.asarray(columns[name], dtype=float)
-        known = np.isfinite(values)  # metrics that are not measured in every epoch are joined by lines
-        epochs = np.asarray(columns.get("epoch", np.arange(1, len(values) + 1)))[known]
-        values, line = values[known], "C2" if name in validation else "C0"
-        ax.plot(epochs, values, color=line, marker="o" if len(values) < 20 else None)
-        ax.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-        ax.yaxis.set_major_locator(MaxNLocator(5))
-        ax.set(xlabel="epoch", ylabel=texts[name])
-        if name == "posterior_scale" and len(values) > 2:
-            last = max(1, len(values) // 10)
-            change = values[-1] / values[-1 - last] - 1
-            ax.set_title(f"last tenth: {change:+.1%}", loc="left", fontsize="small")
-            if abs(change) > MOVING:
-                ax.axvspan(epochs[-1 - last], epochs[-1], color="C1", alpha=0.15, linewidth=0)
-    return drawn
-
-
-def _panels(
-    axes: Sequence[Axes] | None,
-    names: Sequence[str],
-    *,
-    columns: int,
-    size: tuple[float, float],
-    sharey: bool = False,
-) -> np.ndarray:
-    """Return ``axes``, or a new figure's, with so many ``columns``; one for each name.
+def _panels(axes: Sequence[Axes] | None, names: Sequence[str], height: float) -> np.ndarray:
+    """Return ``axes``, or a new figure's with panels of this height; one for each name.
 
     Raises:
         ArgumentError: another number of axes.
     """
     drawn = np.asarray(axes, dtype=object).ravel()
     if axes is None:
-        wide = min(len(names), columns)
+        wide = min(len(names), 2 if len(names) == 4 else 3)
         high = -(-len(names) // wide)
-        options: dict[str, Any] = {"figsize": (size[0] * wide, size[1] * high), "layout": "constrained"}
-        _, grid = plt.subplots(high, wide, squeeze=False, sharey=sharey, **options)
+        options: dict[str, Any] = {"figsize": (3.1 * wide, height * high), "layout": "constrained"}
+        _, grid = plt.subplots(high, wide, squeeze=False, sharey=True, **options)
         for unused in grid.ravel()[len(names) :]:
             unused.remove()
         drawn = grid.ravel()[: len(names)]
