@@ -33,15 +33,6 @@ class Attention(nn.Module):
         return self.attention(x, x, x)[0]
 
 
-class TwoInputs(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.both = nn.Bilinear(3, 2, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.both(x, x[..., :2])
-
-
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +62,6 @@ LAYERS = {
     "transposed grouped": (lambda: nn.ConvTranspose2d(6, 4, 3, groups=2), IMAGE, {"weight": (6, 1, 1, 1)}),
     "embedding": (lambda: nn.Embedding(5, 3), INDICES, {"weight": (5, 1)}),
     "embedding bag": (lambda: nn.EmbeddingBag(5, 3), INDICES, {"weight": (5, 1)}),
-    "bilinear": (TwoInputs, X, {"both.weight": (1, 3, 2)}),
     "attention": (
         Attention, TOKENS,
         {"attention.in_proj_weight": (1, 4), "attention.out_proj.weight": (1, 4)},
