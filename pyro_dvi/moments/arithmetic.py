@@ -123,18 +123,14 @@ _LARGEST_VARIATION = 0.2
 
 
 @moment_rule(torch.div, torch.divide, torch.true_divide, kind=Kind.AFFINE)
-def div(input: Any, other: Any, *, rounding_mode: str | None = None) -> GaussianMoments:
+def div(input: Any, other: Any) -> GaussianMoments:
     r"""Moments of a quotient.
 
     Status: exact for a certain denominator. An uncertain one is expanded, see :func:`reciprocal`.
 
     Raises:
-        UnsupportedError: rounding; or the deviation of the denominator is more than 0.2 of its mean.
+        UnsupportedError: the deviation of the denominator is more than 0.2 of its mean.
     """
-    if rounding_mode is not None:
-        raise UnsupportedError(
-            "torch.div with a rounding mode has steps, where moments have no rule: drop rounding_mode"
-        )
     if input is other:
         return GaussianMoments(torch.ones_like(input.loc), torch.zeros_like(input.loc))
     if not isinstance(other, GaussianMoments):
