@@ -218,14 +218,11 @@ class Recurrent(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("make", "function", "count"),
-    [
-        (Recurrent, "lstm", 4),
-        (lambda: Recurrent(nn.GRU), "gru", 4),
-    ],
+    ("make", "function"),
+    [(Recurrent, "lstm"), (lambda: Recurrent(nn.GRU), "gru")],
     ids=["LSTM", "GRU"],
 )
-def test_layers_without_a_rule_are_exact_and_say_what_they_cost(make, function, count):
+def test_layers_without_a_rule_are_exact_and_say_what_they_cost(make, function):
     x, y = torch.randn(40, 3, 3), torch.arange(40) % 2
     net = to_bayesian_(make(), prior_scale=1.0, include=nn.Module)
     model = classifier(net, num_data=40)
@@ -233,6 +230,5 @@ def test_layers_without_a_rule_are_exact_and_say_what_they_cost(make, function, 
         found, exact = squares_at_mean(model, x, y)
     assert_equal(found, exact)
     (text,) = [str(w.message) for w in caught]
-    assert text.count("'net.") == count
-    assert f"is used by {function}, which has no rule" in text
-    assert "40 in each step" in text and "IVON" in text and "smaller minibatches" in text
+    assert f"'net.layer.weight_ih_l0' is used by {function}, which has no rule" in text
+    assert "40 backward passes in each step" in text and "IVON" in text and "smaller minibatches" in text
