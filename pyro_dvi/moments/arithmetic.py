@@ -123,14 +123,18 @@ _LARGEST_VARIATION = 0.2
 
 
 @moment_rule(torch.div, torch.divide, torch.true_divide, kind=Kind.AFFINE)
-def div(input: Any, other: Any) -> GaussianMoments:
+def div(input: Any, other: Any, *, rounding_mode: str | None = None) -> GaussianMoments:
     r"""Moments of a quotient.
 
     Status: exact for a certain denominator. An uncertain one is expanded, see :func:`reciprocal`.
 
     Raises:
-        UnsupportedError: the deviation of the denominator is more than 0.2 of its mean.
+        UnsupportedError: rounding; or the deviation of the denominator is more than 0.2 of its mean.
     """
+    if rounding_mode is not None:
+        raise UnsupportedError(
+            "torch.div with a rounding mode has steps, where moments have no rule: drop rounding_mode"
+        )
     if input is other:
         return GaussianMoments(torch.ones_like(input.loc), torch.zeros_like(input.loc))
     if not isinstance(other, GaussianMoments):

@@ -52,6 +52,12 @@ _REMEDIES: dict[str, list[Callable]] = {
         ),
         torch.Tensor.backward,
     ],
+    "Steps have no rule: round x.loc, or leave the function out of the model": (
+        functions_of(torch, "sign sgn round floor ceil trunc frac fmod remainder floor_divide heaviside")
+        + functions_of(torch.Tensor, "__mod__ __rmod__ __floordiv__ __rfloordiv__")
+    ),
+    "It draws samples, which moments replace: use F.softmax": [F.gumbel_softmax],
+    "Write F.embedding(indices, weight) with a sum or mean over the bag": [F.embedding_bag],
     "Call the function of this name in torch.nn.functional": functions_of(torch, "batch_norm instance_norm"),
 }
 for _instead, _functions in _REMEDIES.items():

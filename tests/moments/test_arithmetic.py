@@ -342,6 +342,7 @@ def test_operators_on_the_right_of_tensors() -> None:
         (lambda x: (x - 10) ** 0.5, "positive mean"),
         (lambda x: x**x, "exponent"),
         (lambda x: x ** torch.ones(2), "exponent"),
+        (lambda x: torch.div(x, 2, rounding_mode="floor"), "rounding"),
         (lambda x: torch.where(x, x, x), "condition"),
         (lambda x: x.long(), "no rule"),
         (lambda x: x.to(torch.int64), "integers"),

@@ -26,6 +26,7 @@ CASES = [
         torch.log_softmax,
         F.log_softmax,
         torch.logsumexp,
+        F.gumbel_softmax,
     )
 ]
 
@@ -163,6 +164,7 @@ def test_softmax_of_something_linked_goes_back_to_the_gaussian() -> None:
     [
         (lambda x: F.softmax(x), "dim=-1"),
         (lambda x: torch.logsumexp(x, (0, 1)), "one dimension"),
+        (lambda x: F.gumbel_softmax(x), "F.softmax"),
     ],
 )
 def test_refusals(call: Callable, words: str) -> None:
