@@ -2,7 +2,7 @@
 """Recognise a model after a change, or in another process, without keeping any data."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
@@ -15,6 +15,7 @@ from torch.distributions import Distribution, Transform
 from pyro_dvi.core.batches import arguments, is_strided, mapped, rows_cut
 from pyro_dvi.core.distributions import unexpanded
 from pyro_dvi.core.undisturbed import device_of, evaluating, undisturbed
+from pyro_dvi.runs.posterior_run import PosteriorMeans
 from pyro_dvi.runs.sites import core, is_latent
 
 _ROWS = 4  # of a batch, where the model takes so few
@@ -100,6 +101,20 @@ def input_shapes(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any
 def stand_ins(args: Any, kwargs: Any, device: torch.device | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return arguments of these shapes to run a model with, on a device."""
     return arguments(mapped(_stand_in, args), device)[0], arguments(mapped(_stand_in, kwargs), device)[1]
+
+
+def central_values(guide: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Tensor]:
+    """Return the median of an automatic guide, the means of another; empty where it has neither."""
+    with undisturbed(), evaluating(guide), torch.no_grad(), poutine.block():
+        try:
+            if hasattr(guide, "median"):
+                return dict(guide.median(*args, **kwargs))
+            with PosteriorMeans() as means:
+                guide(*args, **kwargs)
+        except Exception:
+            # A guide without a median, or with sites that have no mean; both may be of the user's own.
+            return {}
+    return {name: node["value"].detach() for name, node in _sites(means.trace.nodes)}
 
 
 def _is_plain(value: Any) -> bool:

@@ -3,6 +3,7 @@
 
 import os
 import pickle
+import zipfile
 from collections.abc import Mapping
 from dataclasses import is_dataclass
 from pathlib import Path
@@ -15,11 +16,12 @@ from torch.optim import Optimizer
 
 from pyro_dvi.core.batches import arguments
 from pyro_dvi.errors import CheckpointError, GuideError
-from pyro_dvi.runs.fingerprint import stand_ins
+from pyro_dvi.runs.fingerprint import Fingerprint, central_values, stand_ins
 from pyro_dvi.runs.trained_for import note_trained_for
 from pyro_dvi.training.history import History
 from pyro_dvi.training.parameter_checks import check_parameters
 from pyro_dvi.training.random_state import (
+    check_generators,
     preserve_random_state,
     random_state,
     restore_random_state,
@@ -42,7 +44,8 @@ def save(
 
     The file holds tensors and plain values only: :func:`load` runs no code from it. It holds no data.
     With a history of :func:`~pyro_dvi.training.fit` it holds the shapes and dtypes of the first batch, with which
-    :func:`load` initialises the guide, for batches of dense tensors in tuples, lists and dictionaries. Without a
+    :func:`load` initialises the guide, and a summary of the model at made-up inputs of these shapes, by which it
+    recognises the model. Both exist only for batches of dense tensors in tuples, lists and dictionaries. Without a
     history the buffers of networks that a function calls are not saved.
 
     Args:
@@ -59,9 +62,14 @@ def save(
     """
     history = History() if history is None else history
     route = route_of(svi, optimizer, train=False)
-    if history.inputs is not None and route is not svi:
+    fingerprint = None
+    if history.inputs is not None:
+        args, kwargs = stand_ins(*history.inputs, route.device())
         with preserve_random_state():
-            route.initialise(*stand_ins(*history.inputs, route.device()))
+            if route is not svi:
+                route.initialise(args, kwargs)
+            centre = central_values(route.guide, args, kwargs)
+            fingerprint = Fingerprint.of(route.model, args, kwargs, centre)
     content = {
         "described": _described(route),
         "states": {role: part.state_dict() for role, part in route.all_modules().items()},
@@ -73,6 +81,7 @@ def save(
         "history": history.to_dict(),
         "best_weights": history.best_weights,
         "inputs": history.inputs,
+        "fingerprint": fingerprint and fingerprint.state(),
     }
     _write(Path(path), content)
 
@@ -91,8 +100,8 @@ def load(
 ) -> History:
     """Load what :func:`save` wrote into freshly built objects, and return the history.
 
-    Nothing is changed unless model, guide, ELBO and optimizer fit: their types, parameters and KL weight. Priors,
-    plates and activations are not in the file: build the model with those of before. To go on, pass the result:
+    Nothing is changed unless model, guide, ELBO and optimizer fit: their types, parameters and KL weight, and the
+    priors, plates, noise and outputs of the model. To go on, pass the result:
     ``fit(svi, loader, epochs, history=load(path, svi, loader=loader))``. On the CPU this gives the very numbers of a
     run that was never stopped, if the file was saved after an epoch.
 
@@ -119,6 +128,8 @@ def load(
     _check(saved, route)
     if lr_schedule is not None and saved["lr_schedule"] is None:
         raise CheckpointError("The checkpoint holds no learning rate schedule; leave out lr_schedule.")
+    if restore_random and loader is not None:
+        check_generators(saved["random"], loader)
     incomplete = any(name not in pyro.get_param_store() for name in saved["store"])
     if example is not None:
         route.initialise(*arguments(example, route.device()), always=incomplete)
@@ -190,7 +201,7 @@ def _described(route: Route) -> dict[str, Any]:
 
 
 def _load_weights(saved: Mapping[str, Any], route: Route) -> None:
-    """Load modules and Pyro's store."""
+    """Load modules and Pyro's store, and undo this if the fingerprint of the model then differs from the file's."""
     states, modules, store = saved["states"], route.all_modules(), pyro.get_param_store()
     existing = {name: value for name, value in store.named_parameters() if name in saved["store"]}
     with_buffers = {role for role, module in modules.items() if next(module.buffers(), None) is not None}
@@ -206,6 +217,7 @@ def _load_weights(saved: Mapping[str, Any], route: Route) -> None:
         _check_state(role, modules[role].state_dict(), states[role])
     if "guide" in states and next(modules["guide"].parameters(), None) is not None:
         _check_state("guide", modules["guide"].state_dict(), states["guide"])
+    before = route.weights()
     # Of all that is written now, a fresh guide is the likeliest to refuse: it goes first.
     for role in sorted(states, key=lambda role: role != "guide"):
         try:
@@ -218,6 +230,20 @@ def _load_weights(saved: Mapping[str, Any], route: Route) -> None:
     with torch.no_grad():
         for name, value in existing.items():
             value.copy_(saved["store"][name])
+    if saved["fingerprint"] is None:
+        return
+    fingerprint = Fingerprint(**saved["fingerprint"])
+    args, kwargs = saved["inputs"]
+    centre = central_values(route.guide, *stand_ins(args, kwargs, route.device()))
+    differences = fingerprint.differences(route.model, centre)
+    if differences:
+        route.set_weights(before)
+        raise CheckpointError(
+            f"The checkpoint belongs to another model: {differences} (saved → now, in evaluation mode, at the "
+            "centre of the posterior). Build the model as it was, with attributes that training moves (annealed "
+            "noise, a plate that grows) as they were when it was saved; or start from the weights alone: "
+            "guide.load_state_dict(...)."
+        )
 
 
 def _check_state(role: str, current: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
@@ -265,6 +291,11 @@ def _read(path: Path, map_location: Any) -> dict[str, Any]:
     if not path.is_file():
         raise CheckpointError(f"There is no checkpoint {str(path)!r}.")
     try:
+        # torch.save keeps a checksum of every tensor, but torch.load does not compare it.
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+        if damaged is not None:
+            raise zipfile.BadZipFile(f"{damaged!r} is damaged")
         content = torch.load(path, map_location=map_location, weights_only=True)
     except Exception as error:
         raise CheckpointError(

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from pyro_dvi.core.undisturbed import accelerators, state_of
+from pyro_dvi.errors import CheckpointError
 
 
 def random_state(loader: Any = None) -> dict[str, Any]:
@@ -27,6 +28,20 @@ def random_state(loader: Any = None) -> dict[str, Any]:
         "python": random.getstate(),
         "loader": [generator.get_state() for generator in _generators(loader)],
     }
+
+
+def check_generators(state: dict[str, Any], loader: Any) -> None:
+    """Compare a loader with the loader of ``state``.
+
+    Raises:
+        CheckpointError: if it has another number of generators.
+    """
+    saved, given = len(state["loader"]), len(_generators(loader))
+    if given != saved:
+        raise CheckpointError(
+            f"The state holds {saved} generators of the data loader, but the given loader has {given}. Pass the same "
+            "kind of loader to save and load, or restore_random=False."
+        )
 
 
 def restore_random_state(state: dict[str, Any], loader: Any = None) -> None:

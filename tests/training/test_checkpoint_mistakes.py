@@ -97,6 +97,12 @@ MISFITS = [
         "trained with SVI, the target has ELBOModule",
     ),
     ("no best", lambda: svi_of("AutoNormal + Trace_ELBO"), {"best": True}, "no best weights"),
+    (
+        "other loader",
+        lambda: svi_of("AutoNormal + Trace_ELBO"),
+        {"loader": sequence()},
+        "1 generators.*has 0",
+    ),
 ]
 
 
@@ -117,17 +123,20 @@ def test_a_file_without_rows_of_data_needs_an_example_for_guides_of_pyro(tmp_pat
         load(tmp_path / "x.pt", svi_of("AutoNormal + Trace_ELBO"))
 
 
-def converted(seed=0, width=4, **elbo):
+def converted(seed=0, width=4, prior_scale=1.0, num_data=24, activation=nn.Softplus, noise=0.3, **elbo):
     """Batch normalisation and a deterministic first layer among converted ones."""
     torch.manual_seed(seed)
-    net = nn.Sequential(nn.Linear(2, width), nn.BatchNorm1d(width), nn.Softplus(), nn.Linear(width, 1))
-    dvi.to_bayesian_(net, prior_scale=1.0, exclude="0.*")
-    model = dvi.regressor(net, num_data=24, noise_scale=0.3)
+    net = nn.Sequential(nn.Linear(2, width), nn.BatchNorm1d(width), activation(), nn.Linear(width, 1))
+    dvi.to_bayesian_(net, prior_scale=prior_scale, exclude="0.*")
+    model = dvi.regressor(net, num_data=num_data, noise_scale=noise)
     return SVI(model, MeanFieldGuide(model), Adam(learning_rates(0.01)), TaylorELBO(**elbo))
 
 
 OTHERS = [
-    ({"width": 5}, r"does not fit the model.*\(4, 2\).*\(5, 2\)"),
+    ({"prior_scale": 3.0}, "prior of site 'net.3.weight': scale 1 → 3"),
+    ({"num_data": 48}, r"plates \{'data': 24\} → \{'data': 48\}"),
+    ({"activation": nn.Tanh}, r"distribution of site '\w+': loc"),
+    ({"noise": 0.9}, r"distribution of site '\w+': scale 0.3 → 0.9"),
     ({"kl_weight": 0.1}, "trained with kl_weight=1.0, the target has 0.1"),
     ({"kl_weight": LinearWarmup(3)}, r"kl_weight=1.0, the target has LinearWarmup\(steps=3"),
 ]

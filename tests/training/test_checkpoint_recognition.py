@@ -10,6 +10,7 @@ import pytest
 import torch
 from pyro.infer import SVI
 from pyro.optim import Adam
+from torch import nn
 
 import pyro_dvi as dvi
 from pyro_dvi.errors import CheckpointError
@@ -81,3 +82,20 @@ def test_a_model_that_does_not_run_on_the_rows_is_refused_and_changes_nothing(tm
         with pytest.raises(CheckpointError, match="another model.*cannot be multiplied"):
             dvi.load(tmp_path / "x.pt", other)
         assert all(torch.equal(value, other.guide.state_dict()[name]) for name, value in before.items())
+
+
+def test_a_refusal_names_the_ways_past_it(tmp_path):
+    def build(size):
+        model = dvi.regressor(dvi.to_bayesian_(nn.Linear(2, 1)), num_data=size)
+        return SVI(model, dvi.MeanFieldGuide(model), Adam({"lr": 0.01}), loss=dvi.TaylorELBO())
+
+    svi = build(6)
+    dvi.fit(svi, [(X, Y)], 1, checkpoint=tmp_path / "x.pt", progress=False)
+    state = svi.guide.state_dict()
+    pyro.clear_param_store()
+    grown = build(60)
+    with pytest.raises(CheckpointError, match=r"a plate that grows.*guide\.load_state_dict"):
+        dvi.load(tmp_path / "x.pt", grown)
+    grown.model.num_data = 6
+    assert dvi.load(tmp_path / "x.pt", grown).epoch == 1
+    grown.guide.load_state_dict(state)
