@@ -75,6 +75,13 @@ def assumed(condition: Tensor) -> bool:
     return holds
 
 
+def refuse_to_record(problem: str) -> None:
+    """Say why what is happening cannot be replayed, if it is being recorded."""
+    recorder = _RECORDING.get()
+    if recorder is not None:
+        recorder.note(problem)
+
+
 class Watch(TorchDispatchMode):
     """Sees every call of an operator, without importing the compiler of torch, which takes seconds."""
 
@@ -148,7 +155,7 @@ class Recorder(Watch):
     def look(self, values: Any) -> None:
         """Note that Python reads values without an operator."""
         if self._varies(tensors(values)):
-            self._note_problem("Python reads a value")
+            self.note("Python reads a value")
 
     def graph(self, results: Sequence[Tensor]) -> fx.Graph:
         """Return everything that ran as a graph, from inputs to a list of results.
@@ -225,9 +232,10 @@ class Recorder(Watch):
             if func is not torch.ops.aten.index.Tensor or self._varies(masks):
                 problem = "a shape depends on values"
         if problem:
-            self._note_problem(problem)
+            self.note(problem)
 
-    def _note_problem(self, problem: str) -> None:
+    def note(self, problem: str) -> None:
+        """Note why the block cannot be replayed; the first reason counts."""
         self._problem = self._problem or problem + self._place()
 
     def _place(self) -> str:

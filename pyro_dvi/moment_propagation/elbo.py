@@ -13,7 +13,7 @@ from torch import Tensor
 from pyro_dvi.core.arguments import check_choice
 from pyro_dvi.core.undisturbed import undisturbed
 from pyro_dvi.curvature.linearisation import ObservedSite
-from pyro_dvi.errors import ArgumentError, ModelError, warn
+from pyro_dvi.errors import ArgumentError, ModelError, UnsupportedError, warn
 from pyro_dvi.expectations.logits import LogitEstimator
 from pyro_dvi.expectations.points import are_distinct, gaussian_of
 from pyro_dvi.moments import GaussianMoments
@@ -167,6 +167,14 @@ class MomentPropagationELBO(Objective):
         self.weighting = weighting
         self.variance_floor = variance_floor
 
+    def recorded_for(self, guide: Any) -> Any:
+        exponent = getattr(self.weighting, "exponent", None)
+        if self.weighting is None or isinstance(exponent, (int, float)):
+            return ()
+        if not isinstance(self.weighting, VarianceWeighted):
+            raise UnsupportedError("a weighting of your own may depend on the number of steps")
+        return exponent(self._step)  # type: ignore[misc]
+
     def evaluate(self, call: Call, kl_weight: float, training: bool) -> dict[str, Tensor]:
         structure, first = self.structure(call, training, gradients=False)
         run = run_with_moments(call, structure.sampled, partial(self._moments_taken, first))
@@ -178,7 +186,7 @@ class MomentPropagationELBO(Objective):
                 _warn_of_shared_outputs(site)
         if self.weighting is not None and training:
             for site in observed.sites:
-                site.scale = site.scale * self.weighting(at_mean(site.fn), self.step)
+                site.scale = site.scale * self.weighting(at_mean(site.fn), self._step)
         log_likelihood = observed.log_likelihood()
         if first:
             _check_reached(call, log_likelihood, run.latents, structure)

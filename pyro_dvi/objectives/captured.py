@@ -68,7 +68,7 @@ class Captured(ELBO):
         elbo: an objective of this library.
         after: ordinary steps of a kind before one is recorded.
         max_recordings: kinds of steps to keep; others stay ordinary.
-        compile: pass recordings through :func:`torch.compile`, which takes seconds to minutes for each kind. Random
+        compile: compile recordings by Inductor, torch's compiler, which takes seconds to minutes for each kind. Random
             numbers stay torch's own.
 
     Attributes:
@@ -299,7 +299,7 @@ class Captured(ELBO):
             raise _Ordinary
         if recording not in self._recordings:
             return outcome
-        recording.seconds += [trial.seconds - (time.perf_counter() - start) for trial in trials[:1]]
+        recording.seconds += [(trial.seconds, time.perf_counter() - start) for trial in trials[:1]]
         surroundings = recording.surroundings
         for trial in trials:
             problem = problem or trial.disagreement(outcome, inputs)
@@ -351,7 +351,7 @@ class Captured(ELBO):
     def _settings(self) -> Iterator[Entry]:
         """Yield the attributes of the objective, and the numbers of its parts."""
         own = vars(self.elbo)
-        for name in own.keys() - {"step", "kl_weight", "terms"}:
+        for name in own.keys() - {"_step", "kl_weight", "terms"}:
             yield own.get, name, own[name], name
             if type(own[name]).__module__.startswith("pyro_dvi."):
                 inside = getattr(own[name], "__dict__", {})

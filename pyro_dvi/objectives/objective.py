@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pyro_dvi.core.arguments import check_count, check_kl_weight
 from pyro_dvi.core.autograd_graph import leaves_of
+from pyro_dvi.core.recorder import refuse_to_record
 from pyro_dvi.curvature.linearisation import sum_of, twice_differentiated
 from pyro_dvi.errors import CheckpointError, NonFiniteError, PyroDviError, UnsupportedError
 from pyro_dvi.runs.observed import Observed, check_num_data, observed_sites
@@ -67,9 +68,19 @@ class Objective(ELBO):
             check_kl_weight("kl_weight", kl_weight)
         self.kl_weight = kl_weight
         self.num_data = num_data
-        self.step = 0
+        self._step = 0
         self.terms: dict[str, Tensor] = {}
         self._first_runs = FirstRuns()
+
+    @property
+    def step(self) -> int:
+        """Training steps done. A recorded step must not depend on it, but see :meth:`recorded_for`."""
+        refuse_to_record("the objective reads the number of steps")
+        return self._step
+
+    @step.setter
+    def step(self, value: int) -> None:
+        self._step = value
 
     # Hooks -------------------------------------------------------------------------------------------------------
 
@@ -114,7 +125,7 @@ class Objective(ELBO):
         structure, first = self._first_runs.of(call, gradients)
         if structure.joint and not self.takes_joint:
             refuse_site(*next(iter(structure.joint.items())))
-        if training and self.step == 0:
+        if training and self._step == 0:
             start_apart(structure.starts)
         return structure, first
 

@@ -5,7 +5,7 @@ import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from functools import cache, partial
 from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -28,14 +28,6 @@ _CLOSED = {
     "lightning",
 } | sys.stdlib_module_names
 _OPEN = (nn.Module, Messenger, SimpleNamespace, PyroSample, PyroParam, torch.distributions.Distribution)
-# What moves inside, for objects without attributes of their own.
-_STATES: dict[type, Callable[[Any], Any]] = {
-    random.Random: lambda it: it.getstate(),
-    np.random.Generator: lambda it: repr(it.bit_generator.state),
-    np.random.RandomState: lambda it: repr(it.get_state(legacy=False)),
-    torch.Generator: lambda it: it.get_state().numpy().tobytes(),
-    np.ndarray: lambda it: it.tobytes(),
-}
 _CONTAINERS = frozenset(vars(nn.Module()))  # which modules keep as they are
 _LEFT_OUT = {
     "plates",
@@ -43,6 +35,18 @@ _LEFT_OUT = {
 }  # new in each step; for files
 INSIDE = object()  # in place of a name: the state of an object, that moves as it is used
 _MANY = 1000  # entries of a container that is not looked into
+
+
+@cache  # NumPy loads its generators when they are first asked for
+def _states() -> dict[type, Callable[[Any], Any]]:
+    """Return how to read what moves inside, for objects without attributes of their own."""
+    return {
+        random.Random: lambda it: it.getstate(),
+        np.random.Generator: lambda it: repr(it.bit_generator.state),
+        np.random.RandomState: lambda it: repr(it.get_state(legacy=False)),
+        torch.Generator: lambda it: it.get_state().numpy().tobytes(),
+        np.ndarray: lambda it: it.tobytes(),
+    }
 
 
 def is_plain(value: Any) -> bool:
@@ -72,8 +76,8 @@ def reachable(roots: Iterable[Any]) -> Iterator[Entry]:
 
 def _inside(owner: Any, place: str) -> Iterator[Entry]:
     kind = type(owner)
-    if kind in _STATES and getattr(owner, "size", 0) <= _MANY:
-        read = partial(_STATES[kind], owner)
+    if kind in _states() and getattr(owner, "size", 0) <= _MANY:
+        read = partial(_states()[kind], owner)
         yield lambda _: read(), INSIDE, read(), place
     elif isinstance(owner, Iterator):  # none may be asked where it stands
         yield lambda _: object(), INSIDE, None, place

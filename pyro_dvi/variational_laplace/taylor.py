@@ -88,11 +88,11 @@ class TaylorELBO(Objective):
         self.curvature = curvature
 
     def recorded_for(self, guide: Any) -> Any:
-        return self.curvature.weight(self.step)
+        return self.curvature.weight(self._step)
 
     def evaluate(self, call: Call, kl_weight: float, training: bool) -> dict[str, Tensor]:
         structure, first = self.structure(call, training)
-        penalty_weight = self.curvature.weight(self.step) if training else 1.0
+        penalty_weight = self.curvature.weight(self._step) if training else 1.0
         recorder = self.curvature.recorder if penalty_weight else None
         run = run_at_means(call, structure.sampled, recorder)
         if first and run.gaussians:  # a point mass has no penalty

@@ -351,9 +351,7 @@ def test_two_guides_that_share_parameters_are_told():
 def test_mean_weights_in_one_dimension_stay_with_the_choice_for_biases():
     problem = LinearRegression()
     guide = started(problem.model, problem.x, problem.y, biases=MeanField(PerSite()))
-    assert kinds(guide) == {"weight": "Normal", "bias": "Normal"} and guide.scales.weight.shape == (
-        1,
-    )
+    assert kinds(guide) == {"weight": "Normal", "bias": "Normal"} and guide.scales.weight.shape == (1,)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda guide: pickle.loads(pickle.dumps(guide))])

@@ -38,11 +38,6 @@ CASES = {
     "GGNDiagonal": (dvi.MeanFieldGuide, partial(dvi.TaylorELBO, curvature=GGNDiagonal()), None),
     "EmpiricalFisher": (dvi.MeanFieldGuide, partial(dvi.TaylorELBO, curvature=EmpiricalFisher()), None),
     "every third": (dvi.MeanFieldGuide, partial(dvi.TaylorELBO, curvature=Fisher(every=3)), None),
-    "half of the examples": (
-        dvi.MeanFieldGuide,
-        partial(dvi.TaylorELBO, curvature=Fisher(fraction=0.5)),
-        None,
-    ),
     "Pyro's guide": (partial(AutoNormal, init_scale=0.01), dvi.TaylorELBO, None),
     "two draws": (
         dvi.MeanFieldGuide,

@@ -27,6 +27,10 @@ def given_up(training):
     return training.elbo._given_up
 
 
+def captures(training):
+    return hasattr(training.elbo, "recordings")
+
+
 # Between steps ------------------------------------------------------------------------------------------------------
 
 
@@ -220,6 +224,42 @@ def test_labels_outside_the_support():
         assert len(training.model.runs) == runs + 1
         messages.append(str(caught.value))
     assert messages[0] == messages[1]
+
+
+# The number of steps ------------------------------------------------------------------------------------------------
+
+
+class _Tempered(SampledELBO):
+    """An objective that reads the number of steps."""
+
+    def evaluate(self, call, kl_weight, training):
+        terms = super().evaluate(call, kl_weight, training)
+        return {**terms, "loss": terms["loss"] * (1 + self.step)}
+
+
+def test_an_objective_that_reads_the_number_of_steps_takes_ordinary_ones():
+    def run(training):
+        with (
+            pytest.warns(DviWarning, match="reads the number of steps")
+            if captures(training)
+            else nullcontext()
+        ):
+            steps(training, 12, ONE)
+
+    assert given_up(both(run, elbo=_Tempered))
+
+
+def test_a_schedule_of_weights_is_followed():
+    def weighting():
+        return dvi.moment_propagation.VarianceWeighted(lambda step: 0.5 if step < 20 else 0.0)
+
+    data = [(x, y.float()) for x, y in ONE]
+    training = both(
+        lambda t: steps(t, 40, data),
+        model=lambda: Regression(lambda model, mean: dist.Normal(mean, 1 + mean.square())),
+        elbo=lambda: dvi.MomentPropagationELBO(weighting=weighting()),
+    )
+    assert len(training.elbo.recordings) == 2
 
 
 # Models that cannot be replayed, or not always -----------------------------------------------------------------------
