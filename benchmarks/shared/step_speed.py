@@ -68,7 +68,8 @@ def report(rows: list[Row], folder: Path) -> str:
     rows = [row for row in rows if "clock" in row]  # earlier lines had another unit
     text = [
         provenance("step_speed", rows),
-        "Training steps over a bare torch step with fused Adam; each table is one interleaved run. Start: the seconds "
+        "Training steps over a bare torch step with fused Adam; contestants take turns in groups, each with the bare "
+        "step. Start: the seconds "
         f"of the first {WARM_UP} steps beyond {WARM_UP} median ones, in which a step is captured or compiled. Pays "
         "after: the steps that make up for the later start. Operator calls and peak memory are multiples of the "
         "unit's.",
