@@ -292,14 +292,14 @@ class Captured(ELBO):
             self._void(recording)
         except _REPLAY_ERRORS as error:
             problem = f"a replay fails: {error}"
-        start = time.perf_counter()
+        start = time.thread_time()
         outcome, met = self._ordinary(call)
         if not math.isfinite(outcome.value):
             state.restore()
             raise _Ordinary
         if recording not in self._recordings:
             return outcome
-        recording.seconds += [(trial.seconds, time.perf_counter() - start) for trial in trials[:1]]
+        recording.seconds += [(trial.seconds, time.thread_time() - start) for trial in trials[:1]]
         surroundings = recording.surroundings
         for trial in trials:
             problem = problem or trial.disagreement(outcome, inputs)

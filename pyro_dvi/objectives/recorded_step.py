@@ -224,9 +224,9 @@ class RecordedStep:
         for way in range(len(self._ways)):
             copies = [t.clone() if k in self._written else t for k, t in enumerate(inputs)]
             with forked(*accelerators()):
-                start = time.perf_counter()
+                start = time.thread_time()
                 outcome = self.replay(copies, kl_weight, way)
-                seconds = time.perf_counter() - start
+                seconds = time.thread_time() - start
                 rounding = self._rounding if way < len(self._ways) - 1 else 0.0
                 versions = [tensor._version for tensor in copies]
                 found.append(Trial(outcome, copies, versions, _random_states(), rounding, seconds))

@@ -27,7 +27,9 @@ class Recording:
     batch: list[int]  # identities of the tensors it was recorded with
     uses: int = 0
     elsewhere: bool = False  # compared on another batch
-    seconds: list[tuple[float, float]] = field(default_factory=list)  # of replays and ordinary steps
+    seconds: list[tuple[float, float]] = field(
+        default_factory=list
+    )  # of the thread, in replays and ordinary steps
 
     def __post_init__(self) -> None:
         self.places = {id(tensor): k for k, tensor in enumerate(self.last)}
@@ -57,9 +59,9 @@ class Recording:
         return not self.elsewhere and self.batch != list(map(id, batch))
 
     def is_slower(self) -> bool:
-        """Return whether the fastest replay took longer than the fastest ordinary step, once there are some."""
+        """Return whether replays clearly take longer than ordinary steps, by the fastest of some of each."""
         replays, ordinary = zip(*self.seconds, strict=True)
-        return len(replays) > 3 and min(replays) > min(ordinary)
+        return len(replays) > 4 and min(replays) > 1.1 * min(ordinary)
 
     def trust(self, tensors: list[Tensor], batch: list[Tensor]) -> None:
         """Note a comparison in which it did not differ."""
