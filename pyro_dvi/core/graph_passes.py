@@ -109,12 +109,12 @@ def quickly_called(graph: fx.Graph) -> fx.Graph:
 
 
 def has_effect(node: fx.Node) -> bool:
-    """Return whether a node does more than give a result: writes to an argument, or moves a random state."""
+    """Return whether a node does more than give a result: writes to an argument, moves a random state, or checks."""
     if node.op in ("placeholder", "output"):
         return True
     schema, tags = getattr(node.target, "_schema", None), getattr(node.target, "tags", ())
     moves = torch.Tag.nondeterministic_seeded in tags or "batch_norm" in str(node.target)
-    return moves or (schema is not None and schema.is_mutable)
+    return moves or (schema is not None and (schema.is_mutable or not schema.returns))
 
 
 def _same_as(node: fx.Node) -> fx.Node | None:

@@ -58,7 +58,8 @@ class Captured(ELBO):
     after 1, 2, 4, 8, ... steps, later every 1000, and whenever a parameter was replaced. All that the Python code of
     model and guide can reach is watched in each step: attributes, globals, closures, entries of lists and dictionaries,
     hooks, priors. In between goes unseen what is outside Python objects, such as clocks, files and what is printed,
-    contents of containers and arrays of more than 1000 entries, and the insides of objects of other libraries.
+    contents of containers and arrays of more than 1000 entries, the insides of objects of other libraries, attributes
+    of tensors, and code that is replaced.
 
     What cannot be replayed stays as it was, with one warning that names the reason: a model that reads values
     (``.item()``, ``if x.sum() > 0``), draws random numbers outside torch, or keeps something from step to step outside
@@ -199,8 +200,11 @@ class Captured(ELBO):
         if len(self._recordings) == self.max_recordings or key in self._slower:
             return False
         self._ordinary_steps[key] += 1
-        if len(self._ordinary_steps) > _KINDS_OF_STEPS and not self._recordings:
-            self._give_up("each step has other arguments, or other functions")
+        if len(self._ordinary_steps) > _KINDS_OF_STEPS:
+            if not self._recordings:
+                self._give_up("each step has other arguments, or other functions")
+            self._ordinary_steps.clear()
+            self._met.clear()
         if self._ordinary_steps[key] < self.after:
             return False
         if key not in self._met:

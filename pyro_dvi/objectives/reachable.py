@@ -3,7 +3,8 @@
 
 import random
 import sys
-from collections import deque
+from argparse import Namespace
+from collections import UserDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
@@ -27,7 +28,17 @@ _CLOSED = {
     "arviz",
     "lightning",
 } | sys.stdlib_module_names
-_OPEN = (nn.Module, Messenger, SimpleNamespace, PyroSample, PyroParam, torch.distributions.Distribution)
+_OPEN = (
+    nn.Module,
+    Messenger,
+    SimpleNamespace,
+    PyroSample,
+    PyroParam,
+    torch.distributions.Distribution,
+    torch.distributions.Transform,
+    Namespace,
+    UserDict,
+)
 _CONTAINERS = frozenset(vars(nn.Module()))  # which modules keep as they are
 _LEFT_OUT = {
     "plates",
@@ -82,6 +93,9 @@ def _inside(owner: Any, place: str) -> Iterator[Entry]:
     elif isinstance(owner, Iterator):  # none may be asked where it stands
         yield lambda _: object(), INSIDE, None, place
     elif isinstance(owner, (list, tuple, deque, dict, set)):
+        yield from _of_object(owner, place)
+        if isinstance(owner, set) and len(owner) <= _MANY:
+            yield lambda _: frozenset(owner), INSIDE, frozenset(owner), place
         yield len, owner, len(owner), f"the length of {place}"
         if isinstance(owner, dict) and len(owner) <= _MANY:
             yield from ((owner.get, key, value, f"{place}[{key!r}]") for key, value in owner.items())
@@ -104,19 +118,38 @@ def _inside(owner: Any, place: str) -> Iterator[Entry]:
     elif isinstance(owner, property):
         yield from _attributes(owner, place, "fget")
     elif isinstance(owner, type):
-        if not _is_closed(owner):
-            yield from _named(vars(owner), place)
+        yield from _of_classes(owner)
+    elif isinstance(owner, ModuleType):
+        if owner.__name__.partition(".")[0] not in _CLOSED:
+            simple = (Tensor, list, tuple, dict, set)
+            found = _named(vars(owner), place)
+            yield from (entry for entry in found if is_plain(entry[2]) or isinstance(entry[2], simple))
     elif isinstance(owner, _OPEN) or not _is_closed(kind):
-        own = getattr(owner, "__dict__", {})
-        yield len, own, len(own), f"the number of attributes of {place}"
-        yield from (entry for entry in _named(own, place) if entry[1] not in _LEFT_OUT)
+        yield from _of_object(owner, place)
         for part in kind.__mro__:
             if not _is_closed(part):
-                yield from _named(vars(part), part.__name__)
                 slots = vars(part).get("__slots__", ())
                 yield from _attributes(owner, place, *(slot for slot in slots if hasattr(owner, slot)))
     elif hasattr(owner, "__wrapped__"):
         yield from _attributes(owner, place, "__wrapped__")
+
+
+def _of_object(owner: Any, place: str) -> Iterator[Entry]:
+    """Yield the attributes of an object and of its classes."""
+    own = getattr(owner, "__dict__", None)
+    if own is None:  # a list of Python's own
+        return
+    yield len, own, len(own), f"the number of attributes of {place}"
+    yield from (entry for entry in _named(own, place) if entry[1] not in _LEFT_OUT)
+    yield from _of_classes(type(owner))
+
+
+def _of_classes(kind: type) -> Iterator[Entry]:
+    """Yield the attributes of a class and of those that it inherits from."""
+    for part in kind.__mro__:
+        if not _is_closed(part):
+            yield len, vars(part), len(vars(part)), f"the number of attributes of {part.__name__}"
+            yield from _named(vars(part), part.__name__)
 
 
 def _variables(function: Any, place: str) -> Iterator[Entry]:

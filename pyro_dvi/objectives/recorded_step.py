@@ -17,7 +17,8 @@ import torch
 from pyro.poutine.messenger import Messenger
 from torch import Tensor, fx
 from torch.autograd import Function
-from torch.distributions import Distribution
+from torch.distributions import Distribution, constraints
+from torch.distributions.constraints import is_dependent
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pyro_dvi.core.autograd_graph import leaves_of
@@ -29,12 +30,13 @@ from pyro_dvi.core.recorder import Recorder, draws
 from pyro_dvi.core.undisturbed import accelerators, forked, state_of
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.runs.posterior_run import Call
-from pyro_dvi.runs.sites import is_data
+from pyro_dvi.runs.sites import is_data, is_latent
 
 if TYPE_CHECKING:
     from pyro_dvi.objectives.objective import Objective
 
 _TENSOR = object()
+_REAL = (constraints.real, constraints.real_vector)
 KINDS = ("cpu", "cuda", "xpu", "mps")  # that autocast knows
 
 
@@ -148,14 +150,14 @@ class RecordedStep:
         drawn = python_generators()
         recorder = Recorder([*inputs, kl_weight], assuming=assuming)
         torch.clear_autocast_cache()  # or casts made before would pass for constants
-        supports = _Supports()
-        with pyro.validation_enabled(0), supports, recorder, Reads(recorder):  # type: ignore[arg-type] # see _Supports
+        checks = _Checks()
+        with pyro.validation_enabled(0), checks, recorder, Reads(recorder):  # type: ignore[arg-type] # see _Checks
             with torch.enable_grad():
                 terms = objective.averaged(call, Weight(kl_weight), True)
             leaves = [inputs[k] for k in self._leaves]
             unknown = [leaf for leaf in leaves_of([terms["loss"]]) if not any(leaf is one for one in leaves)]
             self.outcome = Outcome.of(objective, call, terms, [*leaves, *unknown])
-            conditions = [*(recorder.assumptions or []), *supports.inside]
+            conditions = [*(recorder.assumptions or []), *checks.passed]
             holds = torch.stack(conditions).all() if conditions else torch.ones((), dtype=torch.bool)
         self.problem = None
         if unknown:
@@ -178,6 +180,8 @@ class RecordedStep:
             self.operators = recorder.module(results, [] if self.problem else gradients)
         except UnsupportedError as error:
             self.problem = self.problem or str(error)
+        except SyntaxError:  # in the code of the graph
+            self.problem = self.problem or "it gives an operator of torch an object that no graph can hold"
         if self.problem is not None:
             return
         self.found = recorder.found
@@ -363,22 +367,39 @@ def _compiled(operators: fx.GraphModule, inputs: list[Any]) -> Callable[..., Seq
     return lambda *arguments: [result.clone() for result in run(*arguments)]  # the next step overwrites them
 
 
-class _Supports(Messenger):
-    """Note whether observed values lie in the supports of their distributions, which replays do not validate.
+class _Checks(Messenger):
+    """Note whether distributions have valid parameters, and values in their supports, as validation asks.
 
-    Distributions that were told not to validate have False for it. Others have the default, which is 0 meanwhile.
+    Replays do not validate. Distributions that were told not to have False for it, others the default, which is 0
+    meanwhile.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.inside: list[Tensor] = []
+        self.passed: list[Tensor] = []
         self._validates = Distribution._validate_args
 
+    def __enter__(self) -> Any:
+        # Distributions that were made before validate still.
+        self._own, Distribution._validate_sample = Distribution._validate_sample, lambda *_: None  # type: ignore[method-assign]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        Distribution._validate_sample = self._own  # type: ignore[method-assign]
+        return super().__exit__(*error)
+
     def _pyro_post_sample(self, msg: Any) -> None:
-        if (
-            self._validates
-            and is_data(msg)
-            and getattr(innermost(msg["fn"]), "_validate_args", 0) is not False
-        ):
-            with suppress(NotImplementedError, AttributeError, TypeError, ValueError, RuntimeError):
-                self.inside.append(msg["fn"].support.check(msg["value"]).all())
+        fn = innermost(msg["fn"])
+        if not self._validates or getattr(fn, "_validate_args", 0) is False:
+            return
+        for name, constraint in getattr(fn, "arg_constraints", {}).items():
+            # Of real numbers NaN is the only one that is not valid, and shows in the loss.
+            if name in vars(fn) and not is_dependent(constraint) and constraint not in _REAL:
+                self._note(constraint, getattr(fn, name))
+        with suppress(NotImplementedError, AttributeError):
+            if is_data(msg) or (is_latent(msg) and msg["fn"].support not in _REAL):
+                self._note(msg["fn"].support, msg["value"])
+
+    def _note(self, constraint: Any, value: Any) -> None:
+        with suppress(NotImplementedError, AttributeError, TypeError, ValueError, RuntimeError):
+            self.passed.append(constraint.check(value).all())
