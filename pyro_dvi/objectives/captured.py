@@ -36,8 +36,7 @@ _OWN = ("elbo", "after", "max_recordings", "compile")
 _ATTEMPTS = 3  # to record a step, before capture is given up
 _KINDS_OF_STEPS = 100  # that are counted, before it is given up to wait for one that returns
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
-# Methods that this class takes the place of; objectives that override them keep their own steps.
-_STEPS = (Objective.loss_and_grads, Objective.differentiable_loss)
+_STEPS = (Objective.loss_and_grads, Objective.differentiable_loss)  # who overrides them keeps ordinary steps
 _REPLAY_ERRORS = (RuntimeError, IndexError, ValueError, TypeError)
 
 
@@ -49,8 +48,8 @@ class Captured(ELBO):
 
     Used as the objective inside: in ``SVI``, as ``elbo(model, guide)``, in ``fit``. The first steps are ordinary ones.
     Then a step is recorded below autograd, with its backward pass, and later ones replay the record: neither model nor
-    guide is called. Parameters, buffers, batch and KL weight are inputs of the graph. Batches of another shape, another
-    mode of the model, dtype or device get a recording of their own.
+    guide is called. Parameters, buffers, batch and KL weight are inputs. Batches of another shape, another mode of the
+    model, dtype or device get a recording of their own.
 
     Status: exact. Before a recording is used, a replay is compared with an ordinary step at other parameters and, where
     there is one, on another batch: loss, gradients, buffers and random states have to be equal to the last bit (on
@@ -73,7 +72,7 @@ class Captured(ELBO):
             numbers stay torch's own.
 
     Attributes:
-        elbo: the objective. All others are its own: ``terms``, ``step``, ``kl_weight``, ...
+        elbo: the objective, whose attributes it has, too.
 
     Raises:
         ArgumentError: the objective is none of this library.
@@ -310,13 +309,12 @@ class Captured(ELBO):
         problem = problem or surroundings.moved(tensors)
         if met.names.keys() - set(surroundings.names):
             problem = "a parameter appears"
-        if problem is None:
-            recording.trust(tensors, batch)
-        else:
+        recording.trust(tensors, batch)
+        if problem is not None or recording.is_slower():
             self._recordings.remove(recording)
+        if problem is not None:
             self._fail(problem)
-        if problem is None and recording.is_slower():
-            self._recordings.remove(recording)
+        elif recording not in self._recordings:
             self._slower.add(recording.key)
         return outcome
 

@@ -42,6 +42,7 @@ _OPEN = (
 _CONTAINERS = frozenset(vars(nn.Module()))  # which modules keep as they are
 _LEFT_OUT = {
     "plates",
+    "_inv",  # of torch's transforms
     *(n for n in _CONTAINERS if "state_dict" in n or "persistent" in n),
 }  # new in each step; for files
 INSIDE = object()  # in place of a name: the state of an object, that moves as it is used

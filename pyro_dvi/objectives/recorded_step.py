@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -14,29 +14,24 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyro
 import torch
-from pyro.poutine.messenger import Messenger
 from torch import Tensor, fx
 from torch.autograd import Function
-from torch.distributions import Distribution, constraints
-from torch.distributions.constraints import is_dependent
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pyro_dvi.core.autograd_graph import leaves_of
 from pyro_dvi.core.batches import is_strided
-from pyro_dvi.core.distributions import innermost
 from pyro_dvi.core.graph_passes import quickly_called
 from pyro_dvi.core.reads import Reads
 from pyro_dvi.core.recorder import Recorder, draws
 from pyro_dvi.core.undisturbed import accelerators, forked, state_of
 from pyro_dvi.errors import UnsupportedError
+from pyro_dvi.objectives.checks import Checks
 from pyro_dvi.runs.posterior_run import Call
-from pyro_dvi.runs.sites import is_data, is_latent
 
 if TYPE_CHECKING:
     from pyro_dvi.objectives.objective import Objective
 
 _TENSOR = object()
-_REAL = (constraints.real, constraints.real_vector)
 KINDS = ("cpu", "cuda", "xpu", "mps")  # that autocast knows
 
 
@@ -150,8 +145,8 @@ class RecordedStep:
         drawn = python_generators()
         recorder = Recorder([*inputs, kl_weight], assuming=assuming)
         torch.clear_autocast_cache()  # or casts made before would pass for constants
-        checks = _Checks()
-        with pyro.validation_enabled(0), checks, recorder, Reads(recorder):  # type: ignore[arg-type] # see _Checks
+        checks = Checks()
+        with pyro.validation_enabled(0), checks, recorder, Reads(recorder):  # type: ignore[arg-type] # see Checks
             with torch.enable_grad():
                 terms = objective.averaged(call, Weight(kl_weight), True)
             leaves = [inputs[k] for k in self._leaves]
@@ -365,41 +360,3 @@ def _compiled(operators: fx.GraphModule, inputs: list[Any]) -> Callable[..., Seq
     if not graphs:
         return run
     return lambda *arguments: [result.clone() for result in run(*arguments)]  # the next step overwrites them
-
-
-class _Checks(Messenger):
-    """Note whether distributions have valid parameters, and values in their supports, as validation asks.
-
-    Replays do not validate. Distributions that were told not to have False for it, others the default, which is 0
-    meanwhile.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.passed: list[Tensor] = []
-        self._validates = Distribution._validate_args
-
-    def __enter__(self) -> Any:
-        # Distributions that were made before validate still.
-        self._own, Distribution._validate_sample = Distribution._validate_sample, lambda *_: None  # type: ignore[method-assign]
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> Any:
-        Distribution._validate_sample = self._own  # type: ignore[method-assign]
-        return super().__exit__(*error)
-
-    def _pyro_post_sample(self, msg: Any) -> None:
-        fn = innermost(msg["fn"])
-        if not self._validates or getattr(fn, "_validate_args", 0) is False:
-            return
-        for name, constraint in getattr(fn, "arg_constraints", {}).items():
-            # Of real numbers NaN is the only one that is not valid, and shows in the loss.
-            if name in vars(fn) and not is_dependent(constraint) and constraint not in _REAL:
-                self._note(constraint, getattr(fn, name))
-        with suppress(NotImplementedError, AttributeError):
-            if is_data(msg) or (is_latent(msg) and msg["fn"].support not in _REAL):
-                self._note(msg["fn"].support, msg["value"])
-
-    def _note(self, constraint: Any, value: Any) -> None:
-        with suppress(NotImplementedError, AttributeError, TypeError, ValueError, RuntimeError):
-            self.passed.append(constraint.check(value).all())

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checks of distributions that a recorded step makes in place of their validation, which reads values."""
+
+from contextlib import suppress
+from typing import Any
+
+from pyro.poutine.messenger import Messenger
+from torch import Tensor
+from torch.distributions import Distribution, constraints
+from torch.distributions.constraints import is_dependent
+
+from pyro_dvi.core.distributions import innermost
+from pyro_dvi.runs.sites import is_data, is_latent
+
+_REAL = (constraints.real, constraints.real_vector)
+
+
+class Checks(Messenger):
+    """Note whether distributions have valid parameters, and values in their supports, as validation asks.
+
+    Replays do not validate. Distributions that were told not to have False for it, others the default, which is 0
+    meanwhile.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passed: list[Tensor] = []
+        self._validates = Distribution._validate_args
+
+    def __enter__(self) -> Any:
+        # Distributions that were made before validate still.
+        self._own, Distribution._validate_sample = Distribution._validate_sample, lambda *_: None  # type: ignore[method-assign]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        Distribution._validate_sample = self._own  # type: ignore[method-assign]
+        return super().__exit__(*error)
+
+    def _pyro_post_sample(self, msg: Any) -> None:
+        fn = innermost(msg["fn"])
+        if not self._validates or getattr(fn, "_validate_args", 0) is False:
+            return
+        for name, constraint in getattr(fn, "arg_constraints", {}).items():
+            # Of real numbers NaN is the only one that is not valid, and shows in the loss.
+            if name in vars(fn) and not is_dependent(constraint) and constraint not in _REAL:
+                self._note(constraint, getattr(fn, name))
+        with suppress(NotImplementedError, AttributeError):
+            if is_data(msg) or (is_latent(msg) and msg["fn"].support not in _REAL):
+                self._note(msg["fn"].support, msg["value"])
+
+    def _note(self, constraint: Any, value: Any) -> None:
+        with suppress(NotImplementedError, AttributeError, TypeError, ValueError, RuntimeError):
+            self.passed.append(constraint.check(value).all())
