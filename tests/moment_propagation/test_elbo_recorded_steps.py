@@ -201,7 +201,9 @@ def compare(model: nn.Module, guide: Any, data: tuple[Tensor, ...]) -> NoReads:
 @pytest.mark.parametrize(
     ("guide", "dtype"), [("mean-field", torch.float64), ("multiplicative noise", torch.float32)]
 )
-@pytest.mark.parametrize("net", NETS)
+@pytest.mark.parametrize(
+    "net", [pytest.param(net, marks=[pytest.mark.slow] if k % 3 else []) for k, net in enumerate(NETS)]
+)
 def test_networks(net, guide, dtype):
     torch.set_default_dtype(dtype)
     x = 2 * torch.randn(32, 4)
