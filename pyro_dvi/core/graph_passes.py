@@ -17,16 +17,8 @@ _LARGEST = 1 << 12  # elements of a constant that is kept instead of computed
 # Results that depend on the shapes of arguments only.
 FROM_SHAPES = {
     getattr(aten, name).default
-    for name in (
-        "ones_like",
-        "zeros_like",
-        "full_like",
-        "new_zeros",
-        "new_ones",
-        "new_full",
-        "new_empty_strided",
-    )
-} - {aten.new_empty_strided.default}
+    for name in ("ones_like", "zeros_like", "full_like", "new_zeros", "new_ones", "new_full")
+}
 _VIEWS = {aten.expand.default, aten.view.default, aten.reshape.default, aten._unsafe_view.default}
 _METHODS = {"expand", "view", "t", "unsqueeze", "squeeze"}
 _UNLIKE = {

@@ -108,7 +108,7 @@ class Handed(Function):
     @staticmethod
     def backward(ctx: Any, out: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
-            raise UnsupportedError("create_graph=True needs ordinary steps, without Captured")
+            raise UnsupportedError("create_graph=True needs ordinary steps, without Captured or DataParallel")
         return (None, None, *(None if g is None else out.to(g) * g for g in ctx.gradients))
 
 
@@ -152,7 +152,8 @@ class RecordedStep:
             leaves = [inputs[k] for k in self._leaves]
             unknown = [leaf for leaf in leaves_of([terms["loss"]]) if not any(leaf is one for one in leaves)]
             self.outcome = Outcome.of(objective, call, terms, [*leaves, *unknown])
-            conditions = [*(recorder.assumptions or []), *checks.passed]
+            # Numbers of a model may be on the CPU, its data elsewhere.
+            conditions = [c.to(kl_weight.device) for c in (*(recorder.assumptions or []), *checks.passed)]
             holds = torch.stack(conditions).all() if conditions else torch.ones((), dtype=torch.bool)
         self.problem = None
         if unknown:

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as td
 from pyro.infer.elbo import ELBO
 from torch import Tensor, nn
-from torch.autograd import Function
 
 from pyro_dvi.errors import (
     ArgumentError,
@@ -25,6 +24,7 @@ from pyro_dvi.errors import (
     PyroDviError,
     UnsupportedError,
 )
+from pyro_dvi.objectives.recorded_step import Handed
 from pyro_dvi.training.processes import (
     JointRun,
     create_parameters,
@@ -214,7 +214,7 @@ class DataParallel(ELBO):
         with torch.no_grad():
             for statistic, total in zip(statistics, sums, strict=True):
                 statistic.copy_(total)
-        result: Tensor = _Joint.apply(loss.new_tensor(value), gradients, *leaves)
+        result: Tensor = Handed.apply(loss.new_tensor(value), gradients, *leaves)
         self.elbo.returned(result, guide)
         return result
 
@@ -263,16 +263,3 @@ class _Evaluation(NamedTuple):
     fractions: dict[str, float]
     terms: dict[str, float]
     leaves: list[str]
-
-
-class _Joint(Function):
-    """A loss with gradients that are known already."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, gradients: list[Tensor], *leaves: Tensor) -> Tensor:
-        ctx.gradients = gradients
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, out: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, None, *(out * gradient for gradient in ctx.gradients))
