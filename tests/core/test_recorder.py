@@ -67,3 +67,12 @@ def with_memory(x):
 def test_refusals_name_the_line(function, match):
     with pytest.raises(UnsupportedError, match=match):
         module_of(function, torch.ones(2))
+
+
+def test_owned_results_share_no_memory():
+    x = torch.ones(3)
+    with Recorder([x]) as recorder:
+        one, again = 2 * x, 2 * x
+    found = recorder.module([], [one, again, x])(x)
+    assert len({result.data_ptr() for result in (*found, x)}) == 4
+    assert [result.tolist() for result in found] == [[2.0] * 3, [2.0] * 3, [1.0] * 3]

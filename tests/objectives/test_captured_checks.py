@@ -3,6 +3,7 @@
 
 import warnings
 from argparse import Namespace
+from collections import UserList
 from types import ModuleType
 
 import pyro
@@ -102,7 +103,14 @@ def of_a_list():
     return lambda: options.factor, lambda: setattr(options, "factor", 0.3)
 
 
-@pytest.mark.parametrize("place", [of_a_class, of_a_subclass, of_arguments, of_a_set, of_a_module, of_a_list])
+def of_a_hidden_tensor():
+    hidden = UserList([torch.tensor(1.0)])  # into which no recording looks
+    return lambda: hidden[0], lambda: hidden[0].mul_(0.3)
+
+
+@pytest.mark.parametrize(
+    "place", [of_a_class, of_a_subclass, of_arguments, of_a_set, of_a_module, of_a_list, of_a_hidden_tensor]
+)
 def test_numbers_wherever_they_are_are_followed(place, monkeypatch):
     monkeypatch.setattr(Base, "factor", 1.0)
     found = []
