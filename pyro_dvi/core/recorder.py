@@ -205,7 +205,8 @@ class Recorder(Watch):
         if tensor not in self._nodes:
             self._nodes[tensor] = self._hold(tensor)
             if not tensor.is_inference():
-                self.found.append((tensor.detach(), tensor._version))
+                # Below autograd, where this runs, an alias would not share the version.
+                self.found.append((tensor if tensor.grad_fn is None else tensor.detach(), tensor._version))
         return self._nodes[tensor]
 
     def _hold(self, tensor: Tensor) -> fx.Node:
