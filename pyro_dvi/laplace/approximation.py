@@ -44,12 +44,14 @@ class GaussianAtMode(FactorisedGuide):
         model: Callable,
         *,
         kl_weight: float = 1.0,
+        temperature: float = 1.0,
         init_loc_fn: Callable = init_to_module,
         create_plates: Callable | None = None,
     ) -> None:
         check_positive("kl_weight", kl_weight)
+        check_positive("temperature", temperature)
         super().__init__(model, init_loc_fn=init_loc_fn, create_plates=create_plates)
-        self.kl_weight = float(kl_weight)
+        self.kl_weight, self.temperature = float(kl_weight), float(temperature)
         self.scale_factors: dict[str, float] = {}
         self._fitted: Fitted | None = None
         self._certificate: Certificate | None = None
@@ -76,7 +78,8 @@ class GaussianAtMode(FactorisedGuide):
             if self.prototype_trace is None:
                 args, kwargs = next(iter(Passes(batches, device)))
                 self.initialize(*args, **kwargs)
-        return PointMass(self.unconstrained_mode(), dict(self.scale_factors), self.kl_weight)
+        factors = dict(self.scale_factors)
+        return PointMass(self.unconstrained_mode(), factors, self.kl_weight, self.temperature)
 
     def predictive(self, *inputs: Any, site: str | None = None, joint: bool = False) -> GaussianOutputs:
         """Return the Gaussian over the outputs for some inputs.

@@ -33,6 +33,7 @@ class PointMass:
         locs: the unconstrained mode of every site.
         scale_factors: multipliers of the scales of sites in U.
         kl_weight: :math:`\beta`.
+        temperature: T.
         data: checksum of the batches, where something was done with all of them.
         model: fingerprint of the model at the mode; None where the model could not be run.
     """
@@ -40,6 +41,7 @@ class PointMass:
     locs: Mapping[str, Tensor]
     scale_factors: Mapping[str, float] = field(default_factory=dict)
     kl_weight: float = 1.0
+    temperature: float = 1.0
     data: float | None = None
     model: Fingerprint | None = None
 
@@ -52,7 +54,7 @@ class PointMass:
     def from_state(state: Mapping[str, Any]) -> "PointMass":
         """Restore it from :meth:`state`."""
         model = None if state["model"] is None else Fingerprint(**state["model"])
-        return PointMass(state["locs"], state["scale_factors"], state["kl_weight"], state["data"], model)
+        return PointMass(**{**state, "model": model})
 
     def layout(self, subset: Subset | None = None) -> Layout:
         """Return the latents that vary, in order.
@@ -88,7 +90,14 @@ class PointMass:
             ArgumentError: a scale factor that is not positive, or of a site that the model has not.
         """
         model = rescaled_model(model, self.scale_factors)
-        energy = Energy(model, batches, self.locs, layout=self.layout(subset), kl_weight=self.kl_weight)
+        energy = Energy(
+            model,
+            batches,
+            self.locs,
+            layout=self.layout(subset),
+            kl_weight=self.kl_weight,
+            temperature=self.temperature,
+        )
         if self.scale_factors:
             run = energy.first_run(energy.start)[1]
             names = [*run.log_priors, *(site.name for site in run.sites)]
@@ -112,8 +121,10 @@ class PointMass:
             return f"site {moved!r} has moved since guide.fit, so that its Gaussian belongs to another mode"
         if self.scale_factors != fit.scale_factors:
             return "guide.scale_factors has changed since guide.fit"
-        if self.kl_weight != fit.kl_weight:
-            return f"guide.kl_weight is {self.kl_weight:g}, and the fit had kl_weight={fit.kl_weight:g}"
+        for name in ("kl_weight", "temperature"):
+            now, then = getattr(self, name), getattr(fit, name)
+            if now != then:
+                return f"guide.{name} is {now:g}, and the fit had {name}={then:g}"
         return None
 
 

@@ -30,9 +30,9 @@ class LaplaceGuide(GaussianAtMode):
     r"""Laplace's approximation: a Gaussian around the most probable weights.
 
     .. math:: q(u) = \mathcal N(\hat u, P^{-1}), \qquad \hat u = \arg\min_u U(u), \qquad
-        U(u) = -\tfrac1\beta\log p(D \mid u) - \log p(u)
+        U(u) = \tfrac1T\bigl[-\tfrac1\beta\log p(D \mid u) - \log p(u)\bigr]
 
-    In training it is a point mass in unconstrained space, for ``SVI`` with any ELBO, whose loss is :math:`\beta U` up
+    In training it is a point mass in unconstrained space, for ``SVI`` with any ELBO, whose loss is :math:`\beta T U` up
     to a constant. :meth:`polish` then finds the minimum and :meth:`fit` the Gaussian, which :meth:`predictive`,
     ``predict`` and :meth:`log_evidence` use. Predictions linearise the model around the mode.
 
@@ -41,6 +41,7 @@ class LaplaceGuide(GaussianAtMode):
     Args:
         model: a Pyro model whose latents are continuous.
         kl_weight: :math:`\beta` of the training objective; it tempers the likelihood, :math:`p(D \mid u)^{1/\beta}`.
+        temperature: T, by which the covariance is multiplied, and which leaves the mode alone.
         init_loc_fn: Pyro initialisation strategy of the mode; by default the weights that a network had before
             :func:`~pyro_dvi.to_bayesian_`: a trained network is a mode already.
         create_plates: as in Pyro's guides.
@@ -52,7 +53,7 @@ class LaplaceGuide(GaussianAtMode):
 
     Raises:
         ModelError: a latent is discrete, or there is none.
-        ArgumentError: the KL weight is not positive.
+        ArgumentError: the KL weight or the temperature is not positive.
 
     Source: MacKay (1992); Immer, Korzepa & Bauer (2021) for the linearised predictive.
 
@@ -261,7 +262,7 @@ class LaplaceGuide(GaussianAtMode):
             subset: as for :meth:`fit`; by default the subset of the last fit, or all.
 
         Raises:
-            ArgumentError: ``kl_weight`` is not 1: a tempered posterior has no evidence.
+            ArgumentError: ``kl_weight`` or ``temperature`` is not 1: a tempered posterior has no evidence.
             GuideError: the mode, or the model, has changed since the fit, or the fit ended in an error.
             ModelError: the model draws random numbers of its own.
             NonFiniteError: the likelihood, or the prior, is NaN or infinite.

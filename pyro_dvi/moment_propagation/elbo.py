@@ -21,7 +21,6 @@ from pyro_dvi.moments.shared_noise import has_covariances
 from pyro_dvi.moments.value import variance_floor
 from pyro_dvi.moments.weight_uses import warned_of_repeated_uses
 from pyro_dvi.objectives.objective import Objective
-from pyro_dvi.runs.divergences import kl_to_priors
 from pyro_dvi.runs.latents import Latent
 from pyro_dvi.runs.observed import observed_sites
 from pyro_dvi.runs.posterior_run import Call, run_at_means, run_with_moments
@@ -105,6 +104,7 @@ class MomentPropagationELBO(Objective):
 
     Args:
         kl_weight: :math:`\beta` (the paper's :math:`\kappa`), a float or a schedule of the training steps done.
+        temperature: T of a cold posterior, see :class:`~pyro_dvi.objectives.Objective`.
         estimator: of the expected log-normaliser of classes; ``Sobol(64)`` by default. ``TiltedBound()`` is free of
             sampling.
         weighting: weights of the log-likelihood of single observations, as ``VarianceWeighted()`` or a function of an
@@ -150,13 +150,16 @@ class MomentPropagationELBO(Objective):
         self,
         *,
         kl_weight: float | Callable[[int], float] = 1.0,
+        temperature: float = 1.0,
         estimator: LogitEstimator | None = None,
         weighting: Callable[[Any, int], Tensor] | None = None,
         variance_floor: float | None = None,
         num_data: int | None = None,
         num_particles: int = 1,
     ) -> None:
-        super().__init__(kl_weight=kl_weight, num_data=num_data, num_particles=num_particles)
+        super().__init__(
+            kl_weight=kl_weight, temperature=temperature, num_data=num_data, num_particles=num_particles
+        )
         if estimator is not None:
             check_choice("estimator", estimator, LogitEstimator, "Sobol(64) or TiltedBound()")
         if isinstance(weighting, type) or not (weighting is None or callable(weighting)):
@@ -190,8 +193,8 @@ class MomentPropagationELBO(Objective):
         log_likelihood = observed.log_likelihood()
         if first:
             _check_reached(call, log_likelihood, run.latents, structure)
-        kl = kl_to_priors(run.latents)
-        return {"loss": kl_weight * kl - log_likelihood, "log_likelihood": log_likelihood, "kl": kl}
+        kl, divergence = self.divergences(run.latents)
+        return {"loss": kl_weight * divergence - log_likelihood, "log_likelihood": log_likelihood, "kl": kl}
 
     @contextmanager
     def _moments_taken(self, first: bool, given: Mapping[str, GaussianMoments]) -> Iterator[None]:

@@ -123,13 +123,15 @@ class NaturalStep:
         wanted: the curvature to measure in the next step; the optimizer says so in its own step.
         measured: the curvature that the gradients of the precisions are.
         num_data: N.
-        temperature: :math:`\beta`, the weight of the KL divergence.
+        kl_weight: :math:`\beta`.
+        temperature: T.
         sites: the sites with their priors; empty before the first step.
     """
 
     wanted: Estimate
     measured: Estimate = field(init=False)
     num_data: float = 1.0
+    kl_weight: float = 1.0
     temperature: float = 1.0
     sites: list[NaturalSite] = field(default_factory=list)
 

@@ -15,7 +15,6 @@ from pyro_dvi.natural_gradients.drawn_run import DrawnRun, SquareMeasurement
 from pyro_dvi.natural_gradients.estimates import NaturalSite
 from pyro_dvi.natural_gradients.optimizer import wanted_by
 from pyro_dvi.objectives.objective import Objective
-from pyro_dvi.runs.divergences import kl_to_priors
 from pyro_dvi.runs.latents import Latent
 from pyro_dvi.runs.observed import num_data_of
 from pyro_dvi.runs.posterior_run import Call
@@ -43,8 +42,10 @@ class NaturalGradientELBO(Objective):
     get an ordinary Adam step from the same optimizer.
 
     Args:
-        kl_weight: :math:`\beta` (the papers' temperature :math:`\tau`); positive; a float or a schedule of the
-            training steps done.
+        kl_weight: :math:`\beta`; positive; a float or a schedule of the training steps done. It divides the
+            precision and multiplies the prior, as the papers' temperature :math:`\tau` does.
+        temperature: T of a cold posterior, see :class:`~pyro_dvi.objectives.Objective`; it divides the precision
+            and leaves the prior alone.
         num_data: N, compared with the plate's scale; None skips the check.
         num_particles: K, draws of the weights a step.
 
@@ -116,9 +117,9 @@ class NaturalGradientELBO(Objective):
             check_gradients(call, run.model_trace, log_likelihood)
         learned = training and run.has_learned_priors()
         with torch.set_grad_enabled(learned):
-            kl = kl_to_priors(map(_detached, run.latents) if learned else run.latents)
+            kl, divergence = self.divergences(list(map(_detached, run.latents)) if learned else run.latents)
         if training:
-            graph = graph_of([log_likelihood, kl])
+            graph = graph_of([log_likelihood, divergence])
             log_likelihood = run.with_idle_draws(log_likelihood, graph)
             step.num_data = max(map(num_data_of, observed.terms))
             step.sites = run.sites()
@@ -126,13 +127,14 @@ class NaturalGradientELBO(Objective):
             for parameter in (*leaves, *(site.loc for site in step.sites)):
                 parameter.natural_step = step
             step.measured.measure(run, observed.terms, self._squares)
-        return {"loss": kl_weight * kl - log_likelihood, "log_likelihood": log_likelihood, "kl": kl}
+        return {"loss": kl_weight * divergence - log_likelihood, "log_likelihood": log_likelihood, "kl": kl}
 
     def begin(self, guide: Any) -> None:
         _check_guide(guide)
         _check_training(self.current_kl_weight())
         guide.natural_step.begin()
-        guide.natural_step.temperature = self.current_kl_weight()
+        guide.natural_step.kl_weight = self.current_kl_weight()
+        guide.natural_step.temperature = self.temperature
 
     def recorded_for(self, guide: Any) -> Any:
         return guide.natural_step.wanted, bool(guide.natural_step.sites)
@@ -176,8 +178,8 @@ def _check_training(kl_weight: float) -> None:
         )
     if not kl_weight > 0:
         raise ArgumentError(
-            "kl_weight is the temperature of the posterior here and must be positive, also where a schedule starts, as "
-            "in LinearWarmup(steps, start=0.1); for a point estimate use AutoDelta with SampledELBO"
+            "kl_weight divides the precision of the posterior here and must be positive, also where a schedule starts, "
+            "as in LinearWarmup(steps, start=0.1); for a point estimate use AutoDelta with SampledELBO"
         )
 
 

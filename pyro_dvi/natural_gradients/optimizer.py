@@ -3,11 +3,12 @@ r"""The base class of the natural-gradient optimizers: measurements, momentum, t
 
 Gradients come summed over the data, as Pyro's losses are; divided by N they are means over examples, :math:`\hat g`,
 and so are squares, :math:`\hat h`. With the weight :math:`\beta` of the KL (the papers' temperature
-:math:`\tau`; :math:`\beta_1` and :math:`\beta_2` are decay rates), data-augmentation factor :math:`\rho` and prior
-precision :math:`\delta`, the scaled prior precision and the posterior precision are
+:math:`\tau`; :math:`\beta_1` and :math:`\beta_2` are decay rates), the temperature T of a cold posterior,
+data-augmentation factor :math:`\rho` and prior precision :math:`\delta`, the scaled prior precision and the posterior
+precision are
 
 .. math:: \tilde\delta = \frac{\beta\delta}{\rho N}, \qquad
-    \Lambda = \frac{\rho N}{\beta}(s + \tilde\delta) = \frac{\rho N s}{\beta} + \delta .
+    \Lambda = \frac{\rho N}{\beta T}(s + \tilde\delta) = \frac1T\Bigl(\frac{\rho N s}{\beta} + \delta\Bigr) .
 """
 
 import math
@@ -29,7 +30,7 @@ DEFAULTS: dict[str, Any] = {
     "lr": 10.0,
     "betas": (0.9, 0.999),
     "damping": 0.0,
-    "max_step": 0.01,
+    "max_step": 0.15,
     "data_augmentation": 1.0,
     "initial_curvature": None,
     "warmup_steps": 100,
@@ -52,7 +53,7 @@ class Update:
         step: the measurements.
         count: number of this step, from 1.
         factor: of the learning rate, from the schedule.
-        temperature: :math:`\beta`, as far as it has risen.
+        kl_weight: :math:`\beta`, as far as it has risen.
         gradients: of minus the log-likelihood at the means; may be overwritten.
         measured: the curvature of this minibatch; may be overwritten.
         priors: :math:`\rho N\tilde\delta / \rho = \beta\delta / \rho`.
@@ -64,23 +65,25 @@ class Update:
     step: NaturalStep
     count: int
     factor: float
-    temperature: float
+    kl_weight: float
 
     def __post_init__(self) -> None:
         self.locs = [site.loc for site in self.sites]
         self.precisions = [site.precision for site in self.sites]
         self.gradients: Any = [loc.grad for loc in self.locs]
         self.measured: Any = [precision.grad for precision in self.precisions]
-        self.prior_precisions = [site.prior_precision for site in self.sites]
-        self.inverse_temperature: float = self.group["data_augmentation"] / self.temperature
-        self.priors = torch._foreach_mul(self.prior_precisions, 1 / self.inverse_temperature)
+        data_augmentation = self.group["data_augmentation"]
+        self.inverse_temperature: float = data_augmentation / (self.kl_weight * self.step.temperature)
+        prior_precisions = [site.prior_precision for site in self.sites]
+        self.priors = torch._foreach_mul(prior_precisions, self.kl_weight / data_augmentation)
         self.has_start = self.group["initial_curvature"] is not None
         # A curvature that starts with the measurement of this minibatch does not count it again.
         self.is_start = self.count == 1 and not self.has_start
         start = (self.group["initial_curvature"] or 0.0) * self.step.num_data
-        for memory, measured in zip(self.memories, self.measured, strict=True):
+        for site, memory, measured in zip(self.sites, self.memories, self.measured, strict=True):
             if "curvature" not in memory:
                 memory["momentum"] = torch.zeros_like(measured)
+                memory["unit"] = _unit(site)
                 memory["curvature"] = torch.full_like(measured, start) if self.has_start else measured.clone()
         self.momenta = [memory["momentum"] for memory in self.memories]
         self.curvatures = [memory["curvature"] for memory in self.memories]
@@ -102,13 +105,12 @@ class Update:
         return torch._foreach_add(self.precisions, damping) if damping else self.precisions
 
     def move_along(self, directions: Tensors, scale: float) -> None:
-        """Move against preconditioned directions times a scale, each weight by ``max_step`` prior scales at most."""
+        """Move against preconditioned directions times a scale, each weight by ``max_step`` units at most."""
         if self.group["max_step"] is not None:
-            bounds = torch._foreach_pow(self.prior_precisions, -0.5)
-            torch._foreach_mul_(bounds, self.group["max_step"] / self.group["full_lr"] / scale)
-            torch._foreach_minimum_(directions, bounds)
-            torch._foreach_neg_(bounds)
-            torch._foreach_maximum_(directions, bounds)
+            bound = self.group["max_step"] / self.group["full_lr"] / scale
+            bounds = [bound * memory["unit"] for memory in self.memories]
+            torch._foreach_clamp_max_(directions, bounds)
+            torch._foreach_clamp_min_(directions, [-bound for bound in bounds])
         torch._foreach_add_(self.locs, directions, alpha=-self.factor * self.group["lr"] * scale)
 
 
@@ -243,7 +245,7 @@ class NaturalGradientOptimizer(Optimizer):
                 step,
                 count,
                 factor=self.rate_factor,
-                temperature=step.temperature * tempering,
+                kl_weight=step.kl_weight * tempering,
             )
         )
         for site in sites:
@@ -253,6 +255,16 @@ class NaturalGradientOptimizer(Optimizer):
     @abstractmethod
     def _move(self, update: Update) -> None:
         """Move means and set posterior precisions, both in place."""
+
+
+def _unit(site: NaturalSite) -> float:
+    """Return the unit of a site's steps: the root mean square distance of its means at the start from the prior's.
+
+    Where that is zero, or the site a single number, it is the prior's mean standard deviation.
+    """
+    distance = site.loc.detach() - site.prior_loc
+    unit = float(distance.square().mean().sqrt()) if distance.numel() > 1 else 0.0
+    return unit or float(site.prior_precision.pow(-0.5).mean())
 
 
 def _check_options(optimizer: str, options: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from pyro_dvi.core.arguments import check_choice, check_count
-from pyro_dvi.errors import ArgumentError
+from pyro_dvi.errors import ArgumentError, UnsupportedError
 from pyro_dvi.natural_gradients.estimates import Estimate, NoiseProducts, Squares, steps_of
 from pyro_dvi.natural_gradients.optimizer import NaturalGradientOptimizer, Tensors, Update
 from pyro_dvi.optim.joint_optim import JointOptim, Options, for_svi
@@ -49,10 +49,10 @@ class Consistent(Formulation):
     .. math::
         m \leftarrow \beta_1 m + (1-\beta_1) \hat g, \quad \hat m = \frac{m}{1-\beta_1^t}, \qquad
         s \leftarrow s + r_t (\hat h - s), \quad r_t = \max\Bigl(1-\beta_2, \frac{\eta+1}{\eta+t}\Bigr), \qquad
-        \Lambda = \frac{N}{\beta}(s + \tilde\delta)
+        \Lambda = \frac{N}{\beta T}(s + \tilde\delta)
 
-    The precision at rest is :math:`N\hat h/\beta + \delta`, the optimum for temperature :math:`\beta`. Damping
-    shortens the step and leaves the posterior alone.
+    The precision at rest is :math:`(N\hat h/\beta + \delta)/T`, the optimum for ``kl_weight`` :math:`\beta` and
+    ``temperature`` T. Damping shortens the step and leaves the posterior alone.
 
     Squared gradients shrink by orders of magnitude while a network learns. At a constant rate the first minibatch,
     whose gradients are the largest of all, would count for some :math:`1/(1-\beta_2)` steps: steps would be far too
@@ -131,10 +131,15 @@ class AsPrinted(Formulation):
 
     def update_curvature(self, update: Update) -> None:
         rate = 1 - update.group["betas"][1]
-        torch._foreach_mul_(update.curvatures, 1 - update.temperature * rate)
+        torch._foreach_mul_(update.curvatures, 1 - update.kl_weight * rate)
         torch._foreach_add_(update.curvatures, update.measured, alpha=rate)
 
     def set_precisions(self, update: Update, damped: Tensors) -> None:
+        if update.step.temperature != 1:
+            raise UnsupportedError(
+                "AsPrinted() has one temperature, the paper's, which is kl_weight: leave temperature at 1, or use "
+                "Consistent()"
+            )
         torch._foreach_copy_(update.precisions, damped)
         torch._foreach_mul_(update.precisions, update.group["data_augmentation"])
 
@@ -161,8 +166,10 @@ class VOGNOptimizer(NaturalGradientOptimizer):
         damping: :math:`\gamma`, in units of the curvature of one example.
         data_augmentation: :math:`\rho`, by how much augmentation multiplies the effective number of data.
         initial_curvature: :math:`s_0`; None takes the squared gradients of the first minibatch.
-        max_step: longest :math:`|\Delta\mu|` of a weight in a step, in standard deviations of its prior; it falls with
-            the learning rate. None sets no bound.
+        max_step: longest :math:`|\Delta\mu|` of a weight in a step, relative to the size of the weights of its site:
+            their root mean square distance from the prior's mean when training starts, or the prior's standard
+            deviation where that is zero or the site is a single number. It falls with the learning rate. None sets no
+            bound.
         warmup_steps: over which the learning rate rises from 0, but at most a quarter of training; 0 starts in full.
             The temperature rises as a square over half of training, where its length is known, and with the learning
             rate where it is not.
@@ -180,7 +187,8 @@ class VOGNOptimizer(NaturalGradientOptimizer):
         GuideError: in a step, if the loss was no ``NaturalGradientELBO``.
 
     Source: Osawa et al. (2019), "Practical deep learning with Bayesian principles", Algorithm 1 and section 3.
-    Bounds of steps, there in units of the weights: Liu et al. (2024), "Sophia", section 2.2.
+    Bounds of steps: Liu et al. (2024), "Sophia", section 2.2; in proportion to the weights: You et al. (2020), "Large
+    batch optimization for deep learning", section 3.
     """
 
     estimate: Estimate = Squares()
@@ -252,7 +260,7 @@ class IVONOptimizer(NaturalGradientOptimizer):
             + \frac{(1-\beta_2)^2}{2}\frac{(h - \hat h)^2}{h + \tilde\delta}, \qquad
         \mu \leftarrow \mu - \alpha\,\frac{\hat m + \tilde\delta(\mu - m_0)}{h + \tilde\delta}
 
-    and :math:`\sigma^{-2} = \tfrac{N}{\beta}(h + \tilde\delta)`. The last term of h keeps it above
+    and :math:`\sigma^{-2} = \tfrac{N}{\beta T}(h + \tilde\delta)`. The last term of h keeps it above
     :math:`-\tilde\delta` where that is constant. It is not where the temperature or a learned prior precision falls, so
     h is raised to :math:`-0.9\,\tilde\delta` before each update: the posterior variance of a weight is then less than
     some twenty times its prior's.

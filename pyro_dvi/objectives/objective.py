@@ -11,11 +11,13 @@ import torch
 from pyro.infer.elbo import ELBO
 from torch import Tensor
 
-from pyro_dvi.core.arguments import check_count, check_kl_weight
+from pyro_dvi.core.arguments import check_count, check_kl_weight, check_positive
 from pyro_dvi.core.autograd_graph import leaves_of
 from pyro_dvi.core.recorder import refuse_to_record
 from pyro_dvi.curvature.linearisation import sum_of, twice_differentiated
 from pyro_dvi.errors import CheckpointError, NonFiniteError, PyroDviError, UnsupportedError
+from pyro_dvi.runs.divergences import entropy, kl_to_priors, refuse_free_scales
+from pyro_dvi.runs.latents import Latent
 from pyro_dvi.runs.observed import Observed, check_num_data, observed_sites
 from pyro_dvi.runs.posterior_run import Call, refuse_site
 from pyro_dvi.runs.structure import FirstRuns, Structure, start_apart
@@ -23,21 +25,29 @@ from pyro_dvi.runs.trained_for import check_trainable, note_trained_for
 
 
 class Objective(ELBO):
-    """Base class of the objectives: a drop-in for Pyro's ELBOs in ``SVI`` and as ``elbo(model, guide)``.
+    r"""Base class of the objectives: a drop-in for Pyro's ELBOs in ``SVI`` and as ``elbo(model, guide)``.
 
-    Losses are summed over the whole data set, as in Pyro, and are the objective that is actually optimised: with
-    ``kl_weight`` other than one, ``elbo.terms`` holds what the untempered ELBO needs.
+    .. math::
+        \mathrm{loss} = \mathrm E_q[-\log p(y \mid w)]
+            + \beta\,\bigl(\mathrm E_q[-\log p(w)] - T\,\mathrm H[q]\bigr)
+
+    At :math:`T = 1` the bracket is the KL divergence. Losses are summed over the whole data set, as in Pyro, and are
+    the objective that is actually optimised: with another ``kl_weight`` or ``temperature`` than one, ``elbo.terms``
+    holds what the untempered ELBO needs.
 
     Adding one: write :meth:`evaluate`, and set ``prediction_rule`` where draws of weights are not the way to predict.
     ``fit``, checkpoints, ``predict`` and ``DataParallel`` then work. In ``evaluate``, call ``structure, _ =
     self.structure(call, training)`` first; run guide and model once, as by ``run_at_means(call, structure.sampled)`` of
     :mod:`pyro_dvi.runs.posterior_run`, which draws latents that set the priors of others; take the likelihood from
-    ``self.observed(run.model_trace)`` and the KL divergence from ``kl_to_priors(run.latents)`` of
-    :mod:`pyro_dvi.runs.divergences`. An objective that needs more overrides :meth:`prepare`, :meth:`begin`,
-    :meth:`returned`, :meth:`state_dict` and :meth:`load_state_dict`.
+    ``self.observed(run.model_trace)`` and the divergence from ``self.divergences(run.latents)``. An objective that
+    needs more overrides :meth:`prepare`, :meth:`begin`, :meth:`returned`, :meth:`state_dict` and
+    :meth:`load_state_dict`.
 
     Args:
-        kl_weight: factor of the KL divergence; a float, or a schedule called with the number of training steps done.
+        kl_weight: :math:`\beta`, factor of the KL divergence; a float, or a schedule called with the number of training
+            steps done.
+        temperature: T, factor of the posterior's entropy H in unconstrained space; below 1 the posterior is cold:
+            narrower, around a mean that the prior pulls as before. Point masses have no entropy.
         num_data: size of the data set, compared with the plate's scale; None skips the check.
         num_particles: runs to average where a latent that sets another's prior has to be sampled; one run
             is enough otherwise.
@@ -57,9 +67,11 @@ class Objective(ELBO):
         self,
         *,
         kl_weight: float | Callable[[int], float] = 1.0,
+        temperature: float = 1.0,
         num_data: int | None = None,
         num_particles: int = 1,
     ) -> None:
+        check_positive("temperature", temperature)
         check_count("num_particles", num_particles)
         if num_data is not None:
             check_count("num_data", num_data)
@@ -67,6 +79,7 @@ class Objective(ELBO):
         if not callable(kl_weight):
             check_kl_weight("kl_weight", kl_weight)
         self.kl_weight = kl_weight
+        self.temperature = float(temperature)
         self.num_data = num_data
         self._step = 0
         self.terms: dict[str, Tensor] = {}
@@ -135,6 +148,18 @@ class Objective(ELBO):
         if self.num_data is not None:
             check_num_data(observed.sites, self.num_data)
         return observed
+
+    def divergences(self, latents: list[Latent]) -> tuple[Tensor, Tensor]:
+        r"""Return the KL divergence, and what ``kl_weight`` multiplies: at another temperature than 1 not the same.
+
+        .. math:: \mathrm{KL}(q \,\|\, p) + (1 - T)\,\mathrm H[q]
+        """
+        kl = kl_to_priors(latents)
+        if self.temperature == 1:
+            return kl, kl
+        if self.temperature < 1:
+            refuse_free_scales(latents)
+        return kl, kl + (1 - self.temperature) * entropy(latents)
 
     # Pyro's interface --------------------------------------------------------------------------------------------
 

@@ -13,7 +13,6 @@ from pyro_dvi.curvature.linearisation import sum_of
 from pyro_dvi.errors import GuideError
 from pyro_dvi.gaussians.normals import is_joint
 from pyro_dvi.objectives.objective import Objective
-from pyro_dvi.runs.divergences import kl_to_priors
 from pyro_dvi.runs.latents import GaussianSite
 from pyro_dvi.runs.posterior_run import Call, GuideRun, PosteriorRun, run_at_means
 from pyro_dvi.runs.sites import core, is_latent, sites_of
@@ -39,6 +38,7 @@ class SampledELBO(Objective):
 
     Args:
         kl_weight: :math:`\beta`, a float or a schedule of the training steps done.
+        temperature: T of a cold posterior, see :class:`~pyro_dvi.objectives.Objective`; ``AutoDelta`` has none.
         num_data: size of the data set, compared with the plate's scale; None skips the check.
         num_particles: K, draws a step.
 
@@ -83,8 +83,10 @@ class SampledELBO(Objective):
         log_likelihood = self.observed(run.model_trace).log_likelihood()
         if first and not factorised:
             check_gradients(call, run.model_trace, log_likelihood)
-        kl = kl_to_priors(run.latents) + run.guide.log_density()
-        return {"loss": kl_weight * kl - log_likelihood, "log_likelihood": log_likelihood, "kl": kl}
+        kl, divergence = self.divergences(run.latents)
+        log_density = run.guide.log_density()
+        kl, divergence = kl + log_density, divergence + self.temperature * log_density
+        return {"loss": kl_weight * divergence - log_likelihood, "log_likelihood": log_likelihood, "kl": kl}
 
     def _is_factorised(self, call: Call) -> bool:
         """Return whether the guide is a factorised Gaussian, which is looked at once."""

@@ -72,6 +72,51 @@ def kl_to_priors(latents: Iterable[Latent]) -> Tensor:
     return sum_of(terms) if terms else torch.zeros(())
 
 
+def entropy(latents: Iterable[Latent]) -> Tensor:
+    r"""Entropy of the Gaussians of all latent sites in unconstrained space, scaled and masked as the guide's sites are.
+
+    .. math:: \sum \log\sigma + \tfrac12\log 2\pi e
+
+    less the total correlation of Gaussians with covariances. Point masses count as nothing.
+
+    Status: exact.
+
+    Args:
+        latents: posterior marginals and priors of the sites.
+    """
+    latents = [latent for latent in latents if latent.loc is not None]
+    terms = [scale_and_mask(_entropy(latent), latent.guide_scale, latent.mask).sum() for latent in latents]
+    sources = {id(a.source): a for a in latents if a.shared is not None}
+    for latent in sources.values():
+        assert latent.source is not None
+        terms.append(-total_correlation(latent.source.base) * latent.guide_scale)
+    return sum_of(terms) if terms else torch.zeros(())
+
+
+def refuse_free_scales(latents: Iterable[Latent]) -> None:
+    """Refuse priors whose scale is learned, or a latent, for temperatures below 1.
+
+    The normaliser of the prior then outweighs the entropy of the posterior, so that scale and weights go to zero
+    together.
+
+    Raises:
+        ModelError: naming the site.
+    """
+    for latent in latents:
+        prior = strip_event_dims(latent.prior)
+        while isinstance(prior, td.TransformedDistribution):
+            prior = strip_event_dims(prior.base_dist)
+        parameters = {name: getattr(prior, name, None) for name in getattr(prior, "arg_constraints", ())}
+        if latent.loc is not None and any(
+            torch.is_tensor(value) and value.requires_grad and name not in ("loc", "probs", "logits")
+            for name, value in parameters.items()
+        ):
+            raise ModelError(
+                f"the prior of site {latent.name!r} has a scale that is learned or latent, which goes to zero at a "
+                "temperature below 1: give it a fixed scale, or use kl_weight in place of temperature"
+            )
+
+
 def _kl_of_covariances(source: GaussianSite, latents: list[Latent]) -> Tensor:
     """Return the total correlation of a joint Gaussian, which the divergences of the marginals leave out."""
     scales = {scale for latent in latents for scale in (latent.plate_scale, latent.guide_scale)}

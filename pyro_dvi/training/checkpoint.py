@@ -196,6 +196,7 @@ def _described(route: Route) -> dict[str, Any]:
         "the guide ": type(route.guide).__name__,
         "the objective ": type(elbo).__name__,
         "kl_weight=": weight,
+        "temperature=": getattr(elbo, "temperature", None),
         "the optimizer ": None if route.steered is None else route.optimizer_name(),
     }
 

@@ -12,7 +12,7 @@ from pyro_dvi.core.kinks import PIECEWISE_LINEAR
 from pyro_dvi.curvature import Curvature, Fisher, Linearisation
 from pyro_dvi.errors import warn
 from pyro_dvi.objectives.objective import Objective
-from pyro_dvi.runs.divergences import kl_to_priors, prior_precision
+from pyro_dvi.runs.divergences import prior_precision
 from pyro_dvi.runs.observed import Observed
 from pyro_dvi.runs.posterior_run import Call, PosteriorRun, run_at_means
 
@@ -40,6 +40,7 @@ class TaylorELBO(Objective):
     Args:
         curvature: the penalty's curvature; ``Fisher()`` by default.
         kl_weight: :math:`\beta`, a float or a schedule called with the number of training steps done.
+        temperature: T of a cold posterior, see :class:`~pyro_dvi.objectives.Objective`.
         num_data: size of the data set, compared with the plate's scale; None skips the check.
         num_particles: runs to average if some latents are sampled.
 
@@ -79,12 +80,15 @@ class TaylorELBO(Objective):
         *,
         curvature: Curvature | None = None,
         kl_weight: float | Callable[[int], float] = 1.0,
+        temperature: float = 1.0,
         num_data: int | None = None,
         num_particles: int = 1,
     ) -> None:
         curvature = Fisher() if curvature is None else curvature
         check_choice("curvature", curvature, Curvature, "Fisher() or GGNDiagonal()")
-        super().__init__(kl_weight=kl_weight, num_data=num_data, num_particles=num_particles)
+        super().__init__(
+            kl_weight=kl_weight, temperature=temperature, num_data=num_data, num_particles=num_particles
+        )
         self.curvature = curvature
 
     def recorded_for(self, guide: Any) -> Any:
@@ -99,12 +103,12 @@ class TaylorELBO(Objective):
             _warn_of_kinks(structure.function_names)
         observed = self.observed(run.model_trace)
         log_likelihood = observed.log_likelihood()
-        kl = kl_to_priors(run.latents)
+        kl, divergence = self.divergences(run.latents)
         penalty = torch.zeros_like(log_likelihood)
         if penalty_weight and run.gaussians:
             likelihood = self._linearised(run, observed, kl_weight)
             penalty = penalty_weight * self.curvature.penalty(likelihood)
-        loss = penalty - log_likelihood + kl_weight * kl
+        loss = penalty - log_likelihood + kl_weight * divergence
         return {"loss": loss, "log_likelihood": log_likelihood, "penalty": penalty, "kl": kl}
 
     def _linearised(self, run: PosteriorRun, observed: Observed, kl_weight: float) -> Linearisation:

@@ -37,6 +37,8 @@ class Reference:
         self.loc, self.precision = loc.copy(), precision.copy()
         self.prior_loc = np.array([PRIORS["w"][0]] * 2 + [PRIORS["b"][0]])
         self.delta = np.array([PRIORS["w"][1]] * 2 + [PRIORS["b"][1]]) ** -2.0
+        distance = (((self.loc - self.prior_loc)[:2] ** 2).mean()) ** 0.5
+        self.unit = np.array([distance or PRIORS["w"][1]] * 2 + [PRIORS["b"][1]])
         self.momentum, self.s, self.t = np.zeros(3), np.zeros(3), 0
 
     def gradients(self, x: np.ndarray, y: np.ndarray, theta: np.ndarray) -> np.ndarray:
@@ -80,7 +82,7 @@ class Reference:
             self.s = (1 - rate) * self.s + rate * h
         else:
             self.s = (1 - tau * (1 - betas[1])) * self.s + (1 - betas[1]) * h
-        bound = radius * self.delta**-0.5
+        bound = radius * self.unit
         self.loc = self.loc - lr * np.clip(direction / (self.s + delta + damping), -bound, bound)
         self.precision = n * (self.s + delta + damping) if printed else n / tau * (self.s + delta)
 
@@ -97,7 +99,7 @@ class Reference:
             self.s = betas[1] * self.s + (1 - betas[1]) * estimate + rest
         self.momentum = betas[0] * self.momentum + (1 - betas[0]) * g
         direction = self.momentum / (1 - betas[0] ** self.t) + delta * (self.loc - self.prior_loc)
-        bound = radius * self.delta**-0.5
+        bound = radius * self.unit
         self.loc = self.loc - lr * np.clip(direction / (self.s + delta), -bound, bound)
         self.precision = n / tau * (self.s + delta)
 

@@ -96,7 +96,7 @@ def test_the_temperature_rises_as_a_square_over_half_of_training(monkeypatch):
     move_along = Update.move_along
 
     def noted(step: Update, *rest: Any) -> None:
-        found.append(step.temperature)
+        found.append(step.kl_weight)
         move_along(step, *rest)
 
     monkeypatch.setattr(Update, "move_along", noted)

@@ -73,13 +73,13 @@ def test_learning_rate_and_temperature_rise_over_the_first_steps():
 
 
 @pytest.mark.parametrize("radius", [0.3, 1.0])
-def test_a_step_is_bounded_in_units_of_the_prior_scale(radius):
+def test_a_step_is_bounded_in_units_of_the_first_means(radius):
     bounded = []
 
     def step(reference, x, y, noises, t):
         before = reference.loc
         reference.vogn(x, y, noises, tau=0.5, radius=radius, **SETTINGS)
-        length = np.abs(reference.loc - before) * reference.delta**0.5 / (radius * SETTINGS["lr"])
+        length = np.abs(reference.loc - before) / reference.unit / (radius * SETTINGS["lr"])
         bounded.append(length > 1 - 1e-6)
 
     run(VOGN({**OPTIONS, "max_step": radius * SETTINGS["lr"]}), step, tau=0.5, steps=20)

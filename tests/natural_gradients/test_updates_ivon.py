@@ -16,7 +16,7 @@ from tests.natural_gradients.reference import OPTIONS, SETTINGS, data, model, ru
 pytestmark = pytest.mark.usefixtures("double")
 
 
-def test_a_step_of_ivon_is_bounded_in_units_of_the_prior_scale():
+def test_a_step_of_ivon_is_bounded_in_units_of_the_first_means():
     settings = {k: v for k, v in SETTINGS.items() if k != "damping"}
 
     def step(reference, x, y, noises, t):

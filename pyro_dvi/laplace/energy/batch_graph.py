@@ -24,7 +24,8 @@ class BatchGraph:
         layout: order of the latents that vary.
         values: the sites' tensors, in the graph.
         run: the model at them.
-        kl_weight: :math:`\beta`.
+        likelihood_weight: :math:`1/\beta T`.
+        prior_weight: :math:`1/T`.
         with_prior: this batch contributes the prior, which counts once a pass.
         labels: draws labels for a site without a closed-form Fisher information; products with the prior need none.
         vectors_at_once: number of vectors that go through the graph together.
@@ -33,7 +34,8 @@ class BatchGraph:
     layout: Layout
     values: list[Tensor]
     run: JointRun
-    kl_weight: float = 1.0
+    likelihood_weight: float = 1.0
+    prior_weight: float = 1.0
     with_prior: bool = True
     labels: Any = None
     vectors_at_once: int = 2
@@ -42,8 +44,8 @@ class BatchGraph:
     @torch.enable_grad()  # also where the caller disabled gradients
     def energy(self) -> Tensor:
         """Contribution of the batch to U."""
-        energy = -self.run.log_likelihood() / self.kl_weight
-        return energy - self.run.log_prior if self.with_prior else energy
+        energy = -self.likelihood_weight * self.run.log_likelihood()
+        return energy - self.prior_weight * self.run.log_prior if self.with_prior else energy
 
     def gradient(self) -> Tensor:
         """Return the gradient of :attr:`energy`."""
@@ -56,7 +58,7 @@ class BatchGraph:
     @cached_property
     @torch.enable_grad()
     def _prior_gradients(self) -> list[Tensor]:
-        return _gradients(self.run.log_prior, self.values, create_graph=True)
+        return _gradients(self.prior_weight * self.run.log_prior, self.values, create_graph=True)
 
     @cached_property
     @torch.enable_grad()
@@ -67,7 +69,7 @@ class BatchGraph:
             torch.cat([part.reshape(-1) for part in parts]) for parts in zip(*pairs, strict=True)
         )
         jacobian = LinearMap(outputs, self.values, vectors_at_once=self.vectors_at_once)
-        return jacobian, weights.square() / self.kl_weight
+        return jacobian, self.likelihood_weight * weights.square()
 
     def hessian(self, vectors: Tensor) -> Tensor:
         return self._products(self._gradients, vectors)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""The function that the MAP estimate minimises, over all data, with its derivatives.
 
-.. math:: U(u) = -\frac{1}{\beta}\sum_i \log p(y_i \mid u) - \log p(u)
+.. math:: U(u) = \frac1T\Bigl[-\frac{1}{\beta}\sum_i \log p(y_i \mid u) - \log p(u)\Bigr]
 
 in the unconstrained space of the latents, where :math:`\log p(u)` includes the Jacobian of the transforms and
-:math:`\beta` is the ``kl_weight`` of training: :math:`e^{-U}` is the (tempered) posterior that a Gaussian is to
-approximate, and the prior is part of it with full weight.
+:math:`\beta` and T are the ``kl_weight`` and ``temperature`` of training: :math:`e^{-U}` is the (tempered) posterior
+that a Gaussian is to approximate. The temperature moves no minimum.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -63,6 +63,7 @@ class Energy:
         locs: unconstrained value of every latent site.
         layout: the latents that vary; the rest stays at ``locs``. None: all of every site.
         kl_weight: :math:`\beta`.
+        temperature: T.
         memory: bytes of graphs to keep between products at one point; larger graphs are made again for each product.
 
     Raises:
@@ -81,6 +82,7 @@ class Energy:
         *,
         layout: Layout | None = None,
         kl_weight: float = 1.0,
+        temperature: float = 1.0,
         memory: int = 2**30,
     ) -> None:
         self.model = model
@@ -94,7 +96,7 @@ class Energy:
                 "rounding: convert model and data by .float(), and make a LaplaceGuide for them"
             )
         self.passes = Passes(batches, reference.device)
-        self.kl_weight = kl_weight
+        self.likelihood_weight, self.prior_weight = 1 / (kl_weight * temperature), 1 / temperature
         self.memory = memory
         self._announced: set[str] = set()  # sites of which labels are drawn
         self.work = Work()
@@ -204,11 +206,13 @@ class Energy:
         """Gradient [D] of U estimated from one batch, whose likelihood is multiplied by the number of batches."""
         with torch.enable_grad():
             found = self.run(batch, point)
-            return self.graph(*found, kl_weight=self.kl_weight / self.passes.num_batches).gradient()
+            weight = self.likelihood_weight * self.passes.num_batches
+            return self.graph(*found, likelihood_weight=weight).gradient()
 
     def graph(self, values: list[Tensor], run: JointRun, **options: Any) -> BatchGraph:
         """Return the graph of a run, with options of :class:`BatchGraph`."""
-        return BatchGraph(self.layout, values, run, **{"kl_weight": self.kl_weight, **options})
+        weights = {"likelihood_weight": self.likelihood_weight, "prior_weight": self.prior_weight}
+        return BatchGraph(self.layout, values, run, **{**weights, **options})
 
 
 class LocalEnergy:
@@ -298,7 +302,7 @@ class LocalEnergy:
             for index, (_, run) in enumerate(energy.runs(self.point, recorder)):
                 labels = partial(energy.labels, batch=index)
                 for outputs in by_examples(information_pairs(sites_only(run), labels)):
-                    outputs = outputs * energy.kl_weight**-0.5
+                    outputs = outputs * energy.likelihood_weight**0.5
                     if index == 0:  # a backward pass for each output, through every batch
                         energy.count(outputs.shape[1])
                     yield ExampleGradients(recorders[-1], outputs, energy.layout.entries, energy.layout.names)

@@ -148,7 +148,7 @@ def log_evidence(
         data: checksum of the batches of that fit; the posterior is not used for other batches.
 
     Raises:
-        ArgumentError: ``kl_weight`` is not 1.
+        ArgumentError: ``kl_weight`` or ``temperature`` is not 1.
         ModelError: the model is random, or a latent NaN.
         NonFiniteError: U is NaN or infinite.
         NotPositiveDefiniteError: the precision is not positive definite.
@@ -185,10 +185,10 @@ def log_evidence(
 def check_options(energy: Energy, determinant: ByLanczos | None) -> None:
     """Refuse a tempered likelihood, whose normaliser is no probability of the data, and an unknown determinant."""
     check_choice("determinant", determinant, (ByLanczos, type(None)), "ByLanczos(num_probes=32)")
-    if energy.kl_weight != 1:
+    if (energy.likelihood_weight, energy.prior_weight) != (1, 1):
         raise ArgumentError(
-            f"a tempered posterior (kl_weight={energy.kl_weight:g}) has no evidence: train with kl_weight=1, or use "
-            "the likelihood of validation data, ByValidation(batches)"
+            "a tempered posterior has no evidence: leave kl_weight and temperature at 1, or use the likelihood of "
+            "validation data, ByValidation(batches)"
         )
 
 

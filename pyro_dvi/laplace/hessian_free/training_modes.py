@@ -55,7 +55,7 @@ class _LabelTilt(_MeanTilt):
     def tilted_gradient(
         self, energy: Energy, point: Tensor, strength: float, batch: Arguments | None = None
     ) -> Tensor:
-        shift = _Shift(self, strength * energy.kl_weight / self.rows)
+        shift = _Shift(self, strength / energy.likelihood_weight / self.rows)
         shifted = energy.with_model(within(shift, energy.model))
         gradient = gradient_of(shifted, point, batch)
         energy.work.done += shifted.work.done
