@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The methods that are compared: each turns a network into a model, its trained guide and a prediction rule."""
 
+import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import pyro_dvi as dvi
+from pyro_dvi.errors import DviWarning
 from pyro_dvi.predictive import AtMean, PredictionRule, Samples
 
 __all__ = ["METHODS", "NUM_SAMPLES", "Method", "Training", "with_dropout"]
@@ -32,6 +34,9 @@ class Training:
         epochs: length of training, over which the step size falls to zero as a cosine.
         loader: minibatches.
         validation: a pair of inputs and observations, for Laplace's scale of the prior.
+        temperature: of the objective.
+        natural: options of natural-gradient optimizers.
+        watch: given model and guide, returns options of ``fit``.
     """
 
     kl_weight: float
@@ -39,14 +44,18 @@ class Training:
     epochs: int
     loader: Iterable[Any]
     validation: tuple[Tensor, Tensor]
+    temperature: float = 1.0
+    natural: dict[str, Any] = field(default_factory=dict)
+    watch: Callable[[Any, Any], dict[str, Any]] = lambda model, guide: {}
 
     def run(self, model: Any, guide: Any, elbo: Any, optimizer: Any = None) -> tuple[Any, Any]:
         """Train and return model and guide."""
         if optimizer is None:
             schedule = partial(CosineAnnealingLR, T_max=self.epochs)
             optimizer = dvi.optim.Adam(dvi.optim.learning_rates(self.lr), scheduler=schedule)
-        svi = SVI(model, guide, optimizer, loss=elbo(kl_weight=self.kl_weight))
-        dvi.fit(svi, self.loader, self.epochs, progress=False)
+        loss = elbo(kl_weight=self.kl_weight, temperature=self.temperature)
+        svi, options = SVI(model, guide, optimizer, loss=loss), self.watch(model, guide)
+        dvi.fit(svi, self.loader, self.epochs, progress=False, **options)
         return model, guide
 
 
@@ -123,7 +132,20 @@ def _moments(guide: Callable[[Any], Any], model: Any, training: Training) -> tup
 
 
 def _natural(optimizer: Callable[[dict], Any], model: Any, training: Training) -> tuple[Any, Any]:
-    return training.run(model, dvi.NaturalGradientGuide(model), dvi.NaturalGradientELBO, optimizer({}))
+    return training.run(
+        model, dvi.NaturalGradientGuide(model), dvi.NaturalGradientELBO, optimizer(training.natural)
+    )
+
+
+def _kronecker(model: Any, training: Training) -> tuple[Any, Any]:
+    """A Gaussian over all weights with Kronecker factors, where training ended; the prior's scale by validation."""
+    model, guide = training.run(model, dvi.LaplaceGuide(model, kl_weight=training.kl_weight), dvi.TaylorELBO)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DviWarning)  # of modes that are not minima
+        guide.fit(training.loader, dvi.laplace.KroneckerFactored(dvi.laplace.GGN()), unconverged="accept")
+        criterion = dvi.laplace.ByValidation([training.validation])
+        guide.tune(training.loader, criterion=criterion, unconverged="accept", progress=False)
+    return model, guide
 
 
 def _laplace(model: Any, training: Training) -> tuple[Any, Any]:
@@ -139,11 +161,13 @@ def _laplace(model: Any, training: Training) -> tuple[Any, Any]:
 SAMPLED = Samples(NUM_SAMPLES)
 METHODS = {
     "MAP": Method(_point, AtMean()),
+    "ensemble of 2 MAP": Method(_point, AtMean(), num_members=2),
     "ensemble of 5 MAP": Method(_point, AtMean(), num_members=5),
     "MC dropout": Method(_point, SAMPLED, with_dropout),
     "sampled VI": Method(_sampled, SAMPLED),
     "sampled VI, at the mean": Method(_sampled, AtMean()),
     "VL": Method(_taylor),
+    "ensemble of 2 VL": Method(_taylor, num_members=2),
     "ensemble of 5 VL": Method(_taylor, num_members=5),
     "MNVI": Method(partial(_moments, dvi.MultiplicativeNoiseGuide)),
     "mean-field moments": Method(partial(_moments, dvi.MeanFieldGuide)),
@@ -152,4 +176,5 @@ METHODS = {
     "OGN": Method(partial(_natural, dvi.OGN), AtMean()),
     "IVON": Method(partial(_natural, dvi.IVON), SAMPLED),
     "Laplace, last layer": Method(_laplace),
+    "Laplace, Kronecker": Method(_kronecker),
 }

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from math import sqrt
 from statistics import mean, stdev
 
+from scipy.stats import t
+
 from benchmarks.shared.benchmark import Row
 
 __all__ = ["Paired", "mean_sd", "paired", "provenance", "table"]
@@ -27,11 +29,11 @@ def mean_sd(values: Sequence[float], digits: int = 3) -> str:
 
 @dataclass(frozen=True)
 class Paired:
-    """The mean of paired differences and its standard error.
+    """The mean of paired differences and its confidence interval.
 
     Attributes:
         mean: of the differences.
-        error: standard error of that mean; 0 of a single pair.
+        error: half the 95 % confidence interval of that mean by Student's t; 0 of a single pair.
         count: of pairs.
     """
 
@@ -41,8 +43,8 @@ class Paired:
 
     @property
     def is_clear(self) -> bool:
-        """Whether the difference is beyond two standard errors, of three pairs or more."""
-        return self.count > 2 and abs(self.mean) > 2 * self.error
+        """Whether the interval, of three pairs or more, leaves out zero."""
+        return self.count > 2 and abs(self.mean) > self.error
 
     def __str__(self) -> str:
         text = f"{self.mean:+.3f}" if self.count < 2 else f"{self.mean:+.3f} ± {self.error:.3f}"
@@ -50,10 +52,11 @@ class Paired:
 
 
 def paired(ours: Sequence[float], theirs: Sequence[float]) -> Paired:
-    """Return the differences ``ours - theirs`` of runs with the same seed or fold; bold where beyond two errors."""
+    """Return the differences ``ours - theirs`` of runs with the same seed or fold; bold where clear."""
     differences = [a - b for a, b in zip(ours, theirs, strict=True)]
     count = len(differences)
-    return Paired(mean(differences), stdev(differences) / sqrt(count) if count > 1 else 0.0, count)
+    error = stdev(differences) / sqrt(count) * float(t.ppf(0.975, count - 1)) if count > 1 else 0.0
+    return Paired(mean(differences), error, count)
 
 
 def provenance(name: str, rows: Sequence[Row]) -> str:

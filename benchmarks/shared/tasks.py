@@ -30,6 +30,7 @@ class Data:
         validation: for the choice of temperatures.
         test: the same for all seeds.
         outside: inputs that belong to no class, by name.
+        shifted: the test examples, changed; None for none.
         log_unit: log of the targets' standard deviation, which turns densities into those of raw targets.
     """
 
@@ -37,6 +38,7 @@ class Data:
     validation: Pair
     test: Pair
     outside: dict[str, Tensor] = field(default_factory=dict)
+    shifted: Pair | None = None
     log_unit: float = 0.0
 
 
@@ -52,6 +54,7 @@ class Task:
         batch_size: of training.
         adam_lr: step size of the methods that use Adam.
         classes: whether it is a classification.
+        noise: of regressions.
     """
 
     network: Callable[[], nn.Sequential]
@@ -61,15 +64,12 @@ class Task:
     batch_size: int
     adam_lr: float
     classes: bool = True
+    noise: Any = LearnedScale(0.3)
 
-    def model(self, net: nn.Module, num_data: int) -> Any:
-        """The Pyro model around a network; all methods have the same prior."""
-        net = to_bayesian_(net, prior_scale=fan_in)
-        return (
-            classifier(net, num_data)
-            if self.classes
-            else regressor(net, num_data, noise_scale=LearnedScale(0.3))
-        )
+    def model(self, net: nn.Module, num_data: int, prior: float = 1.0) -> Any:
+        """The Pyro model around a network; priors are of so many times He's scale."""
+        net = to_bayesian_(net, prior_scale=lambda *site: prior * fan_in(*site))
+        return classifier(net, num_data) if self.classes else regressor(net, num_data, noise_scale=self.noise)
 
 
 def digits(seed: int, data_dir: str | None) -> Data:
@@ -78,6 +78,27 @@ def digits(seed: int, data_dir: str | None) -> Data:
     order = torch.rand(len(split.test[0]), 64, generator=shuffled).argsort(1)
     pixels = split.test[0].flatten(1).gather(1, order).view_as(split.test[0])
     return Data(split.train, split.validation, split.test, {"digits with shuffled pixels": pixels})
+
+
+def noisy_digits(seed: int, data_dir: str | None, noise: float = 0.4) -> Data:
+    """600 digits with so much noise on pixels between 0 and 1 that nobody reads all of them."""
+    split = digits_split(600, 298, seed)
+    generator = torch.Generator().manual_seed(seed)
+
+    def noisy(pair: Pair, scale: float) -> Pair:
+        pixels = (6.02 * pair[0] + 4.88) / 16
+        return pixels + scale * torch.randn(pixels.shape, generator=generator), pair[1]
+
+    order = torch.rand(len(split.test[0]), 64, generator=generator).argsort(1)
+    test = noisy(split.test, noise)
+    shuffled = test[0].flatten(1).gather(1, order).view_as(test[0])
+    return Data(
+        noisy(split.train, noise),
+        noisy(split.validation, noise),
+        test,
+        {"shuffled pixels": shuffled},
+        shifted=noisy(split.test, 1.5 * noise),
+    )
 
 
 def images(

@@ -202,7 +202,7 @@ def report(rows: list[Row], folder: Path) -> str:
     """Return a table for each task, and draw the figure."""
     text = [
         "Cost in floating-point operations over MAP; mean test NLL; its difference from the penalty on every whole "
-        "minibatch, paired by fold or seed, ± one standard error; median of the KL weights chosen.",
+        "minibatch, paired by fold or seed, ± half its 95 % interval; median of the KL weights chosen.",
     ]
     for task in dict.fromkeys(row["task"] for row in rows):
         found = {row["setting"]: row for row in rows if row["task"] == task}

@@ -81,7 +81,7 @@ def in_words(gap: Paired, what: str) -> str:
     if gap.count < 3:
         return f"{what} differs by {gap}, of {gap.count} seed(s): a lead at most"
     if not gap.is_clear:
-        return f"{what} does not differ beyond two standard errors ({gap})"
+        return f"{what} does not differ clearly ({gap})"
     return f"{what} is {'lower' if gap.mean < 0 else 'higher'} ({gap})"
 
 
@@ -89,7 +89,7 @@ def differences(rows: list[Row]) -> list[str]:
     """Lines of a table: the NLL of each rival minus that of VL at the mean, paired by seed."""
     ours = per_seed([r for r in rows if r["method"] == "VL"], "mean")
     lines = [
-        "| rival | its NLL minus that of VL at the mean, per seed | mean ± standard error |",
+        "| rival | its NLL minus that of VL at the mean, per seed | mean ± half the 95 % interval |",
         "|---|---|---|",
     ]
     for method, rule in (("MAP", "mean"), ("VI", "mean"), ("VI", "samples")):
