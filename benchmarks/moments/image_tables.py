@@ -107,7 +107,10 @@ def _differences(tests: list[Row], methods: list[str]) -> list[str]:
     if not lines:
         return []
     header = ["of", "minus", *(heading for heading, _ in SCORES.values())]
-    about = "Differences, paired by seed, ± half their 95 % interval (Student's t); bold where it leaves out zero."
+    about = (
+        "Differences, paired by seed, ± half their 95 % interval (Student's t); bold where it leaves out "
+        "zero."
+    )
     single = "One seed: differences between methods are leads, no findings." if not sentences else ""
     return [about, table(header, lines), " ".join(sentences) or single]
 

@@ -75,7 +75,10 @@ def _tables(tests: dict[str, list[Row]]) -> list[str]:
             if ours and len(ours) == len(theirs):
                 cells = [paired(*([row[s] for row in part] for part in (ours, theirs))) for s in scores]
                 differences.append([recipe, rival, *cells])
-    about = "Differences, paired by seed, ± half their 95 % interval (Student's t); bold where it leaves out zero."
+    about = (
+        "Differences, paired by seed, ± half their 95 % interval (Student's t); bold where it leaves out "
+        "zero."
+    )
     rest = [about, table(["of", "minus", *header[2:]], differences)] if differences else []
     return [table(header, lines), *rest]
 

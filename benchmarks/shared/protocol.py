@@ -32,7 +32,7 @@ __all__ = ["CONTESTANTS", "MAX_TRAININGS", "Contestant", "tested", "tuned"]
 MAX_TRAININGS = 12
 POINT = {"lr": (0.003, 0.01, 0.03), "prior": (1.0, 3.0, 10.0)}
 COLD = {"temperature": (0.01, 0.1, 1.0)}
-NATURAL = {"max_step": (0.01, 0.03, 0.1), "prior": (1.0, 3.0, 10.0)}
+NATURAL = {"max_step": (0.05, 0.15, 0.5), "prior": (1.0, 3.0, 10.0)}
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from benchmarks.shared.benchmark import Benchmark, Budget, Row, Settings
 from benchmarks.shared.networks import conv_net, lenet, mlp
 from benchmarks.shared.protocol import CONTESTANTS, tested, tuned
 from benchmarks.shared.regressions import hold_out, standard_split
+from benchmarks.shared.runner import is_among
 from benchmarks.shared.tables import mean_sd, paired, provenance, table
 from benchmarks.shared.tasks import Data, Task, images, noisy_digits, regression_of
 from pyro_dvi.bayesian import Heteroscedastic
@@ -63,9 +64,11 @@ TASKS = {
 
 
 def plan(rows: list[Row], budget: Budget) -> list[Settings]:
-    """First tune each method, then train it with every seed at the settings that were chosen."""
+    """Task by task, first tune each method, then train it with every seed at the settings that were chosen."""
     wanted: list[Settings] = []
     for task in TASKS:
+        if not all(is_among(settings, rows) for settings in wanted):
+            break
         tuned_rows = (row for row in rows if (row["task"], row["stage"]) == (task, "tune"))
         chosen = {row["method"]: row["chosen"] for row in tuned_rows}
         for method, contestant in CONTESTANTS.items():
