@@ -285,7 +285,7 @@ def report(rows: list[Row], folder: Path) -> str:
                 for task in tasks
             ],
         ),
-        "Paired differences ± half the 95 % interval (negative: the first is better; bold where the interval leaves out zero).\n",
+        "Paired differences ± half the 95 % interval (negative: the first is better; bold where it leaves out zero).\n",
     ]
     pairs = [
         ("diagonal", "MAP"),

@@ -168,7 +168,7 @@ def families(scores: Scores) -> str:
             pair = [scores.by_fold(name, m, what) for m in ("MNVI, ours", "mean-field moments")]
             cells.append(paired(*pair) if all(pair) else None)
         lines += [[name, *cells]] if any(cells) else []
-    about = "Log-likelihood of MNVI minus that of mean-field moments, by fold ± half the 95 % interval; bold where it leaves out zero.\n\n"
+    about = "Log-likelihood of MNVI less that of moments, by fold ± half the 95 % interval; bold without zero.\n\n"
     return about + table(["set", "one network", "five networks"], lines) if lines else ""
 
 

@@ -155,7 +155,7 @@ DEFINITIONS = f"""\
 Accuracies in %, mean ± standard deviation over {len(SEEDS)} seeds, each with its own training images, orders of pixels,
 weights and batches. *Own*: on each task directly after learning it, averaged over tasks. *Final*: on all tasks after
 the last; *first* and *last* task among them. *Forgotten*: what was lost on the earlier tasks since they were learned.
-*VOGN minus*: of the final accuracy, paired by seed, ± half its 95 % interval (Student's t); bold where it leaves out zero.
+*VOGN minus*: of the final accuracy, paired by seed, ± half its 95 % interval; bold where it leaves out zero.
 
 Strength: KL weight (VOGN, VCL) or weight of the information (EWC), chosen by the final mean accuracy on validation
 images with another seed."""

@@ -110,7 +110,7 @@ def report(rows: list[Row], folder: Path) -> str:
             cells = [f"{mean(r[column] for r in runs):.3f}" for column in others]
             lines.append([method, chosen[task, method], mean_sd(nll), against, *cells])
         text.append(f"**{task.capitalize()}**\n\n{table(HEADERS[task], lines)}")
-    tail = "Mean ± standard deviation over seeds; differences paired by seed ± half the 95 % interval, bold where it leaves out zero."
+    tail = "Mean ± standard deviation; differences paired by seed ± half the 95 % interval, bold where that lacks zero."
     return "\n".join([*text, f"{tail} {provenance('quickstart', rows)}", ""])
 
 
