@@ -89,9 +89,8 @@ def tune(
     value of one list, while the other settings are held at their best values so far, at first the middle value of each
     list (of an even number, the lower of the two). Step size, its decay, temperature is a sensible order, since a
     temperature that is chosen before the step size makes up for a step size that does not fit. If the best value is at
-    an end of its list, the search goes on beyond it by the pattern of the steps (0.003, ..., 0.1, 0.3 is followed by 1,
-    or preceded by 0.001), as long as trainings are left that later lists do not need; whole numbers stay whole. With a
-    ``sampler`` of Optuna, the sampler proposes values of all lists at once.
+    an end of its list, the search goes on beyond it by the pattern of the steps (0.1, 0.3 is followed by 1), as long as
+    trainings are left that later lists do not need; whole numbers stay whole. A ``sampler`` proposes all at once.
 
     **Choice.** The lowest mean score is chosen. A setting that is called ``temperature`` or ``kl_weight`` then takes
     its largest value, with the other settings at their best, that is within one paired standard error of the lowest
@@ -101,14 +100,14 @@ def tune(
         \bar\ell(s) - \bar\ell(\hat s) \le \operatorname{sd}_i\left(\ell_i(s) - \ell_i(\hat s)\right) / \sqrt n,
 
     since the curve is often flat, and the larger value keeps more of the posterior. A score that is one number has no
-    standard error, and the lowest is chosen.
+    standard error, and the lowest is chosen. The search does not follow such a flat curve beyond the end of its list.
 
     Each training begins with the same seed and an empty parameter store, and is scored with that seed. Afterwards
     Pyro's store holds the parameters of the chosen posterior, in place of others of the same names, and random numbers
     outside are as if nothing had been drawn. A training that diverges is a row of the table.
 
-    Status: approximation. The choice is the best of the settings that were tried, not of all combinations. New data
-    will have a higher score, since the settings were chosen by their score.
+    Status: approximation. The best of the settings that were tried is chosen, not of all combinations. New data will
+    have a higher score, since the settings were chosen by their score.
 
     Args:
         train: called with the names of ``space`` as keywords; builds and trains a model and its guide by any method,
@@ -121,7 +120,7 @@ def tune(
             ``predict(model, guide, validation)`` gives, by the rule that the guide was trained for.
         seed: of every training.
         storage: path of a file that keeps a line of JSON for each finished training. A further call continues there:
-            only the chosen training is run again, if this call has not run it.
+            only the chosen training is run again, if this call has not run it. Remove a line to repeat its training.
         sampler: any sampler of Optuna (``python -m pip install optuna``), which proposes values as categories.
         progress: show a progress bar where there is a terminal or notebook.
 
@@ -181,9 +180,8 @@ def tune(
     path = None if storage is None else Path(storage)
     recorded = {} if path is None else read_results(path, list(lists), seed)
     with progress_bar(progress, planned, unit="training") as bar:
-        done = _Trainings(
-            train, validation, lists, score or partial(_nll, seed=seed), seed, path, recorded, bar
-        )
+        score = score or partial(_nll, seed=seed)
+        done = _Trainings(train, validation, lists, score, seed, path, recorded, bar)
         if sampler is None:
             _one_after_the_other(done, max_trainings - planned)
         else:
@@ -233,10 +231,8 @@ class _Trainings:
         if key in self.scores or key in self.failures:
             return
         result = self.recorded[key] if key in self.recorded else self._trained(key)
-        if isinstance(result, str):
-            self.failures[key] = result
-        else:
-            self.scores[key] = result
+        of_kind: dict[Key, Any] = self.failures if isinstance(result, str) else self.scores
+        of_kind[key] = result
         if len({tuple(rows.shape) for rows in self.scores.values()}) > 1:
             raise ArgumentError(
                 "the scores of two trainings have different shapes: score must return one number for each row of the "
@@ -260,7 +256,7 @@ class _Trainings:
                 raise NonFiniteError(f"the score is {float(result.mean())}")
         except _NUMERICAL as error:
             is_mistake = isinstance(error, PyroDviError) and not isinstance(error, ArithmeticError)
-            if is_mistake and all(v in values for v, values in zip(key, self.lists.values(), strict=True)):
+            if is_mistake and self.is_listed(key):
                 raise  # beyond the end of its list, a value may be one that cannot be
             self.cause = error
             return str(error).split("\n")[0].split(". ")[0]
@@ -273,16 +269,18 @@ class _Trainings:
     def named(self, key: Key) -> dict[str, Any]:
         return dict(zip(self.lists, key, strict=True))
 
+    def is_listed(self, key: Key) -> bool:
+        return all(value in values for value, values in zip(key, self.lists.values(), strict=True))
+
     def best(self) -> Key:
         """Return the settings with the lowest mean score."""
         return min(self.scores, key=lambda key: float(self.scores[key].mean()))
 
     def close(self) -> list[Key]:
         """Return the best and all settings within one paired standard error of it."""
-        differences = {key: rows - self.scores[self.best()] for key, rows in self.scores.items()}
-        return [
-            k for k, d in differences.items() if k == self.best() or float(d.mean()) <= _standard_error(d)
-        ]
+        best = self.best() if self.scores else ()
+        gaps = {key: rows - self.scores[best] for key, rows in self.scores.items()}
+        return [key for key, gap in gaps.items() if key == best or float(gap.mean()) <= _standard_error(gap)]
 
     def choice(self) -> Key:
         """Return the best settings, with the largest temperature that is close."""
@@ -310,24 +308,19 @@ class _Trainings:
 
     def table(self) -> tuple[Table, dict[int, str]]:
         """Return a row for each training, in the order of the lists, and why trainings failed, by row."""
-        lists, nothing = self.lists.values(), torch.tensor(math.nan)
-        keys = sorted(
-            (*self.scores, *self.failures),
-            key=lambda key: [
-                v if _are_numbers(own) else own.index(v) for v, own in zip(key, lists, strict=True)
-            ],
-        )
-        results = [self.scores.get(key, nothing) for key in keys]
-        errors = [_standard_error(rows) for rows in results]
-        paired = [_standard_error(rows - self.scores[self.best()]) for rows in results]
-        columns = [
-            *map(list, zip(*keys, strict=True)),
-            [float(rows.mean()) for rows in results],
-            errors,
-            paired,
+        keys = sorted((*self.scores, *self.failures), key=self._places)
+        results = [self.scores.get(key, torch.tensor(math.nan)) for key in keys]
+        table = Table(zip(self.lists, map(list, zip(*keys, strict=True)), strict=True))
+        table["score"] = [float(rows.mean()) for rows in results]
+        table["standard_error"] = list(map(_standard_error, results))
+        table["paired_standard_error"] = [
+            _standard_error(rows - self.scores[self.best()]) for rows in results
         ]
-        failures = {row: self.failures[key] for row, key in enumerate(keys) if key in self.failures}
-        return Table(zip((*self.lists, *_SCORES), columns, strict=True)), failures
+        return table, {row: self.failures[key] for row, key in enumerate(keys) if key in self.failures}
+
+    def _places(self, key: Key) -> list[Any]:
+        lists = self.lists.values()
+        return [v if _are_numbers(own) else own.index(v) for v, own in zip(key, lists, strict=True)]
 
 
 def _one_after_the_other(done: _Trainings, spare: int) -> None:
@@ -356,8 +349,8 @@ def _as_proposed(done: _Trainings, sampler: Any, max_trainings: int) -> None:
         return float(done.scores[key].mean()) if key in done.scores else math.nan
 
     study = optuna.create_study(sampler=sampler)
-    for key in done.recorded:
-        study.enqueue_trial({n: v for n, v in done.named(key).items() if v in done.lists[n]})
+    for key in filter(done.is_listed, done.recorded):
+        study.enqueue_trial(done.named(key))
     study.optimize(objective, n_trials=len(done.recorded) + max_trainings)
 
 
