@@ -43,7 +43,7 @@ from pyro_dvi import (
 )
 from pyro_dvi.analysis import diagnostics
 from pyro_dvi.analysis.arviz_export import to_arviz
-from pyro_dvi.analysis.tuning import tune_kl_weight
+from pyro_dvi.analysis.tuning import tune
 from pyro_dvi.bayesian import classifier, regressor, summary, to_bayesian_
 from pyro_dvi.guides import MeanFieldGuide
 from pyro_dvi.laplace import LaplaceGuide
@@ -102,7 +102,7 @@ __all__ = [
     "save",
     "load",
     "train_ensemble",
-    "tune_kl_weight",
+    "tune",
     # Predictions, scores, export and plots
     "predict",
     "predictor",

@@ -34,7 +34,7 @@ Networks: a perceptron 64-50-50-10 on digits (500 training, 300 validation and 8
 (5,000, 1,000 and 5,000 images, or 55,000, 5,000 and 10,000), all with ReLU. MNVI and mean-field moments (deterministic
 VI, dDVI) predict by `Moments()` in one pass, MAP at its weights, MC dropout by 20 random masks, sampled VI by 20 draws
 of the weights. All methods have He priors and Adam with the same step size, which falls to zero as a cosine and is ten
-times larger for posterior scales. Each method has its own KL weight by `dvi.tune_kl_weight` (MC dropout one for each
+times larger for posterior scales. Each method has its own KL weight by `dvi.tune` (MC dropout one for each
 dropout rate), by the NLL of validation images with a seed that the table does not use; the runs with all of MNIST take
 over the weights of its 5,000 images."""
 

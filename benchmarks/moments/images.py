@@ -96,19 +96,20 @@ def tuned(task: Task, method: str, data: ImageSplit) -> Row:
     """Choose the KL weight, for each dropout rate."""
     found = {}
     for dropout in DROPOUT_RATES if method == "MC dropout" else (0.0,):
-        found[dropout] = dvi.tune_kl_weight(
+        found[dropout] = dvi.tune(
             partial(trained, task, method, data, dropout),
             data.validation,
-            KL_WEIGHTS,
+            {"kl_weight": KL_WEIGHTS},
+            max_trainings=9,
             score=lambda model, guide, pair: scores(model, guide, pair, method)["nll"],
         )
     best = min(found, key=lambda dropout: min(found[dropout].table["score"]))
     tried = [
         [dropout, *pair]
         for dropout, one in found.items()
-        for pair in zip(*one.table.values(), strict=True)
+        for pair in zip(one.table["kl_weight"], one.table["score"], strict=True)
     ]  # fmt: skip
-    return {"kl_weight": found[best].kl_weight, "dropout": best, "tried": tried}
+    return {"kl_weight": found[best].settings["kl_weight"], "dropout": best, "tried": tried}
 
 
 def trained(task: Task, method: str, data: ImageSplit, dropout: float, kl_weight: float) -> tuple[Any, Any]:

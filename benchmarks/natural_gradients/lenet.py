@@ -94,8 +94,16 @@ def run(settings: Settings, data_dir: str | None) -> Row:
     trained = partial(trained_by, recipe, train, validation, settings["epochs"])
     rule = METHODS[recipe.method].rule
     if settings["stage"] == "tune":
-        tuned = dvi.tune_kl_weight(trained, validation, KL_WEIGHTS, max_trainings=6, progress=False)
-        return {"kl_weight": tuned.kl_weight, "tried": list(zip(*tuned.table.values(), strict=True))}
+        tuned = dvi.tune(
+            trained,
+            validation,
+            {"kl_weight": KL_WEIGHTS},
+            score=lambda model, guide, pair: dvi.predict(model, guide, pair, seed=0).metrics()["nll"],
+            max_trainings=6,
+            progress=False,
+        )
+        tried = zip(tuned.table["kl_weight"], tuned.table["score"], strict=True)
+        return {**tuned.settings, "tried": list(tried)}
     model, guide = trained(settings["kl_weight"])
     prediction = dvi.predict(model, guide, test, rule, seed=0)
     scores = prediction.metrics()

@@ -13,7 +13,7 @@ DEFINITIONS = """\
 LeNet-5 with ReLU; *no BN*: without batch normalisation after its two convolutions. VOGN has the library's defaults but
 for what its name says: *augmented*, images moved by up to two pixels in each direction; *K*, draws of the weights in a
 step; *damping*, in units of the curvature of one image. MAP and sampled VI (`SampledELBO`) have Adam with a cosine
-decay. Each recipe has its own KL weight by `dvi.tune_kl_weight`, by the NLL of 1,000 validation images with a seed that
+decay. Each recipe has its own KL weight by `dvi.tune`, by the NLL of 1,000 validation images with a seed that
 the table does not use. VOGN and sampled VI predict by {draws} draws of the weights, MAP at its weights. Scores of the
 first 3,000 test images: NLL in nats; ECE with 15 bins; AUROC: of telling 1,000 images of another kind from test images
 by the entropy of the prediction; FPR95: the share of those that pass at the entropy that 95 % of the test images do not

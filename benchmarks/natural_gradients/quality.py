@@ -72,8 +72,13 @@ def run(settings: Settings, data_dir: str | None) -> Row:
         return tried[-1][COMPARED[method][-1]]
 
     if settings["stage"] == "tune":
-        dvi.tune_kl_weight(
-            train, data.validation, KL_WEIGHTS, score=validation_nll, max_trainings=6, progress=False
+        dvi.tune(
+            train,
+            data.validation,
+            {"kl_weight": KL_WEIGHTS},
+            score=validation_nll,
+            max_trainings=6,
+            progress=False,
         )
         return {"tried": sorted(tried, key=lambda one: one["kl_weight"])}
     model, guide = train(settings["kl_weight"])

@@ -11,7 +11,7 @@ DEFINITIONS = """\
 VOGN, OGN and IVON run with the library's defaults, `VOGN({{}})`. MAP is `AutoDelta`, sampled VI `AutoNormal`, both with
 `SampledELBO` and Adam, whose step size falls to zero as a cosine; MC dropout is MAP with dropout of 0.1. "mean":
 predicted at the posterior mean; "sampled": by {draws} draws of the weights, or masks. Each method and rule has its own
-KL weight, by the NLL of validation data with a seed that the tables do not use (`dvi.tune_kl_weight`).
+KL weight, by the NLL of validation data with a seed that the tables do not use (`dvi.tune`).
 
 NLL: mean negative log-likelihood of the test data in nats, of raw targets in regressions. ECE: 15 equally wide bins of
 confidence. AUROC: of telling inputs of another kind from test images by the entropy of the prediction. ± behind a score

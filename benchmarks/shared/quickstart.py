@@ -66,16 +66,17 @@ def run(settings: Settings, data_dir: str | None) -> Row:
     def score(model: Any, guide: Any, validation: Any) -> float:
         return float(dvi.predict(model, guide, validation, method.rule, seed=seed).metrics()["nll"])
 
-    tuned = dvi.tune_kl_weight(
+    tuned = dvi.tune(
         train,
         task.validation,
-        START,
+        {"kl_weight": START},
         score=score,
         max_trainings=MAX_TRAININGS,
         seed=seed,
         progress=False,
     )
-    return {"kl_weight": tuned.kl_weight, "tried": tuned.table["kl_weight"], "scores": tuned.table["score"]}
+    tried, scores = tuned.table["kl_weight"], tuned.table["score"]
+    return {**tuned.settings, "tried": tried, "scores": scores}
 
 
 COLUMNS = {

@@ -2,7 +2,7 @@
 """Which method should one take? All of them on data that nobody has looked at before, each at its own KL weight.
 
 Defaults and recipes of the library were chosen on other tasks. Here every method trains with them as they are; what is
-tuned is its KL weight, by ``dvi.tune_kl_weight`` on validation data of a seed of its own. Then it trains once for each
+tuned is its KL weight, by ``dvi.tune`` on validation data of a seed of its own. Then it trains once for each
 of the seeds, and its test data are scored once. All methods have the same network, prior, minibatches and epochs.
 
 - Images: test images 5,001 to 10,000 of Fashion-MNIST (with ``gpu`` of MNIST, too), which no other choice has used.
@@ -97,17 +97,17 @@ def run(settings: Settings, data_dir: str | None) -> Row:
     trained = partial(train, task, method, data)
     if settings["stage"] == "tune":
         score = partial(nll, method=method)
-        tuned = dvi.tune_kl_weight(
+        tuned = dvi.tune(
             trained,
             data.validation,
-            START,
+            {"kl_weight": START},
             score=score,
             max_trainings=MAX_TRAININGS,
             seed=seed,
             progress=False,
         )
         return {
-            "kl_weight": tuned.kl_weight,
+            "kl_weight": tuned.settings["kl_weight"],
             "tried": tuned.table["kl_weight"],
             "scores": tuned.table["score"],
         }

@@ -19,7 +19,7 @@ HEADER = [
 def weights_to_try(done: list[Row], lowest: float) -> list[float]:
     """KL weights of one method and seed: three, and the next one while a best one is at an end.
 
-    It is what ``dvi.tune_kl_weight`` does, but that each training is a run of its own, which can be resumed.
+    ``dvi.tune`` does the same, but here each training is a run of its own, which scores several epochs.
     """
     first = LADDER.index(lowest)
     last = first + 2

@@ -62,8 +62,10 @@ def train(kl_weight, make_guide, make_elbo):
 # ----------------------------------------
 #
 # The weight says how much the prior counts against the data; 1 is Bayes' rule. Each method has its own best weight,
-# so that a fair comparison tunes all of them. ``tune_kl_weight`` repeats the training with each weight and keeps the
-# posterior with the lowest validation NLL; it goes on where the best weight is the smallest or largest.
+# so that a fair comparison tunes all of them. ``tune`` repeats the training with each weight and takes the one with
+# the lowest validation NLL, or the largest whose NLL is within one standard error of it, since that one keeps more of
+# the posterior. The search goes on where the best weight is the smallest or largest. Several settings are searched one
+# after the other: write ``{"lr": (...), "kl_weight": (...)}`` for a training that takes both.
 
 most_probable = partial(AutoDelta, init_loc_fn=dvi.bayesian.init_to_module)
 methods = {
@@ -78,8 +80,12 @@ methods = {
 predictions = {}
 for name, (make_guide, make_elbo, kl_weights) in methods.items():
     one_training = partial(train, make_guide=make_guide, make_elbo=make_elbo)
-    tuned = dvi.tune_kl_weight(
-        one_training, validation, kl_weights, max_trainings=5, progress=False
+    tuned = dvi.tune(
+        one_training,
+        validation,
+        {"kl_weight": kl_weights},
+        max_trainings=5,
+        progress=False,
     )
     predictions[name] = dvi.predict(tuned.model, tuned.guide, test)
     print(name, tuned, sep="\n", end="\n\n")

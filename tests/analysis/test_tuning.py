@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The KL weight that is best on validation data: the grid, what fails, and what is left in place."""
+"""Settings that are best on validation data: the search, the choice, what fails, and what is left in place."""
 
 import math
 
@@ -12,9 +12,11 @@ from pyro.infer.autoguide import AutoDelta
 
 import pyro_dvi as dvi
 from pyro_dvi.errors import ArgumentError, DviWarning, GuideError, NonFiniteError
+from tests.analysis.stand_ins import Recorder, distance, stand_in, tune
 
 X = torch.linspace(-1, 1, 20, dtype=torch.float64)
 NOISE, SLOPE = 0.5, 0.4
+WEIGHTS = (0.003, 0.01, 0.03, 0.1, 0.3)
 
 
 def model(x, y=None):
@@ -23,105 +25,284 @@ def model(x, y=None):
         return pyro.sample("y", dist.Normal(w * x, NOISE), obs=y)
 
 
-def train(kl_weight, guide_of=dvi.MeanFieldGuide, steps=60):
-    guide = guide_of(model)
+def train(kl_weight, guide_of=dvi.MeanFieldGuide, steps=60, own_model=model):
+    guide = guide_of(own_model)
     elbo = dvi.TaylorELBO(kl_weight=kl_weight)
-    svi = SVI(model, guide, dvi.optim.Adam({"lr": 0.1}), loss=elbo)
+    svi = SVI(own_model, guide, dvi.optim.Adam({"lr": 0.1}), loss=elbo)
     dvi.fit(svi, [(X, X)], steps, progress=False)
-    return model, guide
+    return own_model, guide
 
 
-def stand_in(kl_weight):
-    """A training of no time, whose model knows its weight."""
-
-    def weighted():
-        return kl_weight
-
-    return weighted, lambda: None
+def best_weight():
+    """The posterior mean is a fraction of the least-squares slope 1; at this weight it is the true slope."""
+    squares = float((X**2).sum()) / NOISE**2
+    return squares * 0.3**2 * (1 - SLOPE) / SLOPE  # 1 / (1 + β / (s² Σ x²/σ²)) = slope
 
 
-def distance(target):
-    return lambda model, guide, validation: abs(math.log(model() / target))
+# The default score --------------------------------------------------------------------------------------------------
 
 
 def test_the_score_of_a_linear_regression():
-    """The posterior mean is a fraction of the least-squares slope 1: that at which it is the true slope is known."""
-    squares = float((X**2).sum()) / NOISE**2
-    exact = squares * 0.3**2 * (1 - SLOPE) / SLOPE  # 1 / (1 + β / (s² Σ x²/σ²)) = slope
+    exact = best_weight()
     grid = [exact / 3, exact, exact * 3]
-    tuned = dvi.tune_kl_weight(train, (X, SLOPE * X), grid, progress=False)
-    assert tuned.kl_weight == exact
-    for weight, score in zip(*tuned.table.values(), strict=True):
+    tuned = tune(train, {"kl_weight": grid}, validation=(X, SLOPE * X))
+    assert tuned.settings == {"kl_weight": exact}
+    for weight, score, error in zip(
+        *(tuned.table[n] for n in ("kl_weight", "score", "standard_error")), strict=True
+    ):
         with pyro.get_param_store().scope():
             pyro.set_rng_seed(0)
-            reference = dvi.predict(*train(weight), (X, SLOPE * X)).metrics()["nll"]
-        assert score == pytest.approx(reference, rel=1e-12)
+            reference = dvi.predict(*train(weight), (X, SLOPE * X)).metrics()
+        assert score == pytest.approx(reference["nll"], rel=1e-12)
+        assert error == pytest.approx(reference["nll_standard_error"], rel=1e-9)
     assert dvi.predict(tuned.model, tuned.guide, X).mean[-1] == tuned.guide.median()["w"]
 
 
 def test_maximum_a_posteriori():
-    exact = float((X**2).sum()) / NOISE**2 * 0.3**2 * (1 - SLOPE) / SLOPE
-    tuned = dvi.tune_kl_weight(
-        lambda w: train(w, AutoDelta), (X, SLOPE * X), [exact / 3, exact, 3 * exact], progress=False
-    )
-    assert tuned.kl_weight == exact
+    exact = best_weight()
+    grid = {"kl_weight": [exact / 3, exact, 3 * exact]}
+    tuned = tune(lambda kl_weight: train(kl_weight, AutoDelta), grid, validation=(X, SLOPE * X))
+    assert tuned.settings == {"kl_weight": exact}
     assert isinstance(tuned.guide, AutoDelta)
     assert float(tuned.guide.median()["w"]) == pytest.approx(SLOPE, abs=0.1)
+
+
+def test_rows_of_several_observations_some_of_them_masked():
+    """The mean is that of all observations that count; the error is that of rows, of which one is masked."""
+
+    def two_columns(x, y=None):
+        w = pyro.sample("w", dist.Normal(torch.zeros((), dtype=X.dtype), 0.3))
+        with pyro.plate("data", len(x), dim=-2), pyro.plate("columns", 2, dim=-1):
+            seen = torch.ones(len(x), 2, dtype=torch.bool)
+            seen[0], seen[1, 1] = False, False
+            return pyro.sample("y", dist.Normal(w * x[:, None], NOISE).mask(seen), obs=y)
+
+    def fixed(kl_weight):
+        guide = AutoDelta(two_columns)
+        guide(*data)
+        return two_columns, guide
+
+    data = X, torch.stack([X, 2 * X], -1)
+    tuned = tune(fixed, {"kl_weight": [1]}, validation=data)
+    prediction = dvi.predict(tuned.model, tuned.guide, data)
+    (score,), (error,) = tuned.table["score"], tuned.table["standard_error"]
+    assert score == pytest.approx(prediction.metrics()["nll"], rel=1e-12)
+    rows = prediction.log_likelihood().double()[1:].nansum(-1) * 19 / 37
+    assert error == pytest.approx(float(rows.std()) / math.sqrt(19), rel=1e-9)
+
+
+# The search -----------------------------------------------------------------------------------------------------------
+
+
+def test_one_setting_after_the_other_from_the_middle_and_none_twice():
+    seen = Recorder()
+    tuned = tune(
+        seen,
+        {"lr": (0.03, 0.003, 0.01), "width": (10, 20, 30), "act": ("tanh", "relu", "gelu", "silu")},
+        score=lambda m, g, v: distance(lr=0.01, width=20)(m, g, v) + (m()["act"] != "gelu"),
+        max_trainings=8,
+    )
+    assert [tuple(one.values()) for one in seen.calls] == [
+        (0.003, 20, "relu"),
+        (0.01, 20, "relu"),
+        (0.03, 20, "relu"),
+        (0.01, 10, "relu"),
+        (0.01, 30, "relu"),
+        (0.01, 20, "tanh"),
+        (0.01, 20, "gelu"),
+        (0.01, 20, "silu"),
+    ]
+    assert tuned.settings == {"lr": 0.01, "width": 20, "act": "gelu"}
+    assert tuned.model() == tuned.settings
+    assert tuned.table["lr"] == [0.003, *[0.01] * 6, 0.03]
+    assert tuned.table["width"] == [20, 10, 20, 20, 20, 20, 30, 20] and isinstance(
+        tuned.model()["width"], int
+    )
+    assert tuned.table["act"] == ["relu", "relu", "tanh", "relu", "gelu", "silu", "relu", "relu"]
 
 
 @pytest.mark.parametrize(
     ("target", "tried"),
     [
-        (0.1, [0.003, 0.01, 0.03, 0.1, 0.3]),
-        (0.001, [0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3]),
-        (1.1, [0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0]),
+        (0.1, list(WEIGHTS)),
+        (0.001, [0.0003, 0.001, *WEIGHTS]),
+        (1.1, [*WEIGHTS, 1.0, 3.0]),
     ],
 )
-def test_the_grid_grows_where_the_best_is_at_its_end(target, tried):
-    tuned = dvi.tune_kl_weight(stand_in, None, score=distance(target), progress=False)
-    assert tuned.table["kl_weight"] == tried
-    assert tuned.kl_weight == min(tried, key=lambda weight: abs(math.log(weight / target)))
+def test_the_search_goes_on_beyond_an_end(target, tried):
+    tuned = tune(stand_in, {"lr": WEIGHTS}, score=distance(lr=target))
+    assert tuned.table["lr"] == tried
+    assert tuned.settings["lr"] == min(tried, key=lambda weight: abs(math.log(weight / target)))
 
 
-def test_two_weights_go_on_by_their_ratio_and_one_stays_alone():
-    tuned = dvi.tune_kl_weight(stand_in, None, (1, 2), score=distance(4), progress=False)
-    assert tuned.table["kl_weight"] == [1, 2, 4, 8]
-    assert dvi.tune_kl_weight(stand_in, None, [2], score=distance(4), progress=False).table["kl_weight"] == [
-        2
-    ]
+def test_two_values_go_on_by_their_ratio_and_one_stays_alone():
+    assert tune(stand_in, {"lr": (1.0, 2.0)}, score=distance(lr=4)).table["lr"] == [1, 2, 4, 8]
+    assert tune(stand_in, {"lr": [2.0]}, score=distance(lr=4)).table["lr"] == [2]
 
 
-def test_growth_is_bounded_and_says_so():
-    with pytest.warns(DviWarning, match="0.0003, is at the end of those tried, 0.0003 to 0.3"):
-        tuned = dvi.tune_kl_weight(stand_in, None, score=distance(1e-6), max_trainings=7, progress=False)
+def test_the_search_ends_where_the_curve_is_flat():
+    """The gain of the last value is .3, and its paired standard error .577: neither goes on nor warns."""
+    means = {0.01: 1.0, 0.1: 0.3, 1.0: 0.0}
+    seen = Recorder()
+    tuned = tune(seen, {"lr": list(means)}, score=lambda m, g, v: NOISY + means[m()["lr"]] + ODD * m()["lr"])
+    assert tuned.settings == {"lr": 1.0} and len(seen.calls) == 3
+
+
+def test_whole_numbers_stay_whole():
+    tuned = tune(stand_in, {"width": (16, 32, 64)}, score=distance(width=8))
+    assert tuned.table["width"] == [4, 8, 16, 32, 64]
+    assert all(isinstance(width, int) for width in tuned.table["width"])
+    assert tune(stand_in, {"depth": (1, 2, 3)}, score=distance(depth=0.1)).table["depth"] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(("values", "best"), [((0, 0.1, 0.2), 0.0), ((-1, 1), 1.0), (("a", "b"), "b")])
+def test_what_has_no_next_value_has_no_end(values, best):
+    tuned = tune(stand_in, {"s": values}, score=lambda m, g, v: float(m()["s"] != best))
+    assert tuned.settings["s"] == best and tuned.table.rows == len(values)
+
+
+def test_later_lists_are_searched_before_an_end_takes_all_trainings():
+    seen = Recorder()
+    with pytest.warns(DviWarning, match=r"the best lr, 1, is at an end .* try 10 as well"):
+        tuned = tune(
+            seen,
+            {"lr": (0.01, 0.1), "decay": (1.0, 2.0, 3.0)},
+            score=distance(lr=1e5, decay=2),
+            max_trainings=5,
+        )
+    assert [one["lr"] for one in seen.calls] == [0.01, 0.1, 1, 1, 1]
+    assert tuned.settings == {"lr": 1, "decay": 2}
+
+
+def test_one_warning_for_each_setting_at_an_end():
+    with pytest.warns(DviWarning) as caught:
+        tune(
+            stand_in, {"lr": (0.01, 0.1), "decay": (1.0, 2.0)}, score=distance(lr=9, decay=9), max_trainings=3
+        )
+    first, second = (str(one.message) for one in caught)
+    assert "the best lr, 0.1, is at an end of the values that were tried: try 1 as well" in first
+    assert "the best decay, 2, is at an end of the values that were tried: try 4 as well" in second
+
+
+def test_the_end_is_reached_in_trainings_that_are_left():
+    with pytest.warns(DviWarning, match="try 0.0001 as well"):
+        tuned = tune(stand_in, {"lr": WEIGHTS}, score=distance(lr=1e-6), max_trainings=7)
     assert tuned.table.rows == 7
 
 
-def fails_at(*weights, error=None):
-    def train(kl_weight):
-        if kl_weight in weights:
+# The choice -----------------------------------------------------------------------------------------------------------
+
+NOISY = torch.tensor([5.0, -5.0, 3.0, -3.0])  # of all rows: large, and the same in each training
+ODD = torch.tensor([1.0, -1.0, 1.0, -1.0])  # of mean 0 and paired standard error sqrt(1/3)
+
+
+def rows_of(means, **spread):
+    """Scores of rows whose means are given, and whose differences from the first have a known standard error."""
+
+    def score(model, guide, validation):
+        (value,) = model().values()
+        return NOISY + means[value] + spread.get("by", 1.0) * ODD * (value != spread.get("best"))
+
+    return score
+
+
+def test_the_largest_temperature_within_one_paired_standard_error():
+    means = {0.01: 0.0, 0.1: 0.3, 1.0: 0.5, 10.0: 0.7}  # one paired standard error of ODD is .577
+    for name in ("temperature", "kl_weight"):
+        tuned = tune(stand_in, {name: list(means)}, score=rows_of(means, best=0.01))
+        assert tuned.settings == {name: 1.0} and tuned.model() == {name: 1.0}
+        assert tuned.table["paired_standard_error"] == pytest.approx([0, *[math.sqrt(1 / 3)] * 3])
+        assert tuned.table["standard_error"][0] == pytest.approx(float(NOISY.std()) / 2)
+        lines = str(tuned).splitlines()
+        assert lines[2].split()[:3] == ["lowest", "score", "0.01"] and lines[4].split()[:2] == ["chosen", "1"]
+
+
+def test_differences_are_paired():
+    """Unpaired, the noise of the rows would hide this difference."""
+    means = {0.01: 0.0, 0.1: 0.3, 1.0: 0.5}
+    with pytest.warns(DviWarning, match="try 0.001 as well"):
+        tuned = tune(
+            stand_in, {"temperature": list(means)}, score=rows_of(means, best=0.01, by=0.1), max_trainings=3
+        )
+    assert tuned.settings == {"temperature": 0.01}
+
+
+def test_other_settings_take_their_lowest_score():
+    means = {0.01: 0.2, 0.1: 0.0, 1.0: 0.1}
+    assert tune(stand_in, {"lr": list(means)}, score=rows_of(means, best=0.1)).settings == {"lr": 0.1}
+
+
+def test_one_number_takes_the_lowest():
+    score = rows_of({0.01: 0.01, 0.1: 0.0, 1.0: 0.01}, best=0.1)
+    tuned = tune(stand_in, {"temperature": (0.01, 0.1, 1.0)}, score=lambda *given: score(*given).mean())
+    assert tuned.settings == {"temperature": 0.1}
+    assert all(
+        math.isnan(one) for one in tuned.table["standard_error"] + tuned.table["paired_standard_error"]
+    )
+    assert str(tuned).splitlines()[3].split() == "chosen 0.1 0.0000 - -".split()
+
+
+def test_other_settings_are_those_of_the_best():
+    """A larger temperature that is close with another step size does not count."""
+
+    def score(model, guide, validation):
+        lr, temperature = model()["lr"], model()["temperature"]
+        if lr == 0.2:  # the best, from which all others differ by less than one standard error, .577
+            return NOISY - 0.1 + ODD
+        return NOISY + (5.0 if lr > 0.2 else 0.3 * (temperature != 0.2))
+
+    tuned = tune(stand_in, {"temperature": (0.1, 0.2, 0.4), "lr": (0.1, 0.2)}, score=score)
+    assert tuned.settings == {"temperature": 0.2, "lr": 0.2}
+
+
+def test_a_flat_curve_is_not_followed_to_smaller_temperatures():
+    means = {0.01: 0.0, 0.1: 0.1, 1.0: 5.0}
+    tuned = tune(stand_in, {"temperature": list(means)}, score=rows_of(means, best=0.01))
+    assert tuned.settings == {"temperature": 0.1} and tuned.table.rows == 3
+
+
+@pytest.mark.parametrize(("value", "warned"), [(9e-4, True), (1e-3, False)])
+@pytest.mark.parametrize("name", ["temperature", "kl_weight"])
+def test_almost_nothing_bayesian_is_left(name, value, warned, recwarn):
+    tune(stand_in, {name: [value]}, score=lambda *_: 0.0)
+    tune(stand_in, {"lr": [value]}, score=lambda *_: 0.0)
+    messages = [str(one.message) for one in recwarn]
+    assert [f"the chosen {name}, 0.0009, is below 0.001: almost nothing" in one for one in messages] == [
+        True
+    ] * warned
+
+
+# What fails -----------------------------------------------------------------------------------------------------------
+
+
+def fails_at(*values, error=None):
+    def train(lr):
+        if lr in values:
             raise NonFiniteError("the loss is nan in step 3. More.") if error is None else error
-        return stand_in(kl_weight)
+        return stand_in(lr=lr)
 
     return train
 
 
 def test_a_training_that_fails_is_a_row():
-    tuned = dvi.tune_kl_weight(fails_at(0.03), None, score=distance(0.1), progress=False)
-    assert tuned.kl_weight == 0.1
-    assert tuned.failures == {0.03: "the loss is nan in step 3"}
+    tuned = tune(fails_at(0.03), {"lr": WEIGHTS}, score=distance(lr=0.1))
+    assert tuned.settings["lr"] == 0.1
+    assert tuned.failures == {2: "the loss is nan in step 3"}
     assert math.isnan(tuned.table["score"][2])
     lines = str(tuned).splitlines()
-    assert lines[4].split() == "failed: the loss is nan in step 3 0.03 nan".split()
-    assert lines[5].split() == "best 0.1 0.0000".split()
+    assert lines[4].split() == "failed: the loss is nan in step 3 0.03 - - -".split()
+    assert lines[5].split() == "chosen 0.1 0.0000 - -".split()
 
 
-def test_a_score_that_is_not_finite_is_a_failure():
-    tuned = dvi.tune_kl_weight(
-        stand_in, None, score=lambda m, g, v: math.inf if m() == 0.3 else -m(), progress=False
-    )
-    assert tuned.kl_weight == 0.1
-    assert tuned.failures == {0.3: "the score is inf"}
+@pytest.mark.parametrize("of_rows", [False, True])
+def test_a_score_that_is_not_finite_is_a_failure(of_rows):
+    def score(model, guide, validation):
+        value = math.inf if model()["lr"] == 0.3 else -model()["lr"]
+        return torch.tensor([0.0, value]) if of_rows else value
+
+    tuned = tune(stand_in, {"lr": WEIGHTS}, score=score)
+    assert tuned.settings["lr"] == 0.1
+    assert tuned.failures == {4: "the score is inf"}
 
 
 def test_parameters_that_have_become_nan():
@@ -131,29 +312,74 @@ def test_parameters_that_have_become_nan():
             dict(pyro.get_param_store().named_parameters())["MeanFieldGuide.locs.w"].data.fill_(math.nan)
         return model, guide
 
-    with pytest.warns(DviWarning, match="at the end"):
-        tuned = dvi.tune_kl_weight(ruined, (X, X), (0.1, 0.3), max_trainings=2, progress=False)
-    assert tuned.kl_weight == 0.1
-    assert "not finite" in tuned.failures[0.3]
+    with pytest.warns(DviWarning, match="at an end"):
+        tuned = tune(ruined, {"kl_weight": (0.1, 0.3)}, validation=(X, X), max_trainings=2)
+    assert tuned.settings["kl_weight"] == 0.1
+    assert "not finite" in tuned.failures[1]
 
 
 def test_all_fail():
     with pytest.raises(
         NonFiniteError, match=r"every training has failed \(0.03: the loss is nan in step 3; 0.1"
-    ):
-        dvi.tune_kl_weight(fails_at(0.03, 0.1), None, (0.03, 0.1), score=distance(1), progress=False)
+    ) as e:
+        tune(fails_at(0.03, 0.1), {"lr": (0.03, 0.1)}, score=distance(lr=1))
+    assert isinstance(e.value.__cause__, NonFiniteError)
+
+
+def test_the_middle_may_fail():
+    def train(lr, width):
+        return fails_at(0.03)(lr) and stand_in(lr=lr, width=width)
+
+    lists = {"lr": (0.01, 0.03, 0.1), "width": (10, 20, 40)}
+    tuned = tune(train, lists, score=distance(lr=0.02, width=20), max_trainings=9)
+    assert tuned.settings == {"lr": 0.01, "width": 20} and tuned.failures == {4: "the loss is nan in step 3"}
 
 
 @pytest.mark.parametrize("error", [TypeError("typo"), GuideError("not factorised")])
 def test_mistakes_are_no_failures(error):
     with pytest.raises(type(error), match=str(error)):
-        dvi.tune_kl_weight(fails_at(0.1, error=error), None, score=distance(1), progress=False)
+        tune(fails_at(0.1, error=error), {"lr": WEIGHTS}, score=distance(lr=1))
 
 
-@pytest.mark.parametrize("weights", [(), (0.0, 1.0), (-1.0,), tuple(range(1, 11))])
-def test_weights_that_cannot_be(weights):
-    with pytest.raises(ArgumentError, match="kl_weights"):
-        dvi.tune_kl_weight(stand_in, None, weights, score=distance(1), progress=False)
+def test_a_value_beyond_the_list_may_be_one_that_cannot_be():
+    tuned = tune(
+        fails_at(1.0, error=ArgumentError("a rate below one")), {"lr": WEIGHTS}, score=distance(lr=9)
+    )
+    assert tuned.settings["lr"] == 0.3 and tuned.failures == {5: "a rate below one"}
+
+
+@pytest.mark.parametrize(
+    ("space", "message"),
+    [
+        ((0.1, 0.3), "space must map settings to their values"),
+        ({"lr": ()}, "'lr' needs a list"),
+        ({"lr": "adam"}, "'lr' needs a list"),
+        ({"lr": (0.1, math.nan)}, "finite numbers"),
+        ({"act": (torch.relu,)}, "look them up inside train"),
+        ({"score": (1, 2)}, "no name of"),
+        ({"lr": range(1, 14)}, "need 13 trainings, more than max_trainings=12"),
+        ({"lr": range(1, 8), "width": range(1, 8)}, "need 13 trainings"),
+    ],
+)
+def test_lists_that_cannot_be(space, message):
+    with pytest.raises(ArgumentError, match=message):
+        tune(stand_in, space, score=lambda *_: 0.0)
+
+
+def test_scores_that_cannot_be():
+    with pytest.raises(ArgumentError, match="one number, or one for each row, not shape \\(2, 2\\)"):
+        tune(stand_in, {"lr": (1, 2)}, score=lambda *_: torch.ones(2, 2))
+    with pytest.raises(ArgumentError, match="different shapes"):
+        tune(stand_in, {"rows": (1, 2)}, score=lambda m, g, v: torch.ones(1 + m()["rows"]))
+
+
+def test_a_network_of_another_training_is_refused():
+    net = torch.nn.Linear(1, 1)
+    with pytest.raises(ArgumentError, match="build network, model and guide inside train"):
+        tune(lambda lr: (net, lambda: None), {"lr": (1.0, 2.0)}, score=lambda *_: 0.0)
+
+
+# What is around it ----------------------------------------------------------------------------------------------------
 
 
 def test_what_is_around_it_stays():
@@ -162,20 +388,23 @@ def test_what_is_around_it_stays():
     state, inner = torch.get_rng_state(), []
 
     def noisy(kl_weight):
-        inner.append(torch.rand(()))
+        inner.append((torch.rand(()), list(pyro.get_param_store())))
         return train(kl_weight, steps=2)
 
-    with pytest.warns(DviWarning, match="at the end"):
-        tuned = dvi.tune_kl_weight(noisy, (X, X), (0.3, 1), max_trainings=2, progress=False)
+    with pytest.warns(DviWarning, match="at an end"):
+        tuned = tune(noisy, {"kl_weight": (0.3, 1.0)}, validation=(X, X), max_trainings=2)
     assert torch.equal(torch.get_rng_state(), state)
-    assert inner[0] == inner[1]  # the same seed
+    assert inner[0] == inner[1] and inner[0][1] == []  # the same seed, an empty store
     assert "mine" in pyro.get_param_store()
     assert float(pyro.param("MeanFieldGuide.locs.w").detach()) == float(tuned.guide.median()["w"].detach())
 
 
-def test_a_score_that_draws_leaves_random_numbers_alone():
+def test_a_score_that_draws_has_the_seed_and_leaves_random_numbers_alone():
     torch.manual_seed(0)
     expected = torch.rand(3)
     torch.manual_seed(0)
-    dvi.tune_kl_weight(stand_in, None, (1.0,), score=lambda *_: float(torch.rand(())), progress=False)
+    tuned = tune(stand_in, {"lr": ("a", "b")}, score=lambda *_: float(torch.rand(())), seed=5)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        assert tuned.table["score"] == [float(torch.rand(()))] * 2
     torch.testing.assert_close(torch.rand(3), expected, rtol=0, atol=0)

@@ -446,9 +446,9 @@ def train_ensemble() -> Call:
     return lambda: dvi.predict(*dvi.train_ensemble(train, num_members=2, progress=False), data()[0])
 
 
-@entry("tune_kl_weight")
-def tune_kl_weight() -> Call:
-    return lambda: dvi.tune_kl_weight(train, data(), (0.1, 0.3, 1.0), max_trainings=3, progress=False)
+@entry("tune")
+def tune() -> Call:
+    return lambda: dvi.tune(train, data(), {"kl_weight": (0.1, 0.3, 1.0)}, max_trainings=3, progress=False)
 
 
 @entry("train_apart")
@@ -504,7 +504,7 @@ def conversion() -> Call:
 @pytest.mark.parametrize("name", ENTRIES)
 def test_live_tensors_do_not_grow(name):
     # What torch records, and the trees of ArviZ 1.x, are cycles that only the garbage collector frees.
-    found = growth(ENTRIES[name](), collected=name.startswith(("predictor", "tune_kl_weight", "to_arviz")))
+    found = growth(ENTRIES[name](), collected=name.startswith(("predictor", "tune", "to_arviz")))
     assert (found.storages, found.tensors) == (0, 0), f"{name}: {found}"
 
 

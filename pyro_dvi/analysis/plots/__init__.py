@@ -6,7 +6,7 @@ given, or makes a figure, and returns the axes for titles, limits and saving. St
 left unchanged.
 """
 
-from pyro_dvi.analysis.plots.panels import compare
+from pyro_dvi.analysis.plots.panels import compare, tuning
 from pyro_dvi.analysis.plots.predictions import regression_band, rejection_curve, reliability_diagram
 
-__all__ = ["compare", "regression_band", "rejection_curve", "reliability_diagram"]
+__all__ = ["compare", "regression_band", "rejection_curve", "reliability_diagram", "tuning"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics of several methods, with one panel for each metric."""
+"""Metrics of several methods, and scores of several settings, with one panel for each metric or setting."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from pyro_dvi.analysis.plots.style import GREY, column
+from pyro_dvi.analysis.tuning import Tuned
 from pyro_dvi.errors import ArgumentError, DataError
 from pyro_dvi.predictive.metrics import Estimate
 
@@ -59,6 +60,54 @@ def compare(
     drawn = _panels(axes, metrics, height=0.9 + 0.3 * len(runs))
     for ax, metric in zip(drawn, metrics, strict=True):
         _panel(ax, metric, {name: _score(name, rows, metric) for name, rows in runs.items()})
+    return drawn
+
+
+def tuning(tuned: Tuned, *, axes: Sequence[Axes] | None = None) -> np.ndarray:
+    r"""Draw the validation score against each setting that :func:`~pyro_dvi.tune` has searched, one panel for each.
+
+    The line goes through the trainings that differ from the chosen one in this setting only, and its bars are one
+    paired standard error of the difference from the lowest score. Grey dots are all other trainings, the dashed line is
+    the chosen value. Positive numbers have a logarithmic axis.
+
+    Args:
+        tuned: what ``tune`` returned.
+        axes: one for each setting.
+
+    Returns:
+        Array of the axes, one for each setting.
+
+    Raises:
+        ArgumentError: another number of axes than of settings.
+
+    Example:
+        >>> from pyro_dvi.training.history import Table
+        >>> table = Table(
+        ...     lr=[0.1, 1], score=[3.0, 2], standard_error=[1.0, 1], paired_standard_error=[0.5, 0]
+        ... )
+        >>> axes = tuning(Tuned({"lr": 1}, None, None, table, {}))
+        >>> [ax.get_xlabel() for ax in axes], axes[0].get_xscale()
+        (['lr'], 'log')
+    """
+    table, names = tuned.table.to_dataframe().dropna(subset="score"), list(tuned.settings)
+    drawn = _panels(axes, names, height=2.4)
+    for ax, name in zip(drawn, names, strict=True):
+        others = [other for other in names if other != name]
+        on_line = [list(row) == [tuned.settings[o] for o in others] for row in table[others].to_numpy(object)]
+        is_number = table[name].dtype.kind in "if"
+        x, chosen = (
+            (table[name], tuned.settings[name])
+            if is_number
+            else (table[name].map(str), str(tuned.settings[name]))
+        )
+        if is_number and (x > 0).all():
+            ax.set_xscale("log")
+        bars = np.nan_to_num(table["paired_standard_error"].to_numpy(float))
+        ax.plot(x, table["score"], "o", color=GREY, markersize=3)
+        ax.errorbar(x[on_line], table["score"][on_line], bars[on_line], fmt="o-", elinewidth=1.5, zorder=3)
+        ax.axvline(chosen, color=GREY, linestyle="--", linewidth=0.8, zorder=0)
+        ax.set_xlabel(name)
+    drawn[0].set_ylabel("validation score")
     return drawn
 
 

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Searches that go on from a file, and searches by a sampler of Optuna."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from pyro_dvi.errors import ArgumentError, CheckpointError, DviWarning, NonFiniteError
+from tests.analysis.stand_ins import Recorder, distance, stand_in, tune
+from tests.analysis.test_tuning import NOISY, ODD
+
+LISTS = {"lr": (0.003, 0.01, 0.03), "act": ("relu", "tanh")}
+
+
+def score(model, guide, validation):
+    settings = model()
+    return NOISY + distance(lr=0.1)(model, guide, validation) + ODD * (settings["act"] == "tanh")
+
+
+class Interrupted(Recorder):
+    """A training that is interrupted in a certain call."""
+
+    def __init__(self, at):
+        super().__init__()
+        self.at = at
+
+    def __call__(self, **settings):
+        if len(self.calls) == self.at:
+            raise KeyboardInterrupt
+        if settings["lr"] == 0.01:
+            self.calls.append(settings)
+            raise NonFiniteError("the loss is nan")
+        return super().__call__(**settings)
+
+
+# A file ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", range(7))
+def test_an_interrupted_search_goes_on_to_the_same_result(at, tmp_path):
+    whole = Interrupted(None)
+    expected = tune(whole, LISTS, score=score)
+    first, second = Interrupted(at), Interrupted(None)
+    try:
+        tune(first, LISTS, score=score, storage=tmp_path / "trainings.jsonl")
+    except KeyboardInterrupt:
+        pass
+    found = tune(second, LISTS, score=score, storage=str(tmp_path / "trainings.jsonl"))
+    chosen_again = [found.settings] * (len(first.calls) + len(second.calls) - len(whole.calls))
+    assert first.calls + second.calls == whole.calls + chosen_again and len(chosen_again) <= 1
+    assert str(found) == str(expected) and found.settings == expected.settings
+    assert found.failures == expected.failures and found.model() == found.settings
+
+
+def test_a_finished_search_trains_only_the_chosen_again(tmp_path):
+    path, seen = tmp_path / "trainings.jsonl", Recorder()
+    first = tune(stand_in, LISTS, score=score, storage=path)
+    second = tune(seen, LISTS, score=score, storage=path)
+    assert seen.calls == [first.settings] and str(second) == str(first)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(rows) == first.table.rows
+    assert rows[0]["settings"] == {"lr": 0.003, "act": "relu"} and len(rows[0]["score"]) == 4
+
+
+def test_a_line_that_was_not_finished_is_left_out(tmp_path):
+    path = tmp_path / "trainings.jsonl"
+    first = tune(stand_in, LISTS, score=score, storage=path)
+    whole = path.read_bytes()
+    for end in (
+        -1,
+        -2,
+        -20,
+        -len(whole.splitlines()[-1]) + 5,
+    ):  # without the newline only, the line is finished
+        path.write_bytes(whole[:end])
+        seen = Recorder()
+        assert str(tune(seen, LISTS, score=score, storage=path)) == str(first)
+        assert len(seen.calls) == (1 if end == -1 else 2) or seen.calls == [first.settings]
+        again = Recorder()
+        assert str(tune(again, LISTS, score=score, storage=path)) == str(first)
+        assert again.calls == [first.settings]  # what was added after it is read
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"settings": {"lr": 0.1}, "seed": 0, "score": 1.0}\n',
+        '{"lr": 0.1}',
+        "[1, 2]",
+        "3",
+        "# Notes",
+        "lr,act\n1,2\n",
+    ],
+)
+def test_another_file_is_refused_and_left_as_it_is(content, tmp_path):
+    path = tmp_path / "notes"
+    path.write_text(content)
+    with pytest.raises(
+        CheckpointError, match="something else than trainings with seed 0 of the settings lr, act"
+    ):
+        tune(stand_in, LISTS, score=score, storage=path)
+    assert path.read_text() == content
+
+
+def test_another_seed_and_other_rows_are_refused(tmp_path):
+    path = tmp_path / "trainings.jsonl"
+    tune(stand_in, LISTS, score=score, storage=path)
+    with pytest.raises(CheckpointError, match="with seed 1"):
+        tune(stand_in, LISTS, score=score, storage=path, seed=1)
+    with pytest.raises(ArgumentError, match="choose another storage"):
+        tune(stand_in, {**LISTS, "act": ("relu", "gelu")}, score=lambda *_: torch.ones(2), storage=path)
+
+
+def test_a_folder_that_is_missing_is_found_out_before_the_first_training(tmp_path):
+    seen = Recorder()
+    with pytest.raises(FileNotFoundError):
+        tune(seen, LISTS, score=score, storage=tmp_path / "missing" / "trainings.jsonl")
+    assert seen.calls == []
+
+
+def test_a_posterior_that_may_be_chosen_later_is_kept():
+    """The largest temperature is trained last of all that are close, or first: it is never trained again."""
+    for means in ({1.0: 0.0, 2.0: 0.1, 3.0: 0.2}, {1.0: 0.2, 2.0: 0.1, 3.0: 0.0}):
+        seen = Recorder()
+        tune(
+            seen,
+            {"temperature": list(means)},
+            score=lambda m, g, v, means=means: NOISY + means[m()["temperature"]] + ODD * m()["temperature"],
+            max_trainings=3,
+        )
+        assert len(seen.calls) == 3
+
+
+# Optuna ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def optuna():
+    return pytest.importorskip("optuna")
+
+
+def test_a_sampler_proposes_settings_jointly(optuna):
+    seen = Recorder()
+    with pytest.warns(DviWarning, match="the best lr, 0.03, is at an end .* try 0.1 as well"):
+        tuned = tune(
+            seen, LISTS, score=score, sampler=optuna.samplers.RandomSampler(seed=0), max_trainings=20
+        )
+    tried = {tuple(one.values()) for one in seen.calls}
+    assert len(tried) == len(seen.calls) == tuned.table.rows == 6  # all of them, and none twice
+    assert tuned.settings == {"lr": 0.03, "act": "relu"}
+
+
+def test_a_grid_ends_by_itself_and_failures_are_rows(optuna):
+    seen = Interrupted(None)
+    sampler = optuna.samplers.GridSampler({name: list(values) for name, values in LISTS.items()})
+    with pytest.warns(DviWarning, match="at an end"):
+        tuned = tune(seen, LISTS, score=score, sampler=sampler, max_trainings=50)
+    assert len(seen.calls) == tuned.table.rows == 6 and len(tuned.failures) == 2
+
+
+def test_lists_may_need_more_trainings_than_a_sampler_has(optuna):
+    lists = {"lr": [float(k) for k in range(1, 50)], "temperature": [float(k) for k in range(1, 50)]}
+    seen = Recorder()
+    tuned = tune(
+        seen,
+        lists,
+        score=distance(lr=20, temperature=20),
+        sampler=optuna.samplers.TPESampler(seed=0),
+        max_trainings=5,
+    )
+    assert len(seen.calls) == tuned.table.rows == 5
+
+
+@pytest.mark.filterwarnings("ignore::pyro_dvi.errors.DviWarning")  # the best is at an end
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_sampler_goes_on_from_a_file(seed, optuna, tmp_path):
+    path, first, second = tmp_path / "trainings.jsonl", Recorder(), Recorder()
+    tune(first, LISTS, score=score, storage=path, sampler=optuna.samplers.TPESampler(seed=0), max_trainings=3)
+    sampler = optuna.samplers.TPESampler(seed=seed)
+    tuned = tune(second, LISTS, score=score, storage=path, sampler=sampler, max_trainings=5)
+    calls = first.calls + [one for one in second.calls if one != tuned.settings or one not in first.calls]
+    assert len({tuple(one.values()) for one in calls}) == len(calls) == tuned.table.rows <= 5
+    assert tuned.table.rows > len(first.calls)
+
+
+def test_something_else_than_a_sampler(optuna):
+    with pytest.raises(ArgumentError, match="sampler must be an object such as optuna.samplers.TPESampler"):
+        tune(stand_in, LISTS, score=score, sampler="TPE")
+
+
+def test_optuna_is_loaded_only_for_a_sampler():
+    code = """
+import sys, pyro_dvi
+sys.modules["optuna"] = None  # importing it would fail
+train = lambda lr: (lambda: lr, lambda: None)
+tuned = pyro_dvi.tune(train, None, {"lr": (1, 2, 3)}, score=lambda model, *_: (model() - 2) ** 2)
+print(tuned.settings["lr"])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "2\n"
