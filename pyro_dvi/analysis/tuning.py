@@ -302,11 +302,9 @@ class _Trainings:
         if self.best()[i] != ordered[0] or len(ordered) < 2 or min(ordered[:3]) <= 0:
             return None
         first, second, *rest = ordered
-        neighbour = self.scores.get(_with(self.best(), i, second))
-        if neighbour is not None:
-            gain = neighbour - self.scores[self.best()]
-            if float(gain.mean()) <= _standard_error(gain):
-                return None  # the curve is flat there
+        gain = self.scores.get(_with(self.best(), i, second), math.nan) - self.scores[self.best()]
+        if float(gain.mean()) <= _standard_error(gain):
+            return None  # the curve is flat there
         step = first / second if not rest else second / rest[0]  # of 0.03, 0.1, 0.3 two make a decade
         following = round(first * step) if isinstance(values[0], int) else float(f"{first * step:.6g}")
         return None if following in (0, first) else following
