@@ -167,7 +167,6 @@ METHODS = {
     "sampled VI": Method(_sampled, SAMPLED),
     "sampled VI, at the mean": Method(_sampled, AtMean()),
     "VL": Method(_taylor),
-    "ensemble of 2 VL": Method(_taylor, num_members=2),
     "ensemble of 5 VL": Method(_taylor, num_members=5),
     "MNVI": Method(partial(_moments, dvi.MultiplicativeNoiseGuide)),
     "mean-field moments": Method(partial(_moments, dvi.MeanFieldGuide)),

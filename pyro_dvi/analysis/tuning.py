@@ -90,7 +90,8 @@ def tune(
     list (of an even number, the lower of the two). Step size, its decay, temperature is a sensible order, since a
     temperature that is chosen before the step size makes up for a step size that does not fit. If the best value is at
     an end of its list, the search goes on beyond it by the pattern of the steps (0.1, 0.3 is followed by 1), as long as
-    trainings are left that later lists do not need; whole numbers stay whole. A ``sampler`` proposes all at once.
+    trainings are left that later lists do not need; whole numbers stay whole. Then neighbours of the best values are
+    tried in the same order, until none is better or no trainings are left. A ``sampler`` proposes all at once.
 
     **Choice.** The lowest mean score is chosen. A setting that is called ``temperature`` or ``kl_weight`` then takes
     its largest value, with the other settings at their best, that is within one paired standard error of the lowest
@@ -272,6 +273,20 @@ class _Trainings:
     def is_listed(self, key: Key) -> bool:
         return all(value in values for value, values in zip(key, self.lists.values(), strict=True))
 
+    @property
+    def known(self) -> list[Key]:
+        """The settings that were trained with."""
+        return [*self.scores, *self.failures]
+
+    def neighbours(self, i: int) -> list[Any]:
+        """Return the values of a setting beside the one that is chosen; all of a setting without an order."""
+        values, chosen = list(self.lists.values())[i], self.choice()[i]
+        if not _are_numbers(values):
+            return values
+        ordered = sorted({*values, *(key[i] for key in self.known)})
+        place = ordered.index(chosen)
+        return ordered[max(0, place - 1) : place] + ordered[place + 1 : place + 2]
+
     def best(self) -> Key:
         """Return the settings with the lowest mean score."""
         return min(self.scores, key=lambda key: float(self.scores[key].mean()))
@@ -296,7 +311,7 @@ class _Trainings:
         values = list(self.lists.values())[i]
         if not self.scores or self.best()[i] != self.choice()[i] or not _are_numbers(values):
             return None
-        ordered = sorted({*values, *(key[i] for key in (*self.scores, *self.failures))})
+        ordered = sorted({*values, *(key[i] for key in self.known)})
         if self.best()[i] == ordered[-1]:
             ordered.reverse()
         if self.best()[i] != ordered[0] or len(ordered) < 2 or min(ordered[:3]) <= 0:
@@ -311,7 +326,7 @@ class _Trainings:
 
     def table(self) -> tuple[Table, dict[int, str]]:
         """Return a row for each training, in the order of the lists, and why trainings failed, by row."""
-        keys = sorted((*self.scores, *self.failures), key=self._places)
+        keys = sorted(self.known, key=self._places)
         results = [self.scores.get(key, torch.tensor(math.nan)) for key in keys]
         table = Table(zip(self.lists, map(list, zip(*keys, strict=True)), strict=True))
         table["score"] = [float(rows.mean()) for rows in results]
@@ -327,15 +342,20 @@ class _Trainings:
 
 
 def _one_after_the_other(done: _Trainings, spare: int) -> None:
-    """Search one list after the other, and beyond its ends with the trainings that are to spare."""
-    best = tuple(values[(len(values) - 1) // 2] for values in done.lists.values())
-    for i, values in enumerate(done.lists.values()):
-        for value in values:
-            done.add(_with(best, i, value))
-        best = done.choice() if done.scores else best
-        while spare and (following := done.beyond(i)) is not None:
-            done.add(_with(best, i, following))
-            best, spare = done.choice(), spare - 1
+    """Search one list after the other; with the trainings to spare beyond ends, and again around the best."""
+    best, searched = tuple(values[(len(values) - 1) // 2] for values in done.lists.values()), None
+    while searched != best:
+        again, searched = searched is not None, best
+        for i, values in enumerate(done.lists.values()):
+            for value in done.neighbours(i) if again else values:
+                if again and not spare:
+                    return
+                spare -= again and _with(best, i, value) not in done.known
+                done.add(_with(best, i, value))
+            best = done.choice() if done.scores else best
+            while spare and (following := done.beyond(i)) is not None:
+                done.add(_with(best, i, following))
+                best, spare = done.choice(), spare - 1
 
 
 def _as_proposed(done: _Trainings, sampler: Any, max_trainings: int) -> None:

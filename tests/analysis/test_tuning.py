@@ -251,8 +251,23 @@ def test_other_settings_are_those_of_the_best():
             return NOISY - 0.1 + ODD
         return NOISY + (5.0 if lr > 0.2 else 0.3 * (temperature != 0.2))
 
-    tuned = tune(stand_in, {"temperature": (0.1, 0.2, 0.4), "lr": (0.1, 0.2)}, score=score)
+    space = {"temperature": (0.1, 0.2, 0.4), "lr": (0.1, 0.2)}
+    tuned = tune(stand_in, space, score=score, max_trainings=4)
     assert tuned.settings == {"temperature": 0.2, "lr": 0.2}
+
+
+def test_the_search_goes_round_again_with_the_neighbours_of_the_best():
+    """The first round finds lr 1 at decay 2; the lowest score, at lr 10 and decay 3, needs a second one."""
+    scores = {(1, 2): 3.0, (1, 3): 2.0, (10, 3): 1.0}
+    seen = Recorder()
+    tuned = tune(
+        seen,
+        {"lr": (0.1, 1, 10), "decay": (1, 2, 3)},
+        score=lambda m, g, v: scores.get((m()["lr"], m()["decay"]), 9.0),
+    )
+    assert [tuple(one.values()) for one in seen.calls][:5] == [(0.1, 2), (1, 2), (10, 2), (1, 1), (1, 3)]
+    assert tuned.settings == {"lr": 10, "decay": 3}
+    assert len(seen.calls) <= 12
 
 
 def test_a_flat_curve_is_not_followed_to_smaller_temperatures():
