@@ -8,7 +8,7 @@ from matplotlib import pyplot as plt
 
 from pyro_dvi import plots
 from pyro_dvi.errors import ArgumentError, NonFiniteError
-from tests.analysis.stand_ins import distance, stand_in, tune
+from tests.analysis.tuning.stand_ins import distance, stand_in, tune
 
 
 def train(**settings):

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from pyro_dvi.errors import ArgumentError, CheckpointError, DviWarning, NonFiniteError
-from tests.analysis.stand_ins import Recorder, distance, stand_in, tune
-from tests.analysis.test_tuning import NOISY, ODD
+from tests.analysis.tuning.stand_ins import Recorder, distance, stand_in, tune
+from tests.analysis.tuning.test_settings import NOISY, ODD
 
 LISTS = {"lr": (0.003, 0.01, 0.03), "act": ("relu", "tanh")}
 

@@ -3,33 +3,31 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pyro
 import torch
-from torch import Tensor, linalg
+from torch import Tensor
 
-from pyro_dvi.analysis.tuning_storage import Key, as_score, read_results, write_result
-from pyro_dvi.core.arguments import check_choice, check_count
+from pyro_dvi.analysis.tuning.search import as_proposed, one_after_the_other
+from pyro_dvi.analysis.tuning.storage import read_results
+from pyro_dvi.analysis.tuning.trainings import TEMPERATURES, Trainings, are_numbers
+from pyro_dvi.core.arguments import check_count
 from pyro_dvi.core.progress import progress_bar
 from pyro_dvi.core.table import Columns, Report
-from pyro_dvi.errors import ArgumentError, NonFiniteError, PyroDviError, warn
+from pyro_dvi.errors import ArgumentError, NonFiniteError, warn
 from pyro_dvi.predictive.predict import predict
-from pyro_dvi.training.ensemble import TrainedPosterior, train_apart
 from pyro_dvi.training.history import Table
-from pyro_dvi.training.random_state import preserve_random_state
 
 if TYPE_CHECKING:
     from optuna.samplers import BaseSampler
 
 __all__ = ["Tuned", "tune"]
 
-_NUMERICAL = (ValueError, ArithmeticError, linalg.LinAlgError)  # type: ignore[attr-defined]
-_TEMPERATURES, _COLD = ("temperature", "kl_weight"), 1e-3
+_COLD = 1e-3
 _SCORES = ("score", "standard_error", "paired_standard_error")
 
 
@@ -182,11 +180,11 @@ def tune(
     recorded = {} if path is None else read_results(path, list(lists), seed)
     with progress_bar(progress, planned, unit="training") as bar:
         score = score or partial(_nll, seed=seed)
-        done = _Trainings(train, validation, lists, score, seed, path, recorded, bar)
+        done = Trainings(train, validation, lists, score, seed, path, recorded, bar)
         if sampler is None:
-            _one_after_the_other(done, max_trainings - planned)
+            one_after_the_other(done, max_trainings - planned)
         else:
-            _as_proposed(done, sampler, max_trainings)
+            as_proposed(done, sampler, max_trainings)
     if not done.scores:
         listed = "; ".join(f"{', '.join(map(_text, key))}: {why}" for key, why in done.failures.items())
         raise NonFiniteError(
@@ -200,7 +198,7 @@ def tune(
                 f"the best {name}, {value:g}, is at an end of the values that were tried: try {following:g} as well "
                 f"(add it to the list of {name}, or allow more trainings with max_trainings)"
             )
-        if name in _TEMPERATURES and _are_numbers(lists[name]) and value < _COLD:
+        if name in TEMPERATURES and are_numbers(lists[name]) and value < _COLD:
             warn(
                 f"the chosen {name}, {value:g}, is below {_COLD:g}: almost nothing Bayesian is left, the posterior is "
                 "close to a point. Compare it with MAP, and with the scores of larger values in the table"
@@ -208,173 +206,6 @@ def tune(
     posterior = done.posteriors.get(chosen) or done.posterior(chosen)
     posterior.put_back()
     return Tuned(done.named(chosen), posterior.model, posterior.guide, *done.table())
-
-
-@dataclass
-class _Trainings:
-    """What was trained, by the values of the settings."""
-
-    train: Callable[..., tuple[Any, Any]]
-    validation: Any
-    lists: dict[str, list[Any]]
-    score: Callable[[Any, Any, Any], Any]
-    seed: int
-    path: Path | None
-    recorded: dict[Key, Tensor | str]  # what the file held at first: scores, or why a training failed
-    bar: Any
-    scores: dict[Key, Tensor] = field(default_factory=dict)
-    failures: dict[Key, str] = field(default_factory=dict)
-    posteriors: dict[Key, TrainedPosterior] = field(default_factory=dict)  # those that may be chosen
-    cause: Exception | None = None
-
-    def add(self, key: Key) -> None:
-        """Train with these settings, unless this is done or in the file."""
-        if key in self.scores or key in self.failures:
-            return
-        result = self.recorded[key] if key in self.recorded else self._trained(key)
-        of_kind: dict[Key, Any] = self.failures if isinstance(result, str) else self.scores
-        of_kind[key] = result
-        if len({tuple(rows.shape) for rows in self.scores.values()}) > 1:
-            raise ArgumentError(
-                "the scores of two trainings have different shapes: score must return one number for each row of the "
-                "same validation data, in the same order; for other data choose another storage"
-            )
-        if self.path is not None and key not in self.recorded:
-            write_result(self.path, self.named(key), self.seed, result)
-        close = self.close()
-        self.posteriors = {one: kept for one, kept in self.posteriors.items() if one in close}
-        self.bar.total = max(self.bar.total, self.bar.n + 1)
-        self.bar.update()
-
-    def _trained(self, key: Key) -> Tensor | str:
-        """Train and return the score, or why it failed."""
-        try:
-            posterior = self.posterior(key)
-            with preserve_random_state(self.validation), posterior.in_store():
-                pyro.set_rng_seed(self.seed)
-                result = as_score(self.score(posterior.model, posterior.guide, self.validation))
-            if not result.mean().isfinite():
-                raise NonFiniteError(f"the score is {float(result.mean())}")
-        except _NUMERICAL as error:
-            is_mistake = isinstance(error, PyroDviError) and not isinstance(error, ArithmeticError)
-            if is_mistake and self.is_listed(key):
-                raise  # beyond the end of its list, a value may be one that cannot be
-            self.cause = error
-            return str(error).split("\n")[0].split(". ")[0]
-        self.posteriors[key] = posterior
-        return result
-
-    def posterior(self, key: Key) -> TrainedPosterior:
-        return train_apart(partial(self.train, **self.named(key)), self.seed, self.posteriors.values())
-
-    def named(self, key: Key) -> dict[str, Any]:
-        return dict(zip(self.lists, key, strict=True))
-
-    def is_listed(self, key: Key) -> bool:
-        return all(value in values for value, values in zip(key, self.lists.values(), strict=True))
-
-    @property
-    def known(self) -> list[Key]:
-        """The settings that were trained with."""
-        return [*self.scores, *self.failures]
-
-    def neighbours(self, i: int) -> list[Any]:
-        """Return the values of a setting beside the one that is chosen; all of a setting without an order."""
-        values, chosen = list(self.lists.values())[i], self.choice()[i]
-        if not _are_numbers(values):
-            return values
-        ordered = sorted({*values, *(key[i] for key in self.known)})
-        place = ordered.index(chosen)
-        return ordered[max(0, place - 1) : place] + ordered[place + 1 : place + 2]
-
-    def best(self) -> Key:
-        """Return the settings with the lowest mean score."""
-        return min(self.scores, key=lambda key: float(self.scores[key].mean()))
-
-    def close(self) -> list[Key]:
-        """Return the best and all settings within one paired standard error of it."""
-        best = self.best() if self.scores else ()
-        gaps = {key: rows - self.scores[best] for key, rows in self.scores.items()}
-        return [key for key, gap in gaps.items() if key == best or float(gap.mean()) <= _standard_error(gap)]
-
-    def choice(self) -> Key:
-        """Return the best settings, with the largest temperature that is close."""
-        chosen = self.best()
-        for i, (name, values) in enumerate(self.lists.items()):
-            if name in _TEMPERATURES and _are_numbers(values):
-                same = [key for key in self.close() if _with(key, i, chosen[i]) == chosen]
-                chosen = max(same, key=lambda key, i=i: key[i])  # type: ignore[misc]
-        return chosen
-
-    def beyond(self, i: int) -> float | None:
-        """Return the next value of a setting beyond the end where the best is, if it is at one and not on a plateau."""
-        values = list(self.lists.values())[i]
-        if not self.scores or self.best()[i] != self.choice()[i] or not _are_numbers(values):
-            return None
-        ordered = sorted({*values, *(key[i] for key in self.known)})
-        if self.best()[i] == ordered[-1]:
-            ordered.reverse()
-        if self.best()[i] != ordered[0] or len(ordered) < 2 or min(ordered[:3]) <= 0:
-            return None
-        first, second, *rest = ordered
-        gain = self.scores.get(_with(self.best(), i, second), math.nan) - self.scores[self.best()]
-        if float(gain.mean()) <= _standard_error(gain):
-            return None  # the curve is flat there
-        step = first / second if not rest else second / rest[0]  # of 0.03, 0.1, 0.3 two make a decade
-        following = round(first * step) if isinstance(values[0], int) else float(f"{first * step:.6g}")
-        return None if following in (0, first) else following
-
-    def table(self) -> tuple[Table, dict[int, str]]:
-        """Return a row for each training, in the order of the lists, and why trainings failed, by row."""
-        keys = sorted(self.known, key=self._places)
-        results = [self.scores.get(key, torch.tensor(math.nan)) for key in keys]
-        table = Table(zip(self.lists, map(list, zip(*keys, strict=True)), strict=True))
-        table["score"] = [float(rows.mean()) for rows in results]
-        table["standard_error"] = list(map(_standard_error, results))
-        table["paired_standard_error"] = [
-            _standard_error(rows - self.scores[self.best()]) for rows in results
-        ]
-        return table, {row: self.failures[key] for row, key in enumerate(keys) if key in self.failures}
-
-    def _places(self, key: Key) -> list[Any]:
-        lists = self.lists.values()
-        return [v if _are_numbers(own) else own.index(v) for v, own in zip(key, lists, strict=True)]
-
-
-def _one_after_the_other(done: _Trainings, spare: int) -> None:
-    """Search one list after the other; with the trainings to spare beyond ends, and again around the best."""
-    best, searched = tuple(values[(len(values) - 1) // 2] for values in done.lists.values()), None
-    while searched != best:
-        again, searched = searched is not None, best
-        for i, values in enumerate(done.lists.values()):
-            for value in done.neighbours(i) if again else values:
-                if again and not spare:
-                    return
-                spare -= again and _with(best, i, value) not in done.known
-                done.add(_with(best, i, value))
-            best = done.choice() if done.scores else best
-            while spare and (following := done.beyond(i)) is not None:
-                done.add(_with(best, i, following))
-                best, spare = done.choice(), spare - 1
-
-
-def _as_proposed(done: _Trainings, sampler: Any, max_trainings: int) -> None:
-    """Train with what a sampler of Optuna proposes, after it has been told what the file holds."""
-    import optuna
-
-    check_choice("sampler", sampler, optuna.samplers.BaseSampler, "optuna.samplers.TPESampler(seed=0)")
-
-    def objective(trial: Any) -> float:
-        key = tuple(trial.suggest_categorical(name, values) for name, values in done.lists.items())
-        done.add(key)
-        if len(done.scores) + len(done.failures) >= max_trainings:
-            trial.study.stop()
-        return float(done.scores[key].mean()) if key in done.scores else math.nan
-
-    study = optuna.create_study(sampler=sampler)
-    for key in filter(done.is_listed, done.recorded):
-        study.enqueue_trial(done.named(key))
-    study.optimize(objective, n_trials=len(done.recorded) + max_trainings)
 
 
 def _lists(space: Any) -> dict[str, list[Any]]:
@@ -393,12 +224,8 @@ def _lists(space: Any) -> dict[str, list[Any]]:
                 f"{_SCORES}; it is {values!r}. Name other objects by strings, and look them up inside train"
             )
         kind = int if all(isinstance(value, Integral) for value in own) else float
-        lists[name] = sorted(map(kind, own)) if _are_numbers(own) else own
+        lists[name] = sorted(map(kind, own)) if are_numbers(own) else own
     return lists
-
-
-def _are_numbers(values: list[Any]) -> bool:
-    return all(isinstance(value, Real) and not isinstance(value, bool) for value in values)
 
 
 def _nll(model: Any, guide: Any, validation: Any, seed: int) -> Tensor:
@@ -409,14 +236,5 @@ def _nll(model: Any, guide: Any, validation: Any, seed: int) -> Tensor:
     return values.where(counts, 0).sum(1)[counts.any(1)] * (float(counts.any(1).sum()) / float(counts.sum()))
 
 
-def _standard_error(rows: Tensor) -> float:
-    """Return the standard error of the mean; NaN for one number."""
-    return float(rows.std()) / math.sqrt(len(rows)) if rows.numel() > 1 else math.nan
-
-
-def _with(key: Key, i: int, value: Any) -> Key:
-    return (*key[:i], value, *key[i + 1 :])
-
-
 def _text(value: Any) -> str:
-    return f"{value:g}" if _are_numbers([value]) else str(value)
+    return f"{value:g}" if are_numbers([value]) else str(value)

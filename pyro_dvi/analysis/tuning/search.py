@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The order in which settings are tried."""
+
+import math
+from typing import Any
+
+from pyro_dvi.analysis.tuning.trainings import Trainings, with_value
+from pyro_dvi.core.arguments import check_choice
+
+
+def one_after_the_other(done: Trainings, spare: int) -> None:
+    """Search one list after the other; with the trainings to spare beyond ends, and again around the best."""
+    best, searched = tuple(values[(len(values) - 1) // 2] for values in done.lists.values()), None
+    while searched != best:
+        again, searched = searched is not None, best
+        for i, values in enumerate(done.lists.values()):
+            for value in done.neighbours(i) if again else values:
+                if again and not spare:
+                    return
+                spare -= again and with_value(best, i, value) not in done.known
+                done.add(with_value(best, i, value))
+            best = done.choice() if done.scores else best
+            while spare and (following := done.beyond(i)) is not None:
+                done.add(with_value(best, i, following))
+                best, spare = done.choice(), spare - 1
+
+
+def as_proposed(done: Trainings, sampler: Any, max_trainings: int) -> None:
+    """Train with what a sampler of Optuna proposes, after it has been told what the file holds."""
+    import optuna
+
+    check_choice("sampler", sampler, optuna.samplers.BaseSampler, "optuna.samplers.TPESampler(seed=0)")
+
+    def objective(trial: Any) -> float:
+        key = tuple(trial.suggest_categorical(name, values) for name, values in done.lists.items())
+        done.add(key)
+        if len(done.scores) + len(done.failures) >= max_trainings:
+            trial.study.stop()
+        return float(done.scores[key].mean()) if key in done.scores else math.nan
+
+    study = optuna.create_study(sampler=sampler)
+    for key in filter(done.is_listed, done.recorded):
+        study.enqueue_trial(done.named(key))
+    study.optimize(objective, n_trials=len(done.recorded) + max_trainings)

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What was trained with which settings, the scores, and the choice among them."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+import pyro
+import torch
+from torch import Tensor, linalg
+
+from pyro_dvi.analysis.tuning.storage import Key, as_score, write_result
+from pyro_dvi.errors import ArgumentError, NonFiniteError, PyroDviError
+from pyro_dvi.training.ensemble import TrainedPosterior, train_apart
+from pyro_dvi.training.history import Table
+from pyro_dvi.training.random_state import preserve_random_state
+
+TEMPERATURES = ("temperature", "kl_weight")
+_NUMERICAL = (ValueError, ArithmeticError, linalg.LinAlgError)  # type: ignore[attr-defined]
+
+
+@dataclass
+class Trainings:
+    """What was trained, by the values of the settings."""
+
+    train: Callable[..., tuple[Any, Any]]
+    validation: Any
+    lists: dict[str, list[Any]]
+    score: Callable[[Any, Any, Any], Any]
+    seed: int
+    path: Path | None
+    recorded: dict[Key, Tensor | str]  # what the file held at first: scores, or why a training failed
+    bar: Any
+    scores: dict[Key, Tensor] = field(default_factory=dict)
+    failures: dict[Key, str] = field(default_factory=dict)
+    posteriors: dict[Key, TrainedPosterior] = field(default_factory=dict)  # those that may be chosen
+    cause: Exception | None = None
+
+    def add(self, key: Key) -> None:
+        """Train with these settings, unless this is done or in the file."""
+        if key in self.scores or key in self.failures:
+            return
+        result = self.recorded[key] if key in self.recorded else self._trained(key)
+        of_kind: dict[Key, Any] = self.failures if isinstance(result, str) else self.scores
+        of_kind[key] = result
+        if len({tuple(rows.shape) for rows in self.scores.values()}) > 1:
+            raise ArgumentError(
+                "the scores of two trainings have different shapes: score must return one number for each row of the "
+                "same validation data, in the same order; for other data choose another storage"
+            )
+        if self.path is not None and key not in self.recorded:
+            write_result(self.path, self.named(key), self.seed, result)
+        close = self.close()
+        self.posteriors = {one: kept for one, kept in self.posteriors.items() if one in close}
+        self.bar.total = max(self.bar.total, self.bar.n + 1)
+        self.bar.update()
+
+    def _trained(self, key: Key) -> Tensor | str:
+        """Train and return the score, or why it failed."""
+        try:
+            posterior = self.posterior(key)
+            with preserve_random_state(self.validation), posterior.in_store():
+                pyro.set_rng_seed(self.seed)
+                result = as_score(self.score(posterior.model, posterior.guide, self.validation))
+            if not result.mean().isfinite():
+                raise NonFiniteError(f"the score is {float(result.mean())}")
+        except _NUMERICAL as error:
+            is_mistake = isinstance(error, PyroDviError) and not isinstance(error, ArithmeticError)
+            if is_mistake and self.is_listed(key):
+                raise  # beyond the end of its list, a value may be one that cannot be
+            self.cause = error
+            return str(error).split("\n")[0].split(". ")[0]
+        self.posteriors[key] = posterior
+        return result
+
+    def posterior(self, key: Key) -> TrainedPosterior:
+        """Train with these settings."""
+        return train_apart(partial(self.train, **self.named(key)), self.seed, self.posteriors.values())
+
+    def named(self, key: Key) -> dict[str, Any]:
+        """Return settings by their names."""
+        return dict(zip(self.lists, key, strict=True))
+
+    def is_listed(self, key: Key) -> bool:
+        """Return whether all values are in their lists, and none was added beyond an end."""
+        return all(value in values for value, values in zip(key, self.lists.values(), strict=True))
+
+    @property
+    def known(self) -> list[Key]:
+        """The settings that were trained with."""
+        return [*self.scores, *self.failures]
+
+    def neighbours(self, i: int) -> list[Any]:
+        """Return the values of a setting beside the one that is chosen; all of a setting without an order."""
+        values, chosen = list(self.lists.values())[i], self.choice()[i]
+        if not are_numbers(values):
+            return values
+        ordered = sorted({*values, *(key[i] for key in self.known)})
+        place = ordered.index(chosen)
+        return ordered[max(0, place - 1) : place] + ordered[place + 1 : place + 2]
+
+    def best(self) -> Key:
+        """Return the settings with the lowest mean score."""
+        return min(self.scores, key=lambda key: float(self.scores[key].mean()))
+
+    def close(self) -> list[Key]:
+        """Return the best and all settings within one paired standard error of it."""
+        best = self.best() if self.scores else ()
+        gaps = {key: rows - self.scores[best] for key, rows in self.scores.items()}
+        return [key for key, gap in gaps.items() if key == best or float(gap.mean()) <= standard_error(gap)]
+
+    def choice(self) -> Key:
+        """Return the best settings, with the largest temperature that is close."""
+        chosen = self.best()
+        for i, (name, values) in enumerate(self.lists.items()):
+            if name in TEMPERATURES and are_numbers(values):
+                same = [key for key in self.close() if with_value(key, i, chosen[i]) == chosen]
+                chosen = max(same, key=lambda key, i=i: key[i])  # type: ignore[misc]
+        return chosen
+
+    def beyond(self, i: int) -> float | None:
+        """Return the next value of a setting beyond the end where the best is, if it is at one and not on a plateau."""
+        values = list(self.lists.values())[i]
+        if not self.scores or self.best()[i] != self.choice()[i] or not are_numbers(values):
+            return None
+        ordered = sorted({*values, *(key[i] for key in self.known)})
+        if self.best()[i] == ordered[-1]:
+            ordered.reverse()
+        if self.best()[i] != ordered[0] or len(ordered) < 2 or min(ordered[:3]) <= 0:
+            return None
+        first, second, *rest = ordered
+        gain = self.scores.get(with_value(self.best(), i, second), math.nan) - self.scores[self.best()]
+        if float(gain.mean()) <= standard_error(gain):
+            return None  # the curve is flat there
+        step = first / second if not rest else second / rest[0]  # of 0.03, 0.1, 0.3 two make a decade
+        following = round(first * step) if isinstance(values[0], int) else float(f"{first * step:.6g}")
+        return None if following in (0, first) else following
+
+    def table(self) -> tuple[Table, dict[int, str]]:
+        """Return a row for each training, in the order of the lists, and why trainings failed, by row."""
+        keys = sorted(self.known, key=self._places)
+        results = [self.scores.get(key, torch.tensor(math.nan)) for key in keys]
+        table = Table(zip(self.lists, map(list, zip(*keys, strict=True)), strict=True))
+        table["score"] = [float(rows.mean()) for rows in results]
+        table["standard_error"] = list(map(standard_error, results))
+        table["paired_standard_error"] = [standard_error(rows - self.scores[self.best()]) for rows in results]
+        return table, {row: self.failures[key] for row, key in enumerate(keys) if key in self.failures}
+
+    def _places(self, key: Key) -> list[Any]:
+        lists = self.lists.values()
+        return [v if are_numbers(own) else own.index(v) for v, own in zip(key, lists, strict=True)]
+
+
+def are_numbers(values: list[Any]) -> bool:
+    """Return whether all values are numbers, which have an order."""
+    return all(isinstance(value, Real) and not isinstance(value, bool) for value in values)
+
+
+def standard_error(rows: Tensor) -> float:
+    """Return the standard error of the mean; NaN for one number."""
+    return float(rows.std()) / math.sqrt(len(rows)) if rows.numel() > 1 else math.nan
+
+
+def with_value(key: Key, i: int, value: Any) -> Key:
+    """Return settings with another value of one of them."""
+    return (*key[:i], value, *key[i + 1 :])
