@@ -25,7 +25,7 @@ from pyro_dvi.guides.factors import Factor, GuideSite, complete_loaded, owner_of
 from pyro_dvi.runs.explained import AS_A_MODEL, explained_errors
 from pyro_dvi.runs.latents import unconstraining_transform
 from pyro_dvi.runs.posterior_prior import PosteriorPrior, posterior_prior
-from pyro_dvi.runs.trained_for import decoded, encoded, note_trained_for, trained_for
+from pyro_dvi.runs.trained_for import decoded, encoded, note_trained_for, temperature_of, trained_for
 
 
 class FactorisedGuide(AutoGuide):
@@ -196,7 +196,8 @@ class FactorisedGuide(AutoGuide):
     def as_prior(self, *, exclude: str | Iterable[str] = ()) -> PosteriorPrior:
         """Return the posterior as a prior for the next task: continual learning.
 
-        The posterior is copied as it is now; training this guide on does not move the prior. A new guide of the model
+        The variances of a cold posterior are divided by its temperature, so that earlier data count once. The posterior
+        is copied as it is now; training this guide on does not move the prior. A new guide of the model
         that this gives starts from the means of the old one. Works with every objective: the KL divergence to these
         Gaussians is exact.
 
@@ -225,7 +226,7 @@ class FactorisedGuide(AutoGuide):
             0.0497...
         """
         posteriors = [(site.name, site.posterior(), site.transform is None) for site in self._sites()]
-        return posterior_prior(posteriors, exclude, type(self).__name__)
+        return posterior_prior(posteriors, exclude, type(self).__name__, temperature_of(self))
 
     def _sites(self) -> Iterable[GuideSite]:
         if self.prototype_trace is None:
@@ -346,12 +347,12 @@ class FactorisedGuide(AutoGuide):
     # The prediction rule goes along in a state_dict
 
     def get_extra_state(self) -> Any:
-        """Return the name of the prediction rule that the posterior was trained for."""
-        return encoded(trained_for(self))
+        """Return the name of the prediction rule that the posterior was trained for, and its temperature."""
+        return encoded(trained_for(self), temperature_of(self))
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Restore the rule that :meth:`get_extra_state` returned."""
-        note_trained_for(self, decoded(state))
+        """Restore what :meth:`get_extra_state` returned."""
+        note_trained_for(self, *decoded(state))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Load a state, as torch's modules do; a guide that has not seen its model yet gets its parameters from it.

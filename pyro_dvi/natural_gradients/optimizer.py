@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from pyro_dvi.core.arguments import check_count, check_positive, is_number
-from pyro_dvi.errors import ArgumentError, GuideError
+from pyro_dvi.errors import ArgumentError, CheckpointError, GuideError
 from pyro_dvi.natural_gradients.estimates import Estimate, NaturalSite, NaturalStep, steps_of
 
 Tensors = list[Tensor] | tuple[Tensor, ...]
@@ -83,8 +83,12 @@ class Update:
         for site, memory, measured in zip(self.sites, self.memories, self.measured, strict=True):
             if "curvature" not in memory:
                 memory["momentum"] = torch.zeros_like(measured)
-                memory["unit"] = _unit(site)
                 memory["curvature"] = torch.full_like(measured, start) if self.has_start else measured.clone()
+                memory["unit"] = _unit(site)
+            elif "unit" not in memory:
+                raise CheckpointError(
+                    "the optimizer's state is that of another version: begin with a new optimizer"
+                )
         self.momenta = [memory["momentum"] for memory in self.memories]
         self.curvatures = [memory["curvature"] for memory in self.memories]
 
@@ -258,13 +262,15 @@ class NaturalGradientOptimizer(Optimizer):
 
 
 def _unit(site: NaturalSite) -> float:
-    """Return the unit of a site's steps: the root mean square distance of its means at the start from the prior's.
+    """Return the unit of a site's steps: the standard deviation of its means at the start.
 
-    Where that is zero, or the site a single number, it is the prior's mean standard deviation.
+    At least a tenth of the prior's, over the root of the number of inputs of a layer: means that are alike, or a single
+    number, say nothing of the size of what is to be learned.
     """
-    distance = site.loc.detach() - site.prior_loc
-    unit = float(distance.square().mean().sqrt()) if distance.numel() > 1 else 0.0
-    return unit or float(site.prior_precision.pow(-0.5).mean())
+    loc = site.loc.detach()
+    fan_in = loc.numel() / loc.shape[0] if loc.dim() > 1 else 1.0
+    least = 0.1 * float(site.prior_precision.pow(-0.5).mean()) / math.sqrt(fan_in)
+    return max(float(loc.std(correction=0)), least)
 
 
 def _check_options(optimizer: str, options: Mapping[str, Any]) -> None:

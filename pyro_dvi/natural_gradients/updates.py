@@ -166,10 +166,9 @@ class VOGNOptimizer(NaturalGradientOptimizer):
         damping: :math:`\gamma`, in units of the curvature of one example.
         data_augmentation: :math:`\rho`, by how much augmentation multiplies the effective number of data.
         initial_curvature: :math:`s_0`; None takes the squared gradients of the first minibatch.
-        max_step: longest :math:`|\Delta\mu|` of a weight in a step, relative to the size of the weights of its site:
-            their root mean square distance from the prior's mean when training starts, or the prior's standard
-            deviation where that is zero or the site is a single number. It falls with the learning rate. None sets no
-            bound.
+        max_step: longest :math:`|\Delta\mu|` of a weight in a step, relative to the weights of its site: to the
+            standard deviation of their means when training starts, at least :math:`0.1\,s / \sqrt n` with the prior's
+            scale s and n inputs of the layer. It falls with the learning rate. None sets no bound.
         warmup_steps: over which the learning rate rises from 0, but at most a quarter of training; 0 starts in full.
             The temperature rises as a square over half of training, where its length is known, and with the learning
             rate where it is not.

@@ -221,7 +221,7 @@ class Objective(ELBO):
         check_trainable(guide, self)
         self.begin(guide)
         yield
-        note_trained_for(guide, self.prediction_rule)
+        note_trained_for(guide, self.prediction_rule, self.temperature)
         self.step += 1
 
     def total(self, call: Call, training: bool) -> Tensor:

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from pyro.distributions.util import scale_and_mask, sum_rightmost
 from torch import Tensor
 from torch import distributions as td
 
@@ -13,7 +14,7 @@ from pyro_dvi.curvature.linearisation import sum_of
 from pyro_dvi.errors import GuideError
 from pyro_dvi.gaussians.normals import is_joint
 from pyro_dvi.objectives.objective import Objective
-from pyro_dvi.runs.latents import GaussianSite
+from pyro_dvi.runs.latents import GaussianSite, unconstraining_transform
 from pyro_dvi.runs.posterior_run import Call, GuideRun, PosteriorRun, run_at_means
 from pyro_dvi.runs.sites import core, is_latent, sites_of
 from pyro_dvi.runs.structure import check_gradients, refuse_dependent
@@ -84,8 +85,11 @@ class SampledELBO(Objective):
         if first and not factorised:
             check_gradients(call, run.model_trace, log_likelihood)
         kl, divergence = self.divergences(run.latents)
-        log_density = run.guide.log_density()
-        kl, divergence = kl + log_density, divergence + self.temperature * log_density
+        log_density, log_volume = run.guide.log_density(), 0.0
+        if self.temperature != 1 and not factorised:
+            log_volume = run.guide.log_volume()
+        kl = kl + log_density
+        divergence = divergence + log_density + (self.temperature - 1) * (log_density + log_volume)
         return {"loss": kl_weight * divergence - log_likelihood, "log_likelihood": log_likelihood, "kl": kl}
 
     def _is_factorised(self, call: Call) -> bool:
@@ -126,8 +130,22 @@ class _Draws(GuideRun):
 
     def log_density(self) -> Tensor:
         """Return the log-density of the draws; the divergence holds the densities of point masses already."""
-        drawn = [
-            site for site in sites_of(self.trace, is_latent) if type(core(site["fn"])).__name__ != "Delta"
-        ]
+        drawn = self._drawn()
         self.trace.compute_log_prob(lambda _name, site: any(site is one for one in drawn))
         return sum_of([site["log_prob_sum"] for site in drawn])
+
+    def log_volume(self) -> Tensor | float:
+        """Return what turns the log-density of the draws into that of their unconstrained values."""
+        terms = []
+        for site in self._drawn():
+            transform, value = unconstraining_transform(site["fn"].support), site["value"]
+            if transform is not None:
+                volume = transform.log_abs_det_jacobian(transform.inv(value), value)
+                volume = sum_rightmost(volume, volume.dim() - len(site["fn"].batch_shape))
+                terms.append(scale_and_mask(volume, site["scale"], site["mask"]).sum())
+        return sum_of(terms) if terms else 0.0
+
+    def _drawn(self) -> list[Any]:
+        return [
+            site for site in sites_of(self.trace, is_latent) if type(core(site["fn"])).__name__ != "Delta"
+        ]

@@ -8,7 +8,7 @@ own parents. Point masses contribute minus their log prior.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from typing import Any, NoReturn
 
@@ -20,14 +20,14 @@ from torch import distributions as td
 
 from pyro_dvi.core.distributions import strip_event_dims
 from pyro_dvi.curvature.linearisation import sum_of
-from pyro_dvi.errors import DataError, ModelError
+from pyro_dvi.errors import DataError, ModelError, UnsupportedError
 from pyro_dvi.gaussians.normal_divergence import (
     minus_log_density,
     multiplicative_divergence,
     normal_divergence,
 )
 from pyro_dvi.gaussians.normals import MultiplicativeNormal, total_correlation
-from pyro_dvi.runs.latents import GaussianSite, Latent, elementary
+from pyro_dvi.runs.latents import GaussianSite, Latent, elementary, unconstraining_transform
 
 _NODES = 32
 
@@ -85,6 +85,12 @@ def entropy(latents: Iterable[Latent]) -> Tensor:
         latents: posterior marginals and priors of the sites.
     """
     latents = [latent for latent in latents if latent.loc is not None]
+    for latent in latents:
+        if elementary(latent.transform) != elementary(unconstraining_transform(latent.prior.support)):
+            raise UnsupportedError(
+                f"the posterior of site {latent.name!r} is a transformed Gaussian in unconstrained space, too, whose "
+                "entropy is not known here: write it as a Normal there, or leave temperature at 1"
+            )
     terms = [scale_and_mask(_entropy(latent), latent.guide_scale, latent.mask).sum() for latent in latents]
     sources = {id(a.source): a for a in latents if a.shared is not None}
     for latent in sources.values():
@@ -103,18 +109,29 @@ def refuse_free_scales(latents: Iterable[Latent]) -> None:
         ModelError: naming the site.
     """
     for latent in latents:
-        prior = strip_event_dims(latent.prior)
-        while isinstance(prior, td.TransformedDistribution):
-            prior = strip_event_dims(prior.base_dist)
-        parameters = {name: getattr(prior, name, None) for name in getattr(prior, "arg_constraints", ())}
-        if latent.loc is not None and any(
-            torch.is_tensor(value) and value.requires_grad and name not in ("loc", "probs", "logits")
-            for name, value in parameters.items()
-        ):
+        if latent.loc is not None and any(map(_has_free_scale, _layers(latent.prior))):
             raise ModelError(
                 f"the prior of site {latent.name!r} has a scale that is learned or latent, which goes to zero at a "
                 "temperature below 1: give it a fixed scale, or use kl_weight in place of temperature"
             )
+
+
+def _layers(prior: Any) -> Iterator[Any]:
+    """Yield a distribution, its transforms, and the distributions that it wraps."""
+    while prior is not None:
+        yield prior
+        yield from (part for each in getattr(prior, "transforms", ()) for part in elementary(each))
+        prior = getattr(prior, "base_dist", None)
+
+
+def _has_free_scale(part: Any) -> bool:
+    """Whether a distribution or transform has a parameter with a gradient, other than one of place."""
+    own, parameters = vars(part).keys(), getattr(part, "arg_constraints", {}).keys()
+    names = own if own & parameters or not parameters else parameters  # Beta, say, has them as properties
+    values = [
+        getattr(part, name) for name in names if name not in ("loc", "_unbroadcasted_loc", "probs", "logits")
+    ]
+    return any(torch.is_tensor(value) and value.requires_grad for value in values)
 
 
 def _kl_of_covariances(source: GaussianSite, latents: list[Latent]) -> Tensor:

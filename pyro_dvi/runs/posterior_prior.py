@@ -55,7 +55,10 @@ def without_posterior_prior(model: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def posterior_prior(
-    posteriors: Iterable[tuple[str, Any, bool]], exclude: str | Iterable[str], origin: str
+    posteriors: Iterable[tuple[str, Any, bool]],
+    exclude: str | Iterable[str],
+    origin: str,
+    temperature: float = 1.0,
 ) -> PosteriorPrior:
     """Make priors of a guide's posteriors.
 
@@ -63,6 +66,7 @@ def posterior_prior(
         posteriors: name, posterior in unconstrained space and whether that is the site's own space, for each site.
         exclude: site names, or patterns of them.
         origin: name of the guide.
+        temperature: at which it was trained.
 
     Raises:
         ArgumentError: a pattern fits no site, or they leave none.
@@ -82,7 +86,7 @@ def posterior_prior(
                 f"leave it with the prior of the model, as_prior(exclude=[{name!r}]), or give it a mean-field posterior"
             )
         loc, scale = torch.broadcast_tensors(base.loc.detach(), base.scale.detach())
-        gaussians[name] = (loc.clone(), scale.clone())
+        gaussians[name] = (loc.clone(), scale * temperature**-0.5)
     if not gaussians:
         raise ArgumentError(f"exclude={exclude!r} leaves no site whose posterior could become a prior")
     return PosteriorPrior(gaussians, origin)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prediction rule that a guide was trained for, which its objective records on the guide."""
+"""The prediction rule that a guide was trained for, and its temperature, which its objective records on the guide."""
 
 import inspect
 from contextlib import suppress
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_ATTRIBUTE = "_pyro_dvi_trained_for"
+_RULE, _TEMPERATURE = "_pyro_dvi_trained_for", "_pyro_dvi_temperature"
 
 
 def check_trainable(guide: Any, objective: Any) -> None:
@@ -24,30 +24,38 @@ def check_trainable(guide: Any, objective: Any) -> None:
 
 def trained_for(guide: Any) -> Any:
     """Return the rule that the guide's objective trained it for, or the name of one; None before training."""
-    return getattr(_owner(guide), _ATTRIBUTE, None)
+    return getattr(_owner(guide), _RULE, None)
 
 
-def note_trained_for(guide: Any, rule: Any) -> None:
-    """Record a rule, or the name of one, on a guide, below handlers around it."""
-    if rule != trained_for(guide):
+def temperature_of(guide: Any) -> float:
+    """Return the temperature at which the guide was trained; 1 before training."""
+    return float(getattr(_owner(guide), _TEMPERATURE, 1.0))
+
+
+def note_trained_for(guide: Any, rule: Any, temperature: float = 1.0) -> None:
+    """Record a rule, or the name of one, and a temperature on a guide, below handlers around it."""
+    if (rule, temperature) != (trained_for(guide), temperature_of(guide)):
         with suppress(AttributeError):  # an object with slots
-            setattr(_owner(guide), _ATTRIBUTE, rule)
+            setattr(_owner(guide), _RULE, rule)
+            setattr(_owner(guide), _TEMPERATURE, temperature)
 
 
-def encoded(rule: Any) -> Tensor:
-    """Return the name of a rule as a tensor of one size, which all that handles states can copy and compare.
+def encoded(rule: Any, temperature: float = 1.0) -> Tensor:
+    """Return the name of a rule, and a temperature, as a tensor of one size, which states can copy and compare.
 
     Example:
-        >>> decoded(encoded("AtMean"))
-        'AtMean'
+        >>> decoded(encoded("AtMean", 0.1))
+        ('AtMean', 0.1)
     """
     name = "" if rule is None else rule if isinstance(rule, str) else type(rule).__name__
-    return torch.tensor(list(name.encode()[:64].ljust(64, b"\0")), dtype=torch.uint8)
+    text = f"{name[:32]} {temperature!r}"
+    return torch.tensor(list(text.encode()[:64].ljust(64, b"\0")), dtype=torch.uint8)
 
 
-def decoded(name: Tensor) -> str | None:
-    """Return the name that :func:`encoded` was given."""
-    return bytes(list(name)).rstrip(b"\0").decode() or None
+def decoded(state: Tensor) -> tuple[str | None, float]:
+    """Return what :func:`encoded` was given."""
+    name, _, temperature = bytes(list(state)).rstrip(b"\0").decode().partition(" ")
+    return name or None, float(temperature or 1)
 
 
 def _owner(guide: Any) -> Any:

@@ -28,7 +28,7 @@ from pyro_dvi.training.random_state import (
 )
 from pyro_dvi.training.routes import Route, route_of
 
-_FORMAT, _VERSION = "pyro_dvi checkpoint", 3
+_FORMAT, _VERSION = "pyro_dvi checkpoint", 4
 
 
 def save(
@@ -144,7 +144,8 @@ def load(
                 f"file ({first_line(error)}); if they are the same, pass example=, one batch of the loader."
             ) from error
     _load_weights(saved, route)
-    note_trained_for(route.guide, getattr(route.elbo, "prediction_rule", "Samples"))
+    rule = getattr(route.elbo, "prediction_rule", "Samples")
+    note_trained_for(route.guide, rule, getattr(route.elbo, "temperature", 1.0))
     if saved["elbo"] is not None:
         route.elbo.load_state_dict(saved["elbo"])
     if route.steered is not None:

@@ -286,7 +286,8 @@ class _Run:
             module.train()
         check_parameters(self.route)
         claim_parameters(self.route)
-        note_trained_for(self.route.guide, getattr(self.route.elbo, "prediction_rule", "Samples"))
+        rule = getattr(self.route.elbo, "prediction_rule", "Samples")
+        note_trained_for(self.route.guide, rule, getattr(self.route.elbo, "temperature", 1.0))
         self.history.inputs = self.history.inputs or input_shapes(args, kwargs)
         self.rollback.remember()
 

@@ -37,8 +37,8 @@ class Reference:
         self.loc, self.precision = loc.copy(), precision.copy()
         self.prior_loc = np.array([PRIORS["w"][0]] * 2 + [PRIORS["b"][0]])
         self.delta = np.array([PRIORS["w"][1]] * 2 + [PRIORS["b"][1]]) ** -2.0
-        distance = (((self.loc - self.prior_loc)[:2] ** 2).mean()) ** 0.5
-        self.unit = np.array([distance or PRIORS["w"][1]] * 2 + [PRIORS["b"][1]])
+        spread = max(self.loc[:2].std(), 0.1 * PRIORS["w"][1])
+        self.unit = np.array([spread] * 2 + [0.1 * PRIORS["b"][1]])
         self.momentum, self.s, self.t = np.zeros(3), np.zeros(3), 0
 
     def gradients(self, x: np.ndarray, y: np.ndarray, theta: np.ndarray) -> np.ndarray:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import pyro_dvi as dvi
+from pyro_dvi.errors import CheckpointError
 from pyro_dvi.natural_gradients.updates import OGNOptimizer
 from tests.natural_gradients.network import TORCH_OPTIMIZERS, Net, batches, elbo
 
@@ -91,3 +92,35 @@ def test_steps_at_the_mean_are_those_of_the_processor(device, moved):
             return {name: value.detach().cpu() for name, value in module.named_parameters()}
 
     torch.testing.assert_close(last(device), last(torch.device("cpu")), rtol=1e-9, atol=1e-10)
+
+
+def test_a_state_of_another_version_is_refused():
+    model = Net(torch.float64)
+    guide = dvi.NaturalGradientGuide(model)
+    x, y = next(batches(1, torch.float64))
+    svi = pyro.infer.SVI(model, guide, dvi.VOGN({}), elbo())
+    svi.step(x, y)
+    for one in svi.optim.optim_objs.values():
+        for memory in one.state.values():
+            memory.pop("unit", None)
+    with pytest.raises(CheckpointError, match="another version"):
+        svi.step(x, y)
+
+
+@pytest.mark.parametrize("start", [0.0, 1e-8, 1e-2, 0.3])
+def test_means_that_start_close_to_each_other_are_not_held_back(start):
+    """A linear regression whose means start at ``start`` times (1, -1, 1), and end at the same place."""
+    x = torch.randn(200, 3, generator=torch.Generator().manual_seed(0))
+    truth = torch.tensor([1.0, -2.0, 0.5])
+
+    def model(x, y=None):
+        w = pyro.sample("w", pyro.distributions.Normal(torch.zeros(3), 1.0).to_event(1))
+        with pyro.plate("data", 200):
+            return pyro.sample("y", pyro.distributions.Normal(x @ w, 0.1), obs=y)
+
+    pyro.set_rng_seed(0)
+    values = {"w": start * torch.tensor([1.0, -1.0, 1.0])}
+    guide = dvi.NaturalGradientGuide(model, init_loc_fn=pyro.infer.autoguide.init_to_value(values=values))
+    svi = pyro.infer.SVI(model, guide, dvi.VOGN({}), dvi.NaturalGradientELBO())
+    dvi.fit(svi, [(x, x @ truth)], 1000, progress=False)
+    torch.testing.assert_close(guide.median()["w"], truth, rtol=0, atol=0.05)

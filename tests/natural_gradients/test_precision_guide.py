@@ -167,7 +167,7 @@ def test_constrained_latents_train_and_stay_in_their_support():
     x = torch.randn(200, 3)
     y = x @ torch.tensor([1.0, -1.0, 0.5]) + 0.3 * torch.randn(200)
     guide = NaturalGradientGuide(constrained)
-    vogn = VOGN({"lr": 0.1, "max_step": 0.03, "betas": (0.9, 0.97)})
+    vogn = VOGN({"lr": 0.1, "max_step": 0.3, "betas": (0.9, 0.97)})
     svi = SVI(constrained, guide, vogn, loss=NaturalGradientELBO())
     for _ in range(300):
         svi.step(x, y)

@@ -11,6 +11,7 @@ from matplotlib.ticker import MaxNLocator
 
 from pyro_dvi.analysis.plots.style import GREY, column
 from pyro_dvi.analysis.tuning import Tuned
+from pyro_dvi.analysis.tuning.trainings import are_numbers
 from pyro_dvi.errors import ArgumentError, DataError
 from pyro_dvi.predictive.metrics import Estimate
 
@@ -89,22 +90,29 @@ def tuning(tuned: Tuned, *, axes: Sequence[Axes] | None = None) -> np.ndarray:
         >>> [ax.get_xlabel() for ax in axes], axes[0].get_xscale()
         (['lr'], 'log')
     """
-    table, names = tuned.table.to_dataframe().dropna(subset="score"), list(tuned.settings)
+    table, names = tuned.table, list(tuned.settings)
+    known = [row for row, score in enumerate(table["score"]) if score == score]
+    scores, bars = (
+        np.array([table[column][row] for row in known]) for column in ("score", "paired_standard_error")
+    )
     drawn = _panels(axes, names, height=2.4)
     for ax, name in zip(drawn, names, strict=True):
-        others = [other for other in names if other != name]
-        on_line = [list(row) == [tuned.settings[o] for o in others] for row in table[others].to_numpy(object)]
-        is_number = table[name].dtype.kind in "if"
-        x, chosen = (
-            (table[name], tuned.settings[name])
-            if is_number
-            else (table[name].map(str), str(tuned.settings[name]))
-        )
-        if is_number and (x > 0).all():
+        values, chosen = [table[name][row] for row in known], tuned.settings[name]
+        on_line = [all(table[o][row] == tuned.settings[o] for o in names if o != name) for row in known]
+        if not are_numbers([*values, chosen]):
+            values, chosen = [str(value) for value in values], str(chosen)
+        elif min(values) > 0:
             ax.set_xscale("log")
-        bars = np.nan_to_num(table["paired_standard_error"].to_numpy(float))
-        ax.plot(x, table["score"], "o", color=GREY, markersize=3)
-        ax.errorbar(x[on_line], table["score"][on_line], bars[on_line], fmt="o-", elinewidth=1.5, zorder=3)
+        line = [k for k, is_on in enumerate(on_line) if is_on]
+        ax.plot(values, scores, "o", color=GREY, markersize=3)
+        ax.errorbar(
+            [values[k] for k in line],
+            scores[line],
+            np.nan_to_num(bars[line]),
+            fmt="o-",
+            elinewidth=1.5,
+            zorder=3,
+        )
         ax.axvline(chosen, color=GREY, linestyle="--", linewidth=0.8, zorder=0)
         ax.set_xlabel(name)
     drawn[0].set_ylabel("validation score")

@@ -20,6 +20,7 @@ from pyro_dvi.core.progress import progress_bar
 from pyro_dvi.core.table import Columns, Report
 from pyro_dvi.errors import ArgumentError, NonFiniteError, warn
 from pyro_dvi.predictive.predict import predict
+from pyro_dvi.predictive.predictive_distribution import with_any
 from pyro_dvi.training.history import Table
 
 if TYPE_CHECKING:
@@ -135,8 +136,8 @@ def tune(
         NonFiniteError: every training has failed.
 
     Warns:
-        DviWarning: the best value is still at an end of its list, with the next value to try; or the chosen
-            ``temperature`` or ``kl_weight`` is below 0.001.
+        DviWarning: the best value is still at an end of a list of positive numbers, with the next value to try; or the
+            chosen ``temperature`` or ``kl_weight`` is below 0.001.
 
     Example:
         >>> import pyro, pyro.distributions as dist, torch
@@ -215,6 +216,8 @@ def _lists(space: Any) -> dict[str, list[Any]]:
             f'space must map settings to their values, as {{"lr": (0.01, 0.1)}}, not {space!r}'
         )
     lists: dict[str, list[Any]] = {}
+    if not space:
+        raise ArgumentError('space is empty: name the settings and their values, as {"lr": (0.01, 0.1)}')
     for name, values in space.items():
         own = [] if isinstance(values, str) else list(dict.fromkeys(values))
         fine = (math.isfinite(v) if isinstance(v, Real) else isinstance(v, str | None) for v in own)
@@ -232,7 +235,10 @@ def _nll(model: Any, guide: Any, validation: Any, seed: int) -> Tensor:
     """Return the negative log-likelihood of each row; its mean is that of all observations that are not masked."""
     prediction = predict(model, guide, validation, seed=seed)
     values = -prediction.log_likelihood().detach().cpu().double().reshape(len(prediction), -1)
-    counts = torch.full_like(values, prediction.mask is None).bool() | ~values.isnan()
+    counts = torch.ones_like(values).bool()
+    if prediction.mask is not None:
+        missing = prediction.mask.dim() - prediction.log_likelihood().dim()
+        counts = with_any(prediction.mask, missing).cpu().reshape(len(prediction), -1)
     return values.where(counts, 0).sum(1)[counts.any(1)] * (float(counts.any(1).sum()) / float(counts.sum()))
 
 
