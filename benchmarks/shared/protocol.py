@@ -3,8 +3,8 @@
 
 A method has two or three settings: the step size, the scale of the prior (for a point estimate the weight decay), and
 the temperature of the posterior, or the rate of dropout. ``dvi.tune`` chooses one after the other by the NLL of the
-validation data of a seed that is not tested, goes beyond an end of its values where the best is there, and then tries
-the neighbours of the best; at most 12 trainings for a method on a task. All methods train the same network for the same
+validation data of three seeds that are not tested, each with its own data, goes beyond an end of its values where the
+best is there, and then tries the neighbours of the best; at most 12 settings for a method on a task. All methods train the same network for the same
 number of steps with a step size that falls to zero, and ``kl_weight=1``. Ensembles take the settings of their members,
 and Laplace those of MAP.
 
@@ -19,6 +19,7 @@ from functools import partial
 from time import process_time
 from typing import Any
 
+import pyro
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
@@ -30,7 +31,7 @@ from benchmarks.shared.tasks import Data, Task
 
 __all__ = ["CONTESTANTS", "MAX_TRAININGS", "Contestant", "tested", "tuned"]
 
-MAX_TRAININGS = 12
+MAX_TRAININGS, TUNING_SEEDS = 12, 3
 POINT = {"lr": (0.003, 0.01, 0.03), "prior": (1.0, 3.0, 10.0)}
 COLD = {"temperature": (0.01, 0.1, 1.0)}
 NATURAL = {"max_step": (0.05, 0.15, 0.5), "prior": (1.0, 3.0, 10.0)}
@@ -75,18 +76,25 @@ CONTESTANTS = {
 }
 
 
-def tuned(task: Task, contestant: Contestant, data: Data, seed: int) -> Row:
-    """Choose the settings of a method."""
-    method = contestant.method
+def tuned(task: Task, contestant: Contestant, seed: int, data_dir: str | None) -> Row:
+    """Choose the settings of a method by its scores with several seeds, from this one on."""
+    method, rows = contestant.method, dict[int, Tensor]()
+    parts = [task.data(seed + k, data_dir) for k in range(TUNING_SEEDS)]
 
     def train(**settings: float) -> tuple[Any, Any]:
-        return _trained(task, method, data, settings)
+        scored: list[Tensor] = []
+        for data in parts:
+            pyro.clear_param_store()
+            model, guide = _trained(task, method, data, settings)
+            scored.append(-_predicted(model, guide, data.validation, method).log_likelihood())
+        rows[id(guide)] = torch.cat(scored)
+        return model, guide
 
     found = dvi.tune(
         train,
-        data.validation,
+        None,
         contestant.space,
-        score=lambda model, guide, pair: -_predicted(model, guide, pair, method).log_likelihood(),
+        score=lambda model, guide, _: rows[id(guide)],
         max_trainings=MAX_TRAININGS,
         seed=seed,
         progress=False,

@@ -52,12 +52,12 @@ def _images(network: Callable[[], nn.Sequential], name: str, outside: tuple[str,
 
 _FASHION = partial(_images, conv_net, "FashionMNIST", ("MNIST", "notMNIST"))
 TASKS = {
-    "Fashion-MNIST": _FASHION(20),
+    "noisy digits": Task(lambda: mlp((64, 100, 10)), noisy_digits, (), 60, 100, 0.0),
     "wine": Task(lambda: mlp((11, 50, 1)), partial(_split, "wine-quality-red"), (), 30, 50, 0.0, False),
     "concrete, predicted noise": Task(
         lambda: mlp((8, 50, 2)), partial(_split, "concrete"), (), 60, 50, 0.0, False, Heteroscedastic()
     ),
-    "noisy digits": Task(lambda: mlp((64, 100, 10)), noisy_digits, (), 60, 100, 0.0),
+    "Fashion-MNIST": _FASHION(20),
     "Fashion-MNIST, four times as long": _FASHION(80),
     "CIFAR-10": _images(partial(lenet, channels=3, padding=0), "CIFAR10", ("noise",), 20),
 }
@@ -86,8 +86,9 @@ def run(settings: Settings, data_dir: str | None) -> Row:
     about = dict(settings)
     stage, seed = about.pop("stage"), about.pop("seed")
     task, contestant = TASKS[about.pop("task")], CONTESTANTS[about.pop("method")]
-    data = task.data(seed, data_dir)
-    return tuned(task, contestant, data, seed) if stage == "tune" else tested(task, contestant, data, about)
+    if stage == "tune":
+        return tuned(task, contestant, seed, data_dir)
+    return tested(task, contestant, task.data(seed, data_dir), about)
 
 
 def report(rows: list[Row], folder: Path) -> str:

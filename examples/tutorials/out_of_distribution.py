@@ -84,7 +84,7 @@ for name, (make_guide, make_elbo) in METHODS.items():
     )
     guide = make_guide(model, kl_weight=KL_WEIGHT) if name == "MAP" else make_guide(model)
     adam = dvi.optim.Adam(dvi.optim.learning_rates(0.01))
-    optimizer = dvi.VOGN({"max_step": 0.03}) if name == "VOGN" else adam
+    optimizer = dvi.VOGN({}) if name == "VOGN" else adam
     svi = SVI(model, guide, optimizer, make_elbo(kl_weight=KL_WEIGHT))
     dvi.fit(svi, loader, epochs=80, progress=False)
     show(name, model, guide, dvi.AtMean() if name == "MAP" else None)

@@ -83,9 +83,7 @@ for name, (make_guide, elbo) in METHODS.items():
     model = make_model()
     guide = make_guide(model)
     adam = dvi.optim.Adam(dvi.optim.learning_rates(0.03))
-    svi = SVI(
-        model, guide, dvi.VOGN({"max_step": 0.03}) if name == "VOGN" else adam, elbo
-    )
+    svi = SVI(model, guide, dvi.VOGN({}) if name == "VOGN" else adam, elbo)
     history = dvi.fit(svi, [train], epochs=270, progress=False)
     earlier = dvi.diagnostics.scale_snapshot(guide)
     dvi.fit(svi, [train], epochs=30, history=history, progress=False)

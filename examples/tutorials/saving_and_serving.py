@@ -43,10 +43,7 @@ def build():
         dvi.to_bayesian_(net, prior_scale=dvi.bayesian.fan_in), num_data=1000
     )
     guide = dvi.NaturalGradientGuide(model)
-    optimizer, elbo = (
-        dvi.VOGN({"max_step": 0.03}),
-        dvi.NaturalGradientELBO(kl_weight=0.02),
-    )
+    optimizer, elbo = dvi.VOGN({}), dvi.NaturalGradientELBO(kl_weight=0.02)
     svi = SVI(model, guide, optimizer, elbo)
     data = TensorDataset(x[:1000], y[:1000])
     return svi, DataLoader(data, batch_size=50, shuffle=True, generator=torch.Generator())

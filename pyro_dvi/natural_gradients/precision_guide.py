@@ -22,11 +22,11 @@ class NaturalGradientGuide(FactorisedGuide):
     r"""Independent Gaussians stored by mean and precision, for the natural-gradient optimizers.
 
     .. math:: q(u) = \prod_\lambda \mathcal N(u_\lambda; \mu_\lambda, \Lambda_\lambda^{-1}), \qquad
-        \Lambda = \frac{N (s + \tilde\delta)}{\beta}
+        \Lambda = \frac{N (s + \tilde\delta)}{\beta T}
 
     Means are parameters with gradients. Precisions are parameters too, saved and loaded with the rest, but no gradient
     reaches them: :func:`~pyro_dvi.VOGN`, ``OGN`` and ``IVON`` set them from the curvature s, the prior
-    precision, the number of data N and the temperature of their last step. A trained guide is a plain Gaussian and
+    precision, the number of data N, KL weight and temperature of their last step. A trained guide is a plain Gaussian and
     predicts the same whatever the plate or schedule.
 
     Args:

@@ -170,12 +170,12 @@ class VOGNOptimizer(NaturalGradientOptimizer):
             standard deviation of their means when training starts, at least :math:`0.1\,s / \sqrt n` with the prior's
             scale s and n inputs of the layer. It falls with the learning rate. None sets no bound.
         warmup_steps: over which the learning rate rises from 0, but at most a quarter of training; 0 starts in full.
-            The temperature rises as a square over half of training, where its length is known, and with the learning
+            The KL weight rises as a square over half of training, where its length is known, and with the learning
             rate where it is not.
         total_steps: length of a cosine decay of the learning rate. None: the length that ``fit`` announces, unless the
             optimizer has a scheduler, which then says alone how the rate falls; constant without either. A number
             and a scheduler multiply. At a constant rate means go on to fluctuate, by more than the posterior's width
-            where the temperature is low.
+            where the posterior is cold.
         deterministic_lr: learning rate of Adam for parameters that are no latents (batch normalisation, a noise scale).
             The cosine and schedulers steer it too: it falls in proportion to ``lr``. It has no warm-up.
         formulation: ``Consistent()`` or ``AsPrinted()``, which has other defaults of the options above.
@@ -260,7 +260,7 @@ class IVONOptimizer(NaturalGradientOptimizer):
         \mu \leftarrow \mu - \alpha\,\frac{\hat m + \tilde\delta(\mu - m_0)}{h + \tilde\delta}
 
     and :math:`\sigma^{-2} = \tfrac{N}{\beta T}(h + \tilde\delta)`. The last term of h keeps it above
-    :math:`-\tilde\delta` where that is constant. It is not where the temperature or a learned prior precision falls, so
+    :math:`-\tilde\delta` where that is constant. It is not where the KL weight or a learned prior precision falls, so
     h is raised to :math:`-0.9\,\tilde\delta` before each update: the posterior variance of a weight is then less than
     some twenty times its prior's.
 
@@ -369,7 +369,7 @@ def VOGN(optim_args: Options, clip_args: Any = None) -> NaturalGradientOptim:  #
 
     Args:
         optim_args: options of :class:`VOGNOptimizer`; or a function of the parameter's name. With ``{}``,
-            the defaults, choose the temperature, ``NaturalGradientELBO(kl_weight=...)``: 0.01 to 0.1 for networks.
+            the defaults, choose the temperature, ``NaturalGradientELBO(temperature=...)``: 0.01 to 0.1 for networks.
         clip_args: as for :class:`~pyro_dvi.optim.JointOptim`.
 
     Raises:
