@@ -4,9 +4,9 @@
 A method has two or three settings: the step size, the scale of the prior (for a point estimate the weight decay), and
 the temperature of the posterior, or the rate of dropout. ``dvi.tune`` chooses one after the other by the NLL of the
 validation data of three seeds that are not tested, each with its own data, goes beyond an end of its values where the
-best is there, and then tries the neighbours of the best; at most 12 settings for a method on a task. All methods train the same network for the same
-number of steps with a step size that falls to zero, and ``kl_weight=1``. Ensembles take the settings of their members,
-and Laplace those of MAP.
+best is there, and then tries the neighbours of the best; at most 12 settings for a method on a task. All methods train
+the same network for the same number of steps with a step size that falls to zero, and ``kl_weight=1``. Ensembles take
+the settings of their members, and Laplace those of MAP.
 
 Then each method trains with seeds of its own at these settings. One training has two scores: where it ended, and with
 the weights of the epoch whose validation NLL at the mean was lowest. MAP's probabilities are also scored after

@@ -25,8 +25,8 @@ class NaturalGradientGuide(FactorisedGuide):
         \Lambda = \frac{N (s + \tilde\delta)}{\beta T}
 
     Means are parameters with gradients. Precisions are parameters too, saved and loaded with the rest, but no gradient
-    reaches them: :func:`~pyro_dvi.VOGN`, ``OGN`` and ``IVON`` set them from the curvature s, the prior
-    precision, the number of data N, KL weight and temperature of their last step. A trained guide is a plain Gaussian and
+    reaches them: :func:`~pyro_dvi.VOGN`, ``OGN`` and ``IVON`` set them from the curvature s, the prior precision, the
+    number of data N, the KL weight and the temperature of their last step. A trained guide is a plain Gaussian and
     predicts the same whatever the plate or schedule.
 
     Args:
