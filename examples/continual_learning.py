@@ -44,9 +44,6 @@ import pyro_dvi as dvi
 matplotlib.use("Agg")  # draws into files: no display is needed
 import matplotlib.pyplot as plt  # noqa: E402
 
-# The bound of steps is in units of the prior, which is the posterior of the task before and narrow: it is raised.
-VOGN_OPTIONS = {"max_step": 0.3}
-
 
 # Tasks ----------------------------------------------------------------------------------------------------------
 
@@ -134,7 +131,7 @@ class NaturalGradient(PosteriorAsPrior):
         """Means and precisions by the optimizer."""
         guide = dvi.NaturalGradientGuide(self.model)
         elbo = dvi.NaturalGradientELBO(kl_weight=self.strength)
-        return guide, SVI(self.model, guide, dvi.VOGN(VOGN_OPTIONS), loss=elbo)
+        return guide, SVI(self.model, guide, dvi.VOGN({}), loss=elbo)
 
 
 class VCL(PosteriorAsPrior):
