@@ -151,9 +151,10 @@ def report(rows: list[Row], folder: Path) -> str:
             (r for r in rows if r["stage"] == "tune"), key=lambda r: list(SPACES).index(r["method"])
         )
     ]
-    header = ["method", "step size", "VOGN's `max_step`", "prior scale", "temperature", "weights"]
+    header = ["method", "step size", "`max_step`", "prior scale, times", "temperature", "weights"]
     text = [f"**Settings chosen**\n\n{table(header, settings)}"]
-    text.append("† The best value is at an end of the values that were tried.\n")
+    at_end = any(r["ends"] for r in rows if r["stage"] == "tune")
+    text.append(f"{'† The best' if at_end else 'No'} value is at an end of the values that were tried.\n")
     tested = sorted((r for r in rows if r["stage"] == "test"), key=lambda r: r["seed"])
     for task, columns in COLUMNS.items():
         of_task = [r for r in tested if (r["method"] == CURVE) == (task == CURVE)]
