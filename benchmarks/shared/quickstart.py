@@ -151,7 +151,7 @@ def report(rows: list[Row], folder: Path) -> str:
             (r for r in rows if r["stage"] == "tune"), key=lambda r: list(SPACES).index(r["method"])
         )
     ]
-    header = ["method", "step size", "`max_step`", "prior scale, times", "temperature", "weights"]
+    header = ["method", "step size", "`max_step`", "multiple of the prior scale", "temperature", "weights"]
     text = [f"**Settings chosen**\n\n{table(header, settings)}"]
     at_end = any(r["ends"] for r in rows if r["stage"] == "tune")
     text.append(f"{'† The best' if at_end else 'No'} value is at an end of the values that were tried.\n")
