@@ -44,7 +44,6 @@ import pyro_dvi as dvi
 matplotlib.use("Agg")  # draws into files: no display is needed
 import matplotlib.pyplot as plt  # noqa: E402
 
-
 # Tasks ----------------------------------------------------------------------------------------------------------
 
 

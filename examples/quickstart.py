@@ -2,8 +2,7 @@
 """Give a trained network error bars, and compare Bayesian training with tuned baselines.
 
 A curve with a gap in its data. A torch network is trained as usual. LaplaceGuide then puts a Gaussian around its
-weights, and Hamiltonian Monte Carlo shows the posterior of the same model for reference. It is written out here for
-many chains in one batch: Pyro's NUTS runs one chain at a time, whose draws did not converge in half a minute.
+weights, and Hamiltonian Monte Carlo shows the posterior of the same model for reference.
 
 Noisy digits. scikit-learn's handwritten digits under so much pixel noise that nobody reads all of them, by
 
@@ -30,6 +29,7 @@ from typing import Any
 import matplotlib
 import pyro
 import torch
+from monte_carlo import monte_carlo
 from pyro.infer import SVI
 from pyro.infer.autoguide import AutoDelta
 from sklearn.datasets import load_digits
@@ -125,40 +125,6 @@ def energy(u: Tensor, data: Data, prior: float) -> Tensor:
     return 0.5 * ((y - functions(u, x, prior)) / NOISE).square().sum(-1) + 0.5 * u.square().sum(-1)
 
 
-def monte_carlo(data: Data, prior: float, draws: int = 100, chains: int = 12) -> Tensor:
-    """Draw weights, ``[draws, chains, 91]``, after a warm-up as long, which adapts the step size of each chain."""
-    u = torch.randn(chains, 3 * HIDDEN + 1).requires_grad_()
-    adam, kept = torch.optim.Adam([u], 0.03), []
-    for _ in range(1000):  # from draws of the prior to where the data are fitted
-        adam.zero_grad()
-        energy(u, data, prior).sum().backward()
-        adam.step()
-
-    def at(u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        u = u.detach().requires_grad_()
-        value = energy(u, data, prior)
-        return u.detach(), value.detach(), torch.autograd.grad(value.sum(), u)[0]
-
-    now, step = at(u), torch.full((chains, 1), 1e-3)
-    for iteration in range(2 * draws):
-        momentum, new = torch.randn_like(u), now
-        before = now[1] + 0.5 * momentum.square().sum(-1)
-        momentum = momentum - 0.5 * step * now[2]
-        for _ in range(int(torch.randint(100, 300, ()))):
-            new = at(new[0] + step * momentum)
-            momentum = momentum - step * new[2]
-        momentum = momentum + 0.5 * step * new[2]
-        after = new[1] + 0.5 * momentum.square().sum(-1)
-        accepted = (before - after).clamp(max=0).exp().nan_to_num(0.0)[:, None]
-        moves = torch.rand(chains, 1) < accepted
-        now = at(torch.where(moves, new[0], now[0]))
-        if iteration < draws:
-            step = step * (0.1 * (accepted - 0.8)).exp()
-        else:
-            kept.append(now[0])
-    return torch.stack(kept)
-
-
 Curve = Callable[[Tensor], dict[str, Tensor]]
 
 
@@ -169,7 +135,7 @@ def curves(seed: int, epochs: int | None = None, draws: int = 100) -> tuple[Data
     pyro.set_rng_seed(seed)
     net = train_network(data, **SETTINGS["curve"], epochs=epochs or 1000)
     model, guide = with_error_bars(net, data, prior)
-    weights = monte_carlo(data, prior, draws)
+    weights = monte_carlo(partial(energy, data=data, prior=prior), torch.randn(12, 3 * HIDDEN + 1), draws)
 
     def of(values: Tensor) -> dict[str, Tensor]:
         variance = values.detach().var(0, correction=0)

@@ -41,6 +41,7 @@ SPACES: dict[str, dict[str, tuple[Any, ...]]] = {
 @cache
 def example() -> ModuleType:
     """The example as a module."""
+    sys.path.insert(0, str(EXAMPLE.parent))  # of the modules beside it
     spec = importlib.util.spec_from_file_location("quickstart", EXAMPLE)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

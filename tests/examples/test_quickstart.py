@@ -3,6 +3,7 @@
 
 import json
 import warnings
+from functools import partial
 from pathlib import Path
 
 import pyro
@@ -88,7 +89,8 @@ def test_monte_carlo_has_the_density_of_the_model(quickstart):
 def test_monte_carlo_draws_networks_that_fit(quickstart):
     data = quickstart.curve(0)
     pyro.set_rng_seed(0)
-    draws = quickstart.monte_carlo(data, 1.0, draws=30, chains=2)
+    energy = partial(quickstart.energy, data=data, prior=1.0)
+    draws = quickstart.monte_carlo(energy, torch.randn(2, 91), draws=30)
     assert draws.shape == (30, 2, 91)
     errors = quickstart.functions(draws, data.test[0], 1.0) - data.test[1]
     assert errors.square().mean().sqrt() < 0.13  # the noise is 0.1

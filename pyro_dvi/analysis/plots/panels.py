@@ -97,7 +97,8 @@ def tuning(tuned: Tuned, *, axes: Sequence[Axes] | None = None) -> np.ndarray:
     )
     drawn = _panels(axes, names, height=2.4)
     for ax, name in zip(drawn, names, strict=True):
-        values, chosen = [table[name][row] for row in known], tuned.settings[name]
+        values: list[Any] = [table[name][row] for row in known]
+        chosen = tuned.settings[name]
         on_line = [all(table[o][row] == tuned.settings[o] for o in names if o != name) for row in known]
         if not are_numbers([*values, chosen]):
             values, chosen = [str(value) for value in values], str(chosen)
