@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Does README's recipe hold on tasks that it was not written for?
 
-The first block of README is run as printed, from ``def fit`` on, with other data: only the sizes of network and data are
-replaced. MAP goes through the same search with the same step sizes and prior scales.
+The first block of README is run as printed, from ``def fit`` on, with other data: only the sizes of network and data
+are replaced. MAP goes through the same search with the same step sizes and prior scales.
 """
 
 import re
@@ -129,8 +129,8 @@ def report(rows: list[Row], folder: Path) -> str:
             lines.append([task, method, mean_sd(nll), against, *others])
     header = ["task", "method", "NLL", "less MAP's", "accuracy", "ECE"]
     about = (
-        "Mean ± standard deviation over seeds; differences paired by seed, ± half the 95 % interval (Student's t), bold "
-        "where it leaves out zero. README: Variational Laplace as the first page prints it. MAP: the same search "
+        "Mean ± standard deviation over seeds; differences paired by seed, ± half the 95 % interval, bold where it "
+        "leaves out zero. README: Variational Laplace as the first page prints it. MAP: the same search "
         "without a temperature."
     )
     return "\n\n".join([provenance("recipe", rows), about, table(header, lines)])
