@@ -85,8 +85,8 @@ def by_samples(guide: Any, batch: Any) -> Trained:
 
 
 def natural(optimizer: Any, batch: Any) -> Trained:
-    """Train with natural gradients, with steps that suit a regression of little noise."""
-    return trained(dvi.NaturalGradientGuide, dvi.NaturalGradientELBO(), batch, optimizer({"max_step": 0.03}))
+    """Train with natural gradients, by the default options."""
+    return trained(dvi.NaturalGradientGuide, dvi.NaturalGradientELBO(), batch, optimizer({}))
 
 
 DRAWS = dvi.Samples(NUM_DRAWS)
