@@ -28,6 +28,7 @@ import pyro_dvi as dvi
 from benchmarks.shared.benchmark import Row
 from benchmarks.shared.methods import METHODS, Method, Training, with_dropout
 from benchmarks.shared.tasks import Data, Task
+from pyro_dvi.errors import NonFiniteError
 
 __all__ = ["CONTESTANTS", "MAX_TRAININGS", "Contestant", "tested", "tuned"]
 
@@ -117,7 +118,10 @@ def tested(task: Task, contestant: Contestant, data: Data, settings: dict[str, f
 
     start = process_time()
     own = {} if contestant.like else {"watch": watch}
-    model, guide = _trained(task, method, data, settings, **own)
+    try:
+        model, guide = _trained(task, method, data, settings, **own)
+    except NonFiniteError as error:
+        return {"failed": str(error).split(";")[0]}
     row["training_seconds"] = process_time() - start - looking.seconds
     row["last" if contestant.like else "best"] = _scores(task, model, guide, data, method)
     return row

@@ -93,13 +93,13 @@ def run(settings: Settings, data_dir: str | None) -> Row:
 
 def report(rows: list[Row], folder: Path) -> str:
     """A summary of all tasks, then a table for each."""
-    tests = [row for row in rows if row["stage"] == "test"]
+    tests = [row for row in rows if "last" in row]
     tasks = [task for task in TASKS if any(row["task"] == task for row in tests)]
     text = [provenance("ranking", rows), _summary(tests, tasks)]
     for task in tasks:
         of_task = [row for row in rows if row["task"] == task]
-        text += [f"### {task}", _scores(of_task), _settings(of_task)]
-    return "\n\n".join(text)
+        text += [f"### {task}", _scores(of_task), _failed(of_task), _settings(of_task)]
+    return "\n\n".join(filter(None, text))
 
 
 def _summary(tests: list[Row], tasks: list[str]) -> str:
@@ -115,7 +115,7 @@ def _summary(tests: list[Row], tasks: list[str]) -> str:
 
 def _scores(rows: list[Row]) -> str:
     """Scores of a task; the best epoch by early stopping beside the last one."""
-    tests = [row for row in rows if row["stage"] == "test"]
+    tests = [row for row in rows if "last" in row]
     names = [name for name in tests[0]["last"] if name != "nll" and not name.startswith("scaled")]
     point, costs, lines = _by_seed(tests, tests[0]["task"], "MAP"), _costs(tests), []
     for name, read in _LINES.items():
@@ -129,6 +129,13 @@ def _scores(rows: list[Row]) -> str:
         lines.append([name, *cells, *others, f"{costs[read.method]:.1f}"])
     header = ["method", "NLL", "less MAP's", "NLL, early stopping", *names, "training, × MAP's"]
     return table(header, lines).rstrip()
+
+
+def _failed(rows: list[Row]) -> str:
+    """Trainings that diverged, which are left out of the means."""
+    failed = [row["method"] for row in rows if "failed" in row]
+    listed = ", ".join(f"{failed.count(name)} of {name}" for name in dict.fromkeys(failed))
+    return f"Trainings that diverged and are left out of the means: {listed}." if failed else ""
 
 
 def _settings(rows: list[Row]) -> str:
