@@ -259,7 +259,7 @@ FILES = [
     (state_dict, "not written by pyro_dvi.save.*'weight', 'bias'"),
     (store, r"not written by|not a checkpoint|safe load"),
     (module, "safe load"),
-    (newer, "99.*not version 3"),
+    (newer, "99.*not version 4"),
     (lambda path: path.unlink(), "There is no checkpoint"),
 ]
 
