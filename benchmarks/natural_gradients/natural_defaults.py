@@ -148,7 +148,7 @@ def report(rows: list[Row], folder: Path) -> str:
     header = ["task", "prior", "data", "batch", "steps", "MAP's NLL at its best step size"]
     header += [f"{name}({{}}), less MAP's" for name in NATURAL]
     about = (
-        "Mean NLL of 2,000 further images, or 1,000 further points, over two seeds; VOGN and IVON by 20 draws. Error: "
+        "Mean NLL of 2,000 further images, or 1,000 further points, over the seeds; VOGN and IVON by 20 draws. Error: "
         "root-mean-square distance of the mean prediction from the true curve."
     )
     return "\n\n".join([provenance(BENCHMARK.name, rows), about, table(header, lines)])
