@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import pyro_dvi as dvi
 
 # %%
-# A network for scikit-learn's digits, trained by VOGN, with longer steps than the default since training is short.
+# A network for scikit-learn's digits, trained with VOGN.
 # One function builds everything that a run consists of, since the run that goes on later has to build the same.
 
 images, labels = load_digits(return_X_y=True)
