@@ -14,6 +14,7 @@ from pyro_dvi.curvature.linearisation import sum_of
 from pyro_dvi.errors import GuideError
 from pyro_dvi.gaussians.normals import is_joint
 from pyro_dvi.objectives.objective import Objective
+from pyro_dvi.runs.divergences import refuse_free_scales
 from pyro_dvi.runs.latents import GaussianSite, unconstraining_transform
 from pyro_dvi.runs.posterior_run import Call, GuideRun, PosteriorRun, run_at_means
 from pyro_dvi.runs.sites import core, is_latent, sites_of
@@ -85,11 +86,12 @@ class SampledELBO(Objective):
         if first and not factorised:
             check_gradients(call, run.model_trace, log_likelihood)
         kl, divergence = self.divergences(run.latents)
-        log_density, log_volume = run.guide.log_density(), 0.0
+        log_density = run.guide.log_density()
+        kl, divergence = kl + log_density, divergence + log_density
         if self.temperature != 1 and not factorised:
-            log_volume = run.guide.log_volume()
-        kl = kl + log_density
-        divergence = divergence + log_density + (self.temperature - 1) * (log_density + log_volume)
+            if self.temperature < 1:
+                refuse_free_scales(run.latents, drawn=True)
+            divergence = divergence + (self.temperature - 1) * (log_density + run.guide.log_volume())
         return {"loss": kl_weight * divergence - log_likelihood, "log_likelihood": log_likelihood, "kl": kl}
 
     def _is_factorised(self, call: Call) -> bool:

@@ -99,17 +99,21 @@ def entropy(latents: Iterable[Latent]) -> Tensor:
     return sum_of(terms) if terms else torch.zeros(())
 
 
-def refuse_free_scales(latents: Iterable[Latent]) -> None:
+def refuse_free_scales(latents: Iterable[Latent], drawn: bool = False) -> None:
     """Refuse priors whose scale is learned, or a latent, for temperatures below 1.
 
     The normaliser of the prior then outweighs the entropy of the posterior, so that scale and weights go to zero
     together.
 
+    Args:
+        latents: posterior marginals and priors of the sites.
+        drawn: points are draws of a posterior, and not point masses.
+
     Raises:
         ModelError: naming the site.
     """
     for latent in latents:
-        if latent.loc is not None and any(map(_has_free_scale, _layers(latent.prior))):
+        if (drawn or latent.loc is not None) and any(map(_has_free_scale, _layers(latent.prior))):
             raise ModelError(
                 f"the prior of site {latent.name!r} has a scale that is learned or latent, which goes to zero at a "
                 "temperature below 1: give it a fixed scale, or use kl_weight in place of temperature"

@@ -277,6 +277,18 @@ def test_free_scales_are_found_wherever_they_are(prior):
         SampledELBO(temperature=0.5).loss(model, dvi.MeanFieldGuide(model))
 
 
+def test_free_scales_are_refused_for_guides_with_covariances():
+    def model():
+        s = pyro.param("s", torch.tensor(0.5), dist.constraints.positive)
+        w = pyro.sample("w", dist.Normal(torch.zeros(2), s).to_event(1))
+        pyro.sample("y", dist.Normal(w.sum(), 1.0), obs=torch.tensor(0.3))
+
+    guide = AutoMultivariateNormal(model)
+    assert math.isfinite(SampledELBO(temperature=1.5).loss(model, guide))
+    with pytest.raises(ModelError, match="prior of site 'w'"):
+        SampledELBO(temperature=0.5).loss(model, guide)
+
+
 def test_a_learned_mean_of_a_prior_is_no_free_scale():
     def model():
         loc = pyro.param("loc", torch.tensor(0.5))
