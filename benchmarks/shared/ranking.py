@@ -118,6 +118,7 @@ def _scores(rows: list[Row]) -> str:
     tests = [row for row in rows if "last" in row]
     names = [name for name in tests[0]["last"] if name != "nll" and not name.startswith("scaled")]
     point, costs, lines = _by_seed(tests, tests[0]["task"], "MAP"), _costs(tests), []
+    ends = {row["method"] for row in rows if row["stage"] == "tune" and _at_ends(row)}
     for name, read in _LINES.items():
         nll = _by_seed(tests, tests[0]["task"], name, read)
         if not nll:
@@ -126,9 +127,15 @@ def _scores(rows: list[Row]) -> str:
         stopped = [row["best"][read.score] for row in own if "best" in row]
         others = [_mean([row["last"].get(read.others.get(n, n)) for row in own]) for n in names]
         cells = [mean_sd(list(nll.values())), _difference(nll, point), mean_sd(stopped) if stopped else None]
-        lines.append([name, *cells, *others, f"{costs[read.method]:.1f}"])
+        tuned_as = CONTESTANTS[read.method].like or read.method
+        lines.append([name + " (an end)" * (tuned_as in ends), *cells, *others, f"{costs[read.method]:.1f}"])
     header = ["method", "NLL", "less MAP's", "NLL, early stopping", *names, "training, × MAP's"]
     return table(header, lines).rstrip()
+
+
+def _at_ends(row: Row) -> list[str]:
+    """Settings whose chosen value is the smallest or largest of those tried."""
+    return [n for n, value in row["chosen"].items() if value in (min(row["tried"][n]), max(row["tried"][n]))]
 
 
 def _failed(rows: list[Row]) -> str:
@@ -146,7 +153,7 @@ def _settings(rows: list[Row]) -> str:
         for name, value in row["chosen"].items():
             tried = sorted(set(row["tried"][name]))
             cell = f"{name} {value:g} of {', '.join(f'{other:g}' for other in tried)}"
-            cells.append(f"**{cell} (an end)**" if value in (tried[0], tried[-1]) else cell)
+            cells.append(f"**{cell} (an end)**" if name in _at_ends(row) else cell)
         lines.append([row["method"], "; ".join(cells), len(row["tried"]["score"])])
     return table(["tuned", "chosen", "trainings"], lines).rstrip()
 
