@@ -33,9 +33,10 @@ from pyro_dvi.errors import NonFiniteError
 __all__ = ["CONTESTANTS", "MAX_TRAININGS", "Contestant", "tested", "tuned"]
 
 MAX_TRAININGS, TUNING_SEEDS = 12, 3
-POINT = {"lr": (0.003, 0.01, 0.03), "prior": (1.0, 3.0, 10.0)}
+PRIOR = {"prior": (1.0, 1.7, 3.0, 5.5, 10.0)}  # times He's scale
+POINT = {"lr": (0.003, 0.01, 0.03, 0.1)} | PRIOR
 COLD = {"temperature": (0.01, 0.1, 1.0)}
-NATURAL = {"max_step": (0.05, 0.15, 0.5), "prior": (1.0, 3.0, 10.0)}
+NATURAL = {"max_step": (0.05, 0.15, 0.5)} | PRIOR
 
 
 @dataclass(frozen=True)
