@@ -42,12 +42,18 @@ class Checks(Messenger):
             return
         for name, constraint in getattr(fn, "arg_constraints", {}).items():
             # Of real numbers NaN is the only one that is not valid, and shows in the loss.
-            if name in vars(fn) and not is_dependent(constraint) and constraint not in _REAL:
+            if name in vars(fn) and not is_dependent(constraint) and not _is_real(constraint):
                 self._note(constraint, getattr(fn, name))
         with suppress(NotImplementedError, AttributeError):
-            if is_data(msg) or (is_latent(msg) and msg["fn"].support not in _REAL):
+            if is_data(msg) or (is_latent(msg) and not _is_real(msg["fn"].support)):
                 self._note(msg["fn"].support, msg["value"])
 
     def _note(self, constraint: Any, value: Any) -> None:
         with suppress(NotImplementedError, AttributeError, TypeError, ValueError, RuntimeError):
             self.passed.append(constraint.check(value).all())
+
+
+def _is_real(constraint: Any) -> bool:
+    while isinstance(constraint, constraints.independent):
+        constraint = constraint.base_constraint
+    return constraint in _REAL

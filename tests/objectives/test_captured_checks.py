@@ -15,6 +15,8 @@ from pyro.infer.autoguide import AutoDelta
 
 import pyro_dvi as dvi
 from pyro_dvi.errors import NonFiniteError
+from pyro_dvi.objectives import Captured
+from pyro_dvi.objectives.recorded_step import RecordedStep
 
 X = torch.linspace(-1, 1, 20)
 Y = 2 * X
@@ -35,6 +37,12 @@ def with_probabilities(x, y=None):
     w = pyro.sample("w", dist.Normal(0.5, 10.0))
     with pyro.plate("data", 20):
         pyro.sample("y", dist.Bernoulli(probs=torch.sigmoid(w) + x), obs=y)
+
+
+def line(x, y=None):
+    w = pyro.sample("w", dist.Normal(0.0, 1.0))
+    with pyro.plate("data", 20):
+        pyro.sample("y", dist.Normal(w * x, 0.5), obs=y)
 
 
 def with_factorisation(x, y=None):
@@ -144,3 +152,40 @@ def test_a_prior_that_was_made_before_and_validates_is_no_obstacle():
         warnings.simplefilter("error")
         found = [losses_of(model, [(X, Y)], capture, epochs=60) for capture in (False, True)]
     assert found[0] == found[1]
+
+
+def test_latents_that_may_be_any_number_are_not_checked():
+    """A NaN among them shows in the loss; looking for one takes as long as the rest of a step of a large network."""
+
+    def model(x, y=None):
+        w = pyro.sample("w", dist.Normal(torch.zeros(3, 2), 1.0).to_event(2))
+        with pyro.plate("data", 20):
+            pyro.sample("y", dist.Normal(w.sum() * x, 0.5), obs=y)
+
+    guide, elbo = AutoDelta(model), Captured(dvi.SampledELBO())
+    svi = SVI(model, guide, dvi.optim.Adam({"lr": 0.05}), loss=elbo)
+    for _ in range(20):
+        svi.step(X, Y)
+    (recording,) = elbo.recordings
+    operators = [node.target for node in recording.operators.graph.nodes]
+    assert operators.count(torch.ops.aten.eq.Tensor) == 1  # of the data
+
+
+def test_replays_that_take_longer_than_ordinary_steps_are_dropped(monkeypatch):
+    def slowly(*args):
+        trials = own(*args)
+        for trial in trials:
+            trial.seconds += 10
+        return trials
+
+    own = RecordedStep.trials
+    guide, elbo = AutoDelta(line), Captured(dvi.SampledELBO())
+    svi = SVI(line, guide, dvi.optim.Adam({"lr": 0.05}), loss=elbo)
+    monkeypatch.setattr(RecordedStep, "trials", slowly)
+    kept = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(100):
+            svi.step(X, Y)
+            kept.append(len(elbo.recordings))
+    assert max(kept) == 1 and kept[-50:] == [0] * 50
