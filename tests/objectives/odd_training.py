@@ -118,7 +118,10 @@ def train(case: Case, objective: str, capture: bool, steps: int = 34, alone: int
     pyro.set_rng_seed(0)
     make_guide, make_elbo, make_optimizer = OBJECTIVES[objective]
     # Whether a replay is faster depends on what else the machine does.
-    with patch.object(Recording, "is_slower", lambda _: False), warnings.catch_warnings(record=True) as caught:
+    with (
+        patch.object(Recording, "is_slower", lambda _: False),
+        warnings.catch_warnings(record=True) as caught,
+    ):
         warnings.simplefilter("always")
         one = case.make()
         guide = (one.guide or make_guide)(one.model)

@@ -38,7 +38,14 @@ def as_proposed(done: Trainings, sampler: Any, max_trainings: int) -> None:
             trial.study.stop()
         return float(done.scores[key].mean()) if key in done.scores else math.nan
 
-    study = optuna.create_study(sampler=sampler)
-    for key in filter(done.is_listed, done.recorded):
-        study.enqueue_trial(done.named(key))
-    study.optimize(objective, n_trials=len(done.recorded) + max_trainings)
+    before = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(
+        max(before, optuna.logging.WARNING)
+    )  # the bar and the table tell of trainings
+    try:
+        study = optuna.create_study(sampler=sampler)
+        for key in filter(done.is_listed, done.recorded):
+            study.enqueue_trial(done.named(key))
+        study.optimize(objective, n_trials=len(done.recorded) + max_trainings)
+    finally:
+        optuna.logging.set_verbosity(before)

@@ -88,9 +88,10 @@ def tune(
     value of one list, while the other settings are held at their best values so far, at first the middle value of each
     list (of an even number, the lower of the two). Step size, its decay, temperature is a sensible order, since a
     temperature that is chosen before the step size makes up for a step size that does not fit. If the best value is at
-    an end of its list, the search goes on beyond it by the pattern of the steps (0.1, 0.3 is followed by 1), as long as
-    trainings are left that later lists do not need; whole numbers stay whole. Then neighbours of the best values are
-    tried in the same order, until none is better or no trainings are left. A ``sampler`` proposes all at once.
+    an end of its list, the search goes on beyond it by the pattern of the steps (0.1, 0.3 is followed by 1, and 0, 1, 2
+    by 3), as long as trainings are left that later lists do not need; whole numbers stay whole. Then neighbours of the
+    best values are tried in the same order, until none is better or no trainings are left. A ``sampler`` proposes all
+    at once.
 
     **Choice.** The lowest mean score is chosen. A setting that is called ``temperature`` or ``kl_weight`` then takes
     its largest value, with the other settings at their best, that is within one paired standard error of the lowest
@@ -136,7 +137,7 @@ def tune(
         NonFiniteError: every training has failed.
 
     Warns:
-        DviWarning: the best value is still at an end of a list of positive numbers, with the next value to try; or the
+        DviWarning: the best value is still at an end of its list other than zero, with the next value to try; or the
             chosen ``temperature`` or ``kl_weight`` is below 0.001.
 
     Example:

@@ -130,14 +130,21 @@ class Trainings:
         ordered = sorted({*values, *(key[i] for key in self.known)})
         if self.best()[i] == ordered[-1]:
             ordered.reverse()
-        if self.best()[i] != ordered[0] or len(ordered) < 2 or min(ordered[:3]) <= 0:
+        if self.best()[i] != ordered[0] or len(ordered) < 2:
             return None
         first, second, *rest = ordered
         gain = self.scores.get(with_value(self.best(), i, second), math.nan) - self.scores[self.best()]
         if float(gain.mean()) <= standard_error(gain):
             return None  # the curve is flat there
-        step = first / second if not rest else second / rest[0]  # of 0.03, 0.1, 0.3 two make a decade
-        following = round(first * step) if isinstance(values[0], int) else float(f"{first * step:.6g}")
+        even = bool(rest) and math.isclose(first - second, second - rest[0])
+        if abs(first) > abs(second) and (even or min(ordered[:3]) <= 0):  # as of 0, 0.1, 0.2
+            following = 2 * first - second
+        elif min(ordered[:3]) > 0:
+            step = first / second if not rest else second / rest[0]  # of 0.03, 0.1, 0.3 two make a decade
+            following = first * step
+        else:
+            return None  # zero is an end that is meant
+        following = round(following) if isinstance(values[0], int) else float(f"{following:.6g}")
         return None if following in (0, first) else following
 
     def table(self) -> tuple[Table, dict[int, str]]:

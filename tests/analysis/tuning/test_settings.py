@@ -155,6 +155,15 @@ def test_whole_numbers_stay_whole():
     assert tune(stand_in, {"depth": (1, 2, 3)}, score=distance(depth=0.1)).table["depth"] == [1, 2, 3]
 
 
+@pytest.mark.parametrize(
+    ("values", "best", "tried"),
+    [((0, 0.1, 0.2), 0.4, [0, 0.1, 0.2, 0.3, 0.4, 0.5]), ((-3, -1, 0), -7, [-9, -7, -5, -3, -1, 0])],
+)
+def test_lists_with_zero_go_on_by_equal_steps(values, best, tried):
+    tuned = tune(stand_in, {"s": values}, score=lambda m, g, v: abs(m()["s"] - best))
+    assert tuned.table["s"] == pytest.approx(tried)
+
+
 @pytest.mark.parametrize(("values", "best"), [((0, 0.1, 0.2), 0.0), ((-1, 1), 1.0), (("a", "b"), "b")])
 def test_what_has_no_next_value_has_no_end(values, best):
     tuned = tune(stand_in, {"s": values}, score=lambda m, g, v: float(m()["s"] != best))

@@ -153,6 +153,18 @@ def test_a_sampler_proposes_settings_jointly(optuna):
     assert tuned.settings == {"lr": 0.03, "act": "relu"}
 
 
+def test_a_sampler_writes_no_lines_of_its_own(optuna, capfd):
+    optuna.logging.enable_default_handler()
+    before = optuna.logging.get_verbosity()
+    tune(
+        stand_in,
+        {"lr": (0.01, 0.1, 1)},
+        score=distance(lr=0.1),
+        sampler=optuna.samplers.RandomSampler(seed=0),
+    )
+    assert capfd.readouterr().err == "" and optuna.logging.get_verbosity() == before
+
+
 def test_a_grid_ends_by_itself_and_failures_are_rows(optuna):
     seen = Interrupted(None)
     sampler = optuna.samplers.GridSampler({name: list(values) for name, values in LISTS.items()})
