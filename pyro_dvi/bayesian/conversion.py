@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a torch module to a Bayesian one, and back to a module with the posterior means as weights."""
+"""Conversion of torch modules to Bayesian modules, and back to modules with the posterior means as weights."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -54,42 +54,42 @@ def to_bayesian_(
     ``include`` names them. Frozen parameters (``requires_grad=False``) stay as they are, whatever ``include``
     says; they become buffers of the same name, because Pyro would set ``requires_grad`` again.
 
-    The module's present weights, pretrained ones too, are kept as buffers (``weight_initial``), so that
-    guides can start from them (:func:`~pyro_dvi.bayesian.init_to_module`), and checkpoints of the module from
-    before the conversion still load. Load them *before* the guide is made: a guide copies its start. Priors
-    follow ``module.to(device, dtype)``.
+    The current (possibly pretrained) weights of the module are kept as buffers (``weight_initial``). Guides can start
+    from them (:func:`~pyro_dvi.bayesian.init_to_module`), and checkpoints of the module from before the conversion
+    still load. Load them *before* the guide is created, because a guide copies its initial values. Priors follow
+    ``module.to(device, dtype)``.
 
-    Every chosen parameter is one Pyro site, named like the parameter. A parameter that two layers share stays
-    one latent: the first layer has the site, the others repeat it as a deterministic one. Inside a Pyro run,
-    one draw serves a whole call of the network. Outside, *each access redraws from the prior*: ``net.fc.weight`` twice
-    gives two values, and ``net(x)`` is a network drawn from the prior. Predict with a guide.
+    Every chosen parameter is one Pyro site, named like the parameter. A parameter that two layers share remains one
+    latent: the first layer has the site, and the other layers repeat its value as a deterministic site. Inside a Pyro
+    run, each call of the network uses one draw. Outside, *each access redraws from the prior*: two accesses to
+    ``net.fc.weight`` give two values, and ``net(x)`` evaluates a network drawn from the prior. Predict with a guide.
 
-    The padding row of an ``nn.Embedding`` becomes a latent like the others, though torch gives it no gradient: a
+    The padding row of an ``nn.Embedding`` becomes latent like the other rows, although torch gives it no gradient; a
     warning says how to mask it.
 
-    Of a layer under :func:`torch.nn.utils.parametrizations.weight_norm` the length and the direction become Bayesian.
+    In a layer with :func:`torch.nn.utils.parametrizations.weight_norm`, the length and the direction become Bayesian.
 
-    Status: exact; the model is the network with the stated prior.
+    Status: exact; the model is the network with the given prior.
 
     Args:
         module: any module; its class becomes the Pyro version of itself, so ``isinstance`` keeps working.
-        prior_scale: the prior's standard deviation, in units of the weight: a number, ``fan_in``,
-            ``LearnedScale()``, ``HierarchicalScale(...)``, a Pyro distribution (scalar, or of the parameter's
-            shape), a callable of ``(name, parameter)`` that returns one of these, or a mapping from name
-            patterns to these of which the first match decides.
+        prior_scale: the prior's standard deviation, in units of the weight: a number, ``fan_in``, ``LearnedScale()``,
+            ``HierarchicalScale(...)``, a Pyro distribution (scalar, or of the parameter's shape), a callable of
+            ``(name, parameter)`` that returns one of these, or a mapping from name patterns to these, in which the
+            first match decides.
         include: what becomes Bayesian: module types (the parameters such a module owns itself), name patterns
-            (``"encoder.*"``), predicates of ``(name, module, parameter)``, or a list of these. A pattern with
-            a wildcard passes over normalisation layers; name them exactly, by type or by predicate.
-        exclude: what stays deterministic, in the same forms; it wins over ``include``.
+            (``"encoder.*"``), predicates of ``(name, module, parameter)``, or a list of these. A pattern with a
+            wildcard skips normalisation layers; name them exactly, by type or with a predicate.
+        exclude: what stays deterministic, in the same forms; takes precedence over ``include``.
 
     Returns:
         ``module``.
 
     Raises:
-        ArgumentError: if ``prior_scale``, ``include`` or ``exclude`` has a value that it cannot have.
-        ModelError: if nothing matches, a pattern matches nothing, a parameter is Bayesian already, is
-            computed by another parametrization or a hook, does not suit its prior, or is shared by a chosen and an
-            excluded layer; or if a lazy module has no weights yet. Nothing is changed then.
+        ArgumentError: if ``prior_scale``, ``include`` or ``exclude`` has an invalid value.
+        ModelError: if nothing matches, a pattern matches nothing, a parameter is already Bayesian, is computed by
+            another parametrization or a hook, does not fit its prior, or is shared by a chosen and an excluded layer;
+            or if a lazy module has no weights yet. The module is then unchanged.
         UnsupportedError: for compiled, scripted or wrapped modules, and complex or integer parameters.
 
     Example:
@@ -164,15 +164,15 @@ def to_deterministic(model_or_net: nn.Module, guide: Any) -> nn.Module:
     .. math::
         \hat w = \mathbb{E}_q[w]
 
-    The result has the classes and the ``state_dict`` keys that the network had before ``to_bayesian_``,
-    shares nothing with the Bayesian one and needs neither Pyro nor this library: for ``torch.compile``, ONNX,
-    or a program that knows only torch. It predicts like ``AtMean()``; the uncertainty of the weights is lost.
+    The result has the classes and the ``state_dict`` keys that the network had before ``to_bayesian_``. It shares
+    nothing with the Bayesian network and needs neither Pyro nor this library. Use it for ``torch.compile``, ONNX, or
+    programs that depend only on torch. It predicts like ``AtMean()``; the uncertainty of the weights is lost.
 
-    Status: exact at the mean of Normal guides; the median for others.
+    Status: exact for Normal guides; for other guides, the weights are posterior medians.
 
     Args:
-        model_or_net: the network that ``to_bayesian_`` converted, or a model that has just one such network
-            inside, such as ``classifier(net, ...)``. The network stays as it is.
+        model_or_net: the network that ``to_bayesian_`` converted, or a model that contains exactly one such network,
+            such as ``classifier(net, ...)``. The network does not change.
         guide: a trained guide of the model, or a mapping from site names to values.
 
     Returns:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ready Pyro models: a network followed by a likelihood, in a plate over a minibatch of the data set."""
+"""Ready-made Pyro models: a network followed by a likelihood, in a plate over a minibatch of the data set."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from pyro_dvi.errors import ArgumentError, DataError, ModelError, warn
 
 @dataclass(frozen=True)
 class Heteroscedastic:
-    r"""A noise scale for each input, from a second half of the network's outputs.
+    r"""A noise scale for each input, predicted by the second half of the network's outputs.
 
     .. math::
         f_w(x) = (\mu, c), \qquad \sigma(x) = e^{c/2}
@@ -245,13 +245,12 @@ def regressor(net: nn.Module, num_data: int, noise_scale: Any = 1.0) -> Regresso
     Status: exact.
 
     Args:
-        net: maps ``[batch, ...]`` to means ``[batch]``, ``[batch, 1]`` or ``[batch, columns]``; twice the
-            columns with ``Heteroscedastic()``. Its weights are Bayesian after ``to_bayesian_``.
+        net: maps ``[batch, ...]`` to means ``[batch]``, ``[batch, 1]`` or ``[batch, columns]``; twice the columns with
+            ``Heteroscedastic()``. Its weights are Bayesian after ``to_bayesian_``.
         num_data: :math:`N`, the number of examples in the data set, not of batches.
-        noise_scale: :math:`\sigma`, in units of ``y`` (standardise targets, or choose it accordingly): a
-            number; a distribution over positive numbers (the latent site ``noise_scale``);
-            ``LearnedScale(init)`` (a parameter that is optimised); or ``Heteroscedastic()`` (the network
-            predicts a log-variance for each input).
+        noise_scale: :math:`\sigma`, in units of ``y`` (standardise targets, or choose it accordingly): a number; a
+            distribution over positive numbers (the latent site ``noise_scale``); ``LearnedScale(init)`` (an optimised
+            parameter); or ``Heteroscedastic()`` (the network predicts a log-variance for each input).
 
     Returns:
         A model ``model(x, y=None)`` with the observed site ``obs`` in the plate ``data``. ``x`` may be a
@@ -259,7 +258,7 @@ def regressor(net: nn.Module, num_data: int, noise_scale: Any = 1.0) -> Regresso
         ``[batch]``.
 
     Raises:
-        ArgumentError: if ``num_data`` is not a positive integer or ``noise_scale`` none of the forms above.
+        ArgumentError: if ``num_data`` is not a positive integer, or ``noise_scale`` has none of the forms above.
         ModelError: when run, if the network's output has another shape.
         DataError: when run, if targets have the wrong shape or are not finite.
 

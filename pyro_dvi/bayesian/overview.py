@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``summary``: a table of the latent sites with their priors, starts and posteriors."""
+"""``summary``: a table of the latent sites with their priors, initial values and posteriors."""
 
 import math
 from typing import Any
@@ -25,23 +25,22 @@ Row = dict[str, Any]
 def summary(model_or_net: Any, guide: Any = None, *args: Any, **kwargs: Any) -> Table:
     """List the latent sites of a model: shapes, priors, starting values, and the posterior's scales.
 
-    Without model arguments, the parameters that ``to_bayesian_`` converted are listed. With them, the model
-    is run once, without touching its statistics or the random state, and every latent site is listed, your
-    own as well.
+    Without model arguments, the table lists the parameters that ``to_bayesian_`` converted. With model arguments, the
+    model runs once, without changing its statistics or the random state, and the table lists every latent site,
+    including your own.
 
     Args:
         model_or_net: a converted network, or a model.
-        guide: adds what a trained guide has learned: anything with ``median()``, and with ``quantiles(qs)``
-            for scales.
+        guide: adds columns for a trained guide: any guide with ``median()``, and with ``quantiles(qs)`` for scales.
         args: arguments of the model.
         kwargs: arguments of the model.
 
     Returns:
         A table that can be printed, with the columns ``site``, ``shape``, ``prior`` (a parameter that is learned or set
-        by another latent ``varies``), ``weights`` (their number; zero where a site repeats another one) and
-        ``start_rms``, the root mean square of the module's own weights. With a guide also ``mean_rms``, the same of
-        the posterior means, and ``scale``: half the distance between the 16 % and the 84 % quantile, the standard
-        deviation of a Normal, averaged over a site's weights. Missing numbers are NaN.
+        by another latent ``varies``), ``weights`` (their number; zero if a site repeats another site) and
+        ``start_rms``, the root mean square of the module's weights. With a guide, also ``mean_rms``, the root mean
+        square of the posterior means, and ``scale``, half the distance between the 16 % and the 84 % quantiles (the
+        standard deviation of a Normal), averaged over the weights of a site. Missing numbers are NaN.
 
     Raises:
         ModelError: if there is nothing to list.

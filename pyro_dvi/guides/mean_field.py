@@ -16,10 +16,10 @@ class MeanFieldGuide(FactorisedGuide):
 
     .. math:: q(u) = \prod_\lambda \mathcal N(u_\lambda; \mu_\lambda, \sigma_\lambda^2), \qquad \theta = T(u)
 
-    with Pyro's transform T to the support of each site (the identity for weights). Means start from the weights
-    that a network had before :func:`~pyro_dvi.to_bayesian_`, scales at :math:`\sigma = e^{-3} s` with the prior's
-    standard deviation s. Looking at the model to find its sites leaves batch-norm statistics alone. Unconstrained
-    sites are plain Normal sites of the same name, so Pyro's ``TraceMeanField_ELBO`` has its analytic KL divergence.
+    with Pyro's transform T to the support of each site (the identity for weights). Means start from the weights that a
+    network had before :func:`~pyro_dvi.to_bayesian_`, and scales at :math:`\sigma = e^{-3} s` for a prior with standard
+    deviation s. Running the model to find its sites does not change batch-norm statistics. Unconstrained sites are
+    plain Normal sites of the same name, so Pyro's ``TraceMeanField_ELBO`` uses its analytic KL divergence.
 
     Args:
         model: a Pyro model whose latents are continuous.
@@ -29,10 +29,10 @@ class MeanFieldGuide(FactorisedGuide):
 
     Attributes:
         locs: module of means, ``guide.locs.<site>``; ``MeanFieldGuide.locs.<site>`` in the parameter store.
-        scales: module of standard deviations likewise; the optimizer sees their logarithm.
+        scales: module of standard deviations, likewise; the optimizer updates their logarithm.
 
     Raises:
-        ModelError: a latent is discrete, or there is none.
+        ModelError: a latent is discrete, or there are no latents.
 
     Example:
         >>> import torch

@@ -32,18 +32,18 @@ class LaplaceGuide(GaussianAtMode):
     .. math:: q(u) = \mathcal N(\hat u, P^{-1}), \qquad \hat u = \arg\min_u U(u), \qquad
         U(u) = \tfrac1T\bigl[-\tfrac1\beta\log p(D \mid u) - \log p(u)\bigr]
 
-    In training it is a point mass in unconstrained space, for ``SVI`` with any ELBO, whose loss is :math:`\beta T U` up
-    to a constant. :meth:`polish` then finds the minimum and :meth:`fit` the Gaussian, which :meth:`predictive`,
-    ``predict`` and :meth:`log_evidence` use. Predictions linearise the model around the mode.
+    During training, the guide is a point mass in unconstrained space, for ``SVI`` with any ELBO; the loss is
+    :math:`\beta T U` up to a constant. :meth:`polish` then finds the minimum, and :meth:`fit` fits the Gaussian, which
+    :meth:`predictive`, ``predict`` and :meth:`log_evidence` use. Predictions linearise the model around the mode.
 
     Status: exact for linear models with Gaussian noise; elsewhere a local approximation.
 
     Args:
         model: a Pyro model whose latents are continuous.
         kl_weight: :math:`\beta` of the training objective; it tempers the likelihood, :math:`p(D \mid u)^{1/\beta}`.
-        temperature: T, by which the covariance is multiplied, and which leaves the mode alone.
+        temperature: T, a factor of the covariance; it does not change the mode.
         init_loc_fn: Pyro initialisation strategy of the mode; by default the weights that a network had before
-            :func:`~pyro_dvi.to_bayesian_`: a trained network is a mode already.
+            :func:`~pyro_dvi.to_bayesian_`, so a trained network is already a mode.
         create_plates: as in Pyro's guides.
 
     Attributes:
@@ -82,7 +82,7 @@ class LaplaceGuide(GaussianAtMode):
         return self._point_mass(batches).energy(self._plain_model.get(), batches, subset)
 
     def query(self, *inputs: Any, site: str | None = None, subset: Subset | None = None) -> Query:
-        """Return the outputs at the mode with products of their Jacobian, for methods of ``guide.posterior``.
+        """Return the outputs at the mode, with Jacobian products, for methods of ``guide.posterior``.
 
         Args:
             inputs: as for :meth:`predictive`.
@@ -101,22 +101,22 @@ class LaplaceGuide(GaussianAtMode):
         max_gradients: int = 3000,
         progress: bool = True,
     ) -> Polished:
-        r"""Move the mode to the minimum of U, and prove it with products of the true Hessian.
+        r"""Move the mode to the minimum of U, and verify the minimum with products of the true Hessian.
 
-        The best point so far is kept after Ctrl-C and after any error.
+        After Ctrl-C and after any error, the guide keeps the best point so far.
 
-        Status: a local minimum with a positive definite Hessian, as far as 200 Lanczos steps show. Where U has kinks
-        (ReLU), a point at rest in the norm of the Gauss-Newton matrix, or a warning.
+        Status: a local minimum with a positive definite Hessian, as far as 200 Lanczos steps can tell. If U has kinks
+        (ReLU): a point where the decrement of the Gauss-Newton matrix is small, or a warning.
 
         Args:
             batches: all the data, the same in every pass.
             subset: the latents that may move, as for :meth:`fit`.
             tolerance: on the Newton decrement :math:`g^\top P^{-1} g`, in squared posterior standard deviations.
-            max_gradients: the search ends with an error after so many gradients of all data.
+            max_gradients: the search raises an error after this number of full-data gradients.
             progress: show a progress bar where there is a terminal or notebook.
 
         Raises:
-            UnconvergedError: no minimum was found; ``report`` says how far it came.
+            UnconvergedError: no minimum was found; ``report`` describes the last point.
             NonFiniteError: U is NaN or infinite at the mode.
             DataError: batches that do not hold all data, or change.
         """
@@ -140,15 +140,15 @@ class LaplaceGuide(GaussianAtMode):
         tolerance: float = 1e-2,
         steps: int = 200,
     ) -> Diagnosis:
-        r"""Check if the mode is a minimum of U, without moving it; ``print`` the result.
+        r"""Check whether the mode is a minimum of U, without moving it; ``print`` the result.
 
-        After ``tune``, U has the tuned scales: a mode that was trained before is no minimum of it.
+        After ``tune``, U has the tuned scales, and a mode that was trained with other scales is not its minimum.
 
         Args:
             batches: all the data.
             subset: as for :meth:`fit`.
             tolerance: on the Newton decrement :math:`g^\top P^{-1} g`; 0.01 is a tenth of a standard deviation.
-            steps: of the Lanczos recursion, and of conjugate gradients; up to two gradients of all data each.
+            steps: of the Lanczos recursion, and of conjugate gradients; each costs up to two full-data gradients.
 
         Raises:
             DataError: batches that do not hold all data, or change.
@@ -175,24 +175,24 @@ class LaplaceGuide(GaussianAtMode):
     ) -> LaplacePosterior:
         """Fit the Gaussian around the mode and return it; it is also ``guide.posterior``.
 
-        Untuned, class probabilities are often far less certain than the data warrant: see :meth:`tune`. After
-        :meth:`polish` on the same data the mode is not checked again. A fit that ends in an error leaves no Gaussian.
+        Untuned class probabilities are often far too uncertain: see :meth:`tune`. After :meth:`polish` on the same
+        data, the mode is not checked again. A fit that raises an error leaves no Gaussian.
 
         Args:
             batches: all the data: a loader or a list of batches, as for :func:`~pyro_dvi.fit`.
             method: representation of the Gaussian; ``Dense()`` by default.
             subset: uncertain sites, by name or pattern (``"net.4.*"`` for a last layer), or a mapping of these to True,
-                False or boolean masks of their unconstrained entries; see
-                :func:`~pyro_dvi.laplace.largest_variance`. The rest stays at its mode. None: all.
-            unconverged: policy for a mode that is no minimum, or where U has kinks (ReLU): ``"refuse"`` raises where
-                the precision is the Hessian and warns otherwise; ``"use_ggn"`` takes the Gauss-Newton matrix in its
-                place, with a warning; ``"accept"`` does not check.
+                False or boolean masks of their unconstrained entries; see :func:`~pyro_dvi.laplace.largest_variance`.
+                The rest stays at its mode. None: all.
+            unconverged: policy for a mode that is not a minimum, or if U has kinks (ReLU): ``"refuse"`` raises an error
+                if the precision is the Hessian and warns otherwise; ``"use_ggn"`` uses the Gauss-Newton matrix instead,
+                with a warning; ``"accept"`` does not check.
             seed: of random numbers.
-            progress: count the work, in gradients of all data, where there is a terminal or notebook.
+            progress: show the work done, in full-data gradients, in a terminal or notebook.
 
         Raises:
-            UnconvergedError: the precision is the Hessian, and the mode no minimum, or U has kinks (ReLU);
-                ``diagnosis`` says why.
+            UnconvergedError: the precision is the Hessian, and the mode is not a minimum or U has kinks (ReLU);
+                ``diagnosis`` states the reason.
             DataError: batches that do not hold all data, or change, or hold NaN.
             ModelError: the model draws random numbers of its own.
             NonFiniteError: the likelihood, or the prior, is NaN or infinite.
@@ -248,17 +248,17 @@ class LaplaceGuide(GaussianAtMode):
         determinant: ByLanczos | None = None,
         subset: Subset | None = None,
     ) -> Evidence:
-        r"""Estimate the log evidence of the model by Laplace's method, with every constant.
+        r"""Estimate the log evidence of the model with Laplace's method, including all constants.
 
         .. math:: \log p(D) \approx -U(\hat u) + \tfrac D2 \log 2\pi - \tfrac12 \log\det P
 
         Status: exact for linear models with Gaussian noise; elsewhere Laplace's approximation, which counts one mode.
-        With a subset it is the evidence given the sites that stay fixed.
+        With a subset, the evidence is conditional on the fixed sites.
 
         Args:
             batches: all the data.
             determinant: ``ByLanczos(num_probes, steps)``. None: the determinant of the last :meth:`fit`, if its method
-                knows one and the batches are the same; else of the matrix up to D = 1,000, and by Lanczos beyond.
+                has one and the batches are the same; otherwise of the matrix up to D = 1,000, and with Lanczos beyond.
             subset: as for :meth:`fit`; by default the subset of the last fit, or all.
 
         Raises:
@@ -290,11 +290,11 @@ class LaplaceGuide(GaussianAtMode):
         seed: int = 0,
         progress: bool = True,
     ) -> TuningCurve:
-        r"""Choose the scale of priors, or of the noise, after training; then fit with it.
+        r"""Choose the scale of priors, or of the noise, after training, and fit again.
 
-        The mode stays where it is, although it is no minimum of U with another scale (``polish`` moves it there).
-        Values are relative to the model as it is written; several scales are tuned one after the other. Tune
-        classifiers with validation data if you can: tuned by the evidence, their probabilities are under-confident.
+        The mode does not move, although it is not the minimum of U with another scale (``polish`` moves it there).
+        Values are relative to the scales in the code of the model; several scales are tuned one after the other. Tune
+        classifiers on validation data if you can: tuned with the evidence, their probabilities are under-confident.
 
         Args:
             batches: all the data.
@@ -303,14 +303,16 @@ class LaplaceGuide(GaussianAtMode):
             criterion: ``ByEvidence()``, the default, or ``ByValidation(batches)``.
             method: as for :meth:`fit`; by default the method of the last fit.
             subset: as for :meth:`fit`; by default the subset of the last fit.
-            values: to try; by default 25 from 0.001 to 1,000 for a precision, 17 from 0.1 to 10 for a noise.
-            refinements: more values, between the neighbours of the best one.
+            values: to try; by default 25 values from 0.001 to 1,000 for a precision, 17 values from 0.1 to 10 for
+                noise.
+            refinements: number of additional values, between the neighbours of the best value.
             unconverged: as for :meth:`fit`.
             seed: of random numbers.
             progress: show a progress bar.
 
         Returns:
-            The curve; its ``best`` value is in ``guide.scale_factors``. A warning is given at the edge of the values.
+            The curve; its ``best`` value is in ``guide.scale_factors``. A warning is given if it is at the edge of the
+            values.
 
         Raises:
             ArgumentError: values that are not positive; the evidence of a tempered posterior.
@@ -349,16 +351,16 @@ def largest_variance(guide: LaplaceGuide, size: int) -> dict[str, Tensor]:
 
     .. math:: S = \arg\max_{|S| = \text{size}} \sum_{i \in S} \sigma_i^2
 
-    Status: for a Gaussian of independent latents the subset of this size whose posterior, with the others at the mode,
-    is nearest in Wasserstein distance; a heuristic for others. Variances are in squared units of the latents, so that
-    weights about which the data say nothing come first.
+    Status: for a Gaussian with independent latents, the subset of this size whose posterior, with the other latents at
+    the mode, is closest to the full posterior in Wasserstein distance; a heuristic for other Gaussians. Variances are
+    in squared units of the latents, so weights about which the data say nothing come first.
 
     Args:
-        guide: fitted by a method that knows the variances: ``Diagonal()`` for large networks.
+        guide: fitted with a method that computes variances: ``Diagonal()`` for large networks.
         size: how many latents to choose.
 
     Returns:
-        For each site of the fit a boolean mask of the shape of its unconstrained values.
+        For each site of the fit, a boolean mask with the shape of the site's unconstrained values.
 
     Raises:
         ArgumentError: more latents than the fit has, or none.

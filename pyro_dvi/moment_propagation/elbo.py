@@ -34,16 +34,17 @@ class VarianceWeighted:
 
     .. math:: w_i \propto \sigma_i^{2\gamma_t}
 
-    A network that predicts its own noise learns slowly where it believes the noise to be large, since those gradients
-    are divided by :math:`\sigma^2`; it may then settle for noise instead of a fit. The weights undo the division. Let
-    the exponent fall to 0, so that training ends on the plain objective.
+    A network that predicts its own noise learns slowly where it predicts large noise, since gradients of the mean are
+    divided by :math:`\sigma^2`; it may then explain the data as noise. The weights undo the division. Let the exponent
+    decay to 0, so that training ends with the plain objective.
 
-    Status: with an exponent other than 0 the loss is no bound, only a path to one. The mean counts masked observations.
+    Status: with an exponent other than 0, the loss is not a bound. The mean over the batch includes masked
+    observations.
 
     Args:
-        exponent: :math:`\gamma` (the paper's :math:`\beta`), a number or a schedule of the step: 0 for none, 1 for
-            squared errors.
-        dim: dimension of the batch over which weights have mean one; None for all of it.
+        exponent: :math:`\gamma` (the paper's :math:`\beta`), a number or a schedule of the step: 0 for no weighting, 1
+            for squared errors.
+        dim: dimension of the batch over which weights have mean one; None for all dimensions.
 
     Source: Seitzer et al. (2022), "On the pitfalls of heteroscedastic uncertainty estimation", Eq. 5.
 
@@ -79,23 +80,23 @@ class VarianceWeighted:
 
 
 class MomentPropagationELBO(Objective):
-    r"""Objective of moment propagation: means and variances of the weights pass through the network, not draws.
+    r"""Objective of moment propagation: means and variances of the weights pass through the network instead of draws.
 
     .. math::
         \mathrm{loss} = -\sum_s \mathrm{scale}_s\, \mathrm E_{f \sim \mathcal N(m_f, v_f)}[\log p_s(y_s \mid f)]
             + \beta\, \mathrm{KL}(q \,\|\, p)
 
-    Each Gaussian latent enters the model as a mean and a variance; every function of the model passes these on
-    (:mod:`pyro_dvi.moments`), and the likelihood is integrated over the outputs
-    (:mod:`pyro_dvi.expectations`). The model is not rewritten. One pass costs two to three times a deterministic one.
+    Each Gaussian latent enters the model as a mean and a variance. Every function of the model propagates them
+    (:mod:`pyro_dvi.moments`), and the log-likelihood is averaged over the Gaussian outputs
+    (:mod:`pyro_dvi.expectations`). The model is not rewritten. One pass costs two to three times a deterministic pass.
 
-    Status: units are treated as independent Gaussians, as the paper does. Exact where every weight enters each output
-    once: for linear models ``x @ w``, and for the moments of networks with one hidden layer. Deeper networks, kernels
-    that act at many positions and weights that are used twice lose covariances, and with them a part of the variance
-    (:func:`~pyro_dvi.diagnostics.compare_with_sampling` measures it): write ``(a - b) @ w``, not ``a @ w - b @ w``.
-    Not a bound. The KL divergence is exact for Normal priors.
-    Latents that set the prior of others, and latents that are transformed to their support (a positive noise
-    scale, say), are sampled by reparameterisation.
+    Status: as in the paper, units are treated as independent Gaussians. This is exact if every weight enters each
+    output once: for linear models ``x @ w``, and for the moments of networks with one hidden layer. Deeper networks,
+    kernels that act at many positions and weights that are used twice lose covariances, and with them part of the
+    variance; :func:`~pyro_dvi.diagnostics.compare_with_sampling` measures how much. Write ``(a - b) @ w``, not
+    ``a @ w - b @ w``. Not a bound. The KL divergence is exact for Normal priors. Latents that set the prior of other
+    latents, and latents with a constrained support (such as a positive noise scale), are sampled with
+    reparameterisation.
 
     Needs a guide of independent Gaussians: :class:`~pyro_dvi.MultiplicativeNoiseGuide` (MNVI),
     :class:`~pyro_dvi.MeanFieldGuide`, Pyro's ``AutoNormal`` or ``AutoDiagonalNormal`` (mean-field), or hand-written
@@ -103,13 +104,14 @@ class MomentPropagationELBO(Objective):
     ``AutoMultivariateNormal`` over its sites. Predict with :class:`~pyro_dvi.Moments`.
 
     Args:
-        kl_weight: :math:`\beta` (the paper's :math:`\kappa`), a float or a schedule of the training steps done.
+        kl_weight: :math:`\beta` (the paper's :math:`\kappa`), a float or a schedule of the completed training steps.
         temperature: T of a cold posterior, see :class:`~pyro_dvi.objectives.Objective`.
-        estimator: of the expected log-normaliser of classes; ``Sobol(64)`` by default. ``TiltedBound()`` is free of
-            sampling.
-        weighting: weights of the log-likelihood of single observations, as ``VarianceWeighted()`` or a function of an
-            observed site's distribution at certain parameters and of the training steps done; None: equal weights.
-        variance_floor: smallest variance of the inputs of nonlinearities; the paper has 1e-5 (Appendix A).
+        estimator: of the expected log-normaliser of classes; ``Sobol(64)`` by default. ``TiltedBound()`` needs no
+            points.
+        weighting: weights of the log-likelihood of single observations: ``VarianceWeighted()``, or a function of an
+            observed site's distribution at the mean parameters and of the completed training steps; None: equal
+            weights.
+        variance_floor: smallest variance of the inputs of nonlinearities; the paper uses 1e-5 (Appendix A).
         num_data: size of the data set, compared with the plate's scale; None skips the check.
         num_particles: runs to average if some latents are sampled.
 
@@ -117,7 +119,7 @@ class MomentPropagationELBO(Objective):
         terms: detached "loss", "log_likelihood", "kl" and "kl_weight" of the last evaluation.
 
     Raises:
-        GuideError: the guide is not a factorised Gaussian, but for a last layer.
+        GuideError: the guide is not a factorised Gaussian (except for a last layer).
         ModelError: nothing is observed, or a latent site is missing in the guide.
         UnsupportedError: a function or distribution of the model has no rule, or the model is a mixture.
         NonFiniteError: the loss is NaN or infinite; no update is made.

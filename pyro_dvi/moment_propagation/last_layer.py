@@ -50,10 +50,10 @@ class AllOutputs(LayerCovariance):
 
 @dataclass(frozen=True)
 class LowRank(LayerCovariance):
-    """A diagonal and a few directions in which all weights of the layer move together.
+    """A diagonal plus a matrix of low rank over all weights of the layer.
 
     Args:
-        rank: number of directions.
+        rank: rank of the matrix.
     """
 
     rank: int = 4
@@ -67,26 +67,26 @@ class LastLayerGuide(AutoGuideList):
 
     .. math:: q(w) = \mathcal N(w_{\mathrm{last}};\, \mu, \Sigma)\; q_{\mathrm{rest}}(w_{\mathrm{rest}})
 
-    With point masses for the rest, the default, it is the posterior of variational Bayesian last layers. With
-    :class:`~pyro_dvi.MomentPropagationELBO` the outputs then have exact means and covariances, and the loss is a bound
-    on the evidence given the rest (but for the expected log-normaliser of classes, which is averaged over points);
-    with an uncertain rest, it is as exact as the moments that arrive at the layer. Predict with
+    With point masses for all other sites, the default, this is the posterior of variational Bayesian last layers. With
+    :class:`~pyro_dvi.MomentPropagationELBO`, the outputs then have exact means and covariances, and the loss is a bound
+    on the evidence given the other sites (except for the expected log-normaliser of classes, which is averaged over
+    points). If the other sites are uncertain, the loss is as exact as the input moments of the layer. Predict with
     :class:`~pyro_dvi.Moments`.
 
     Args:
         model: a Pyro model.
-        layer: the last layer: a name of a module or site, a pattern of sites, or several.
-        covariance: ``PerOutput()``, ``AllOutputs()`` or ``LowRank(rank)`` of :mod:`pyro_dvi.guides`; ``MeanField()``
-            for none.
-        rest: makes the guide of a model without the layer: ``MeanFieldGuide``, ``MultiplicativeNoiseGuide``, or any
-            other function of the model; by default point masses at the mode, given the layer's posterior.
+        layer: the last layer: the name of a module or site, a pattern of sites, or a list of these.
+        covariance: ``PerOutput()``, ``AllOutputs()`` or ``LowRank(rank)`` of :mod:`pyro_dvi.moment_propagation`, or
+            ``MeanField()`` of :mod:`pyro_dvi.guides` for independent weights.
+        rest: builds the guide of the model without the layer: ``MeanFieldGuide``, ``MultiplicativeNoiseGuide``, or any
+            other function of the model; by default point masses at the mode, given the posterior of the layer.
 
     Raises:
-        ArgumentError: no site belongs to ``layer``, or ``covariance`` is no object of its kind; outputs are no first
-            dimension of all sites of the layer where each has a covariance of its own.
+        ArgumentError: no site belongs to ``layer``, or ``covariance`` is not a covariance object; or, with one
+            covariance per output, the outputs are not the first dimension of all sites of the layer.
 
-    Source: Harrison, Willes & Snoek (2024), "Variational Bayesian last layers". ``PerOutput()`` is the
-    paper's dense covariance; the likelihood, the priors and the noise are given by the Pyro model here.
+    Source: Harrison, Willes & Snoek (2024), "Variational Bayesian last layers". ``PerOutput()`` is the paper's dense
+    covariance; here, the Pyro model defines the likelihood, the priors and the noise.
 
     Example:
         >>> import pyro_dvi as dvi

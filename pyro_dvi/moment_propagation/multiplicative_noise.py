@@ -33,51 +33,51 @@ class MultiplicativeNoiseGuide(FactorisedGuide):
         q(w_{ij}) = \mathcal N\bigl(m_{ij},\ \alpha_j m_{ij}^2 + \varepsilon\bigr), \qquad
         \alpha_j = \log(1 + e^{\rho_j}),
 
-    as if input j of the layer were multiplied by noise of mean 1 and variance :math:`\alpha_j`. To a network of n
-    weights the posterior adds one number per input unit, about :math:`\sqrt n` in all, where a mean-field posterior
-    adds n. For a prior :math:`\mathcal N(0, s^2)` the objective has the divergence
+    as if input j of the layer were multiplied by noise of mean 1 and variance :math:`\alpha_j`. The posterior adds one
+    number per input unit, about :math:`\sqrt n` for a network of n weights, whereas a mean-field posterior adds n. For
+    a prior :math:`\mathcal N(0, s^2)`, the KL divergence is
 
     .. math::
         \mathrm{KL} = \sum_{ij} \tfrac12\Bigl(\frac{(1 + \alpha_j) m_{ij}^2 + \varepsilon}{s^2} - 1
             - \log\frac{\alpha_j m_{ij}^2 + \varepsilon}{s^2}\Bigr).
 
-    A latent counts as a weight if it is real, has two or more dimensions, and is not inside a plate. Its inputs are
-    found from the functions that use it when the guide first runs the model: the columns of linear, attention and
-    recurrent layers; the input channels of convolutions, separately for each group; the rows of embeddings and
-    look-ups; the dimension that ``x @ w`` or einsum sums over. Where these do not tell, axis 1 is taken, with a
-    warning. ``input_axis`` overrides the result. ``biases`` chooses the
-    posterior of biases, normalisation parameters and other real latents. Latents inside plates, and those with a
-    constrained support (a noise scale, say), are mean-field Gaussians in unconstrained space.
+    A latent counts as a weight if it is real, has two or more dimensions, and is not inside a plate. When the guide
+    first runs the model, it finds the input axis of a weight from the functions that use the weight: the columns of
+    linear, attention and recurrent layers; the input channels of convolutions, separately for each group; the rows of
+    embeddings and look-ups; the dimension that ``x @ w`` or einsum sums over. If these functions do not determine the
+    axis, the guide takes axis 1 and warns. ``input_axis`` overrides the result. ``biases`` chooses the posterior of
+    biases, normalisation parameters and other real latents. Latents inside plates, and latents with a constrained
+    support (such as a noise scale), are mean-field Gaussians in unconstrained space.
 
-    Status: a family of posteriors. Moments through a network use :math:`\alpha_j m_{ij}^2` without
-    :math:`\varepsilon`; samples and the divergence include it. The paper has it in the logarithm only, which differs by
-    the constant :math:`\varepsilon / 2 s^2` for each weight: the gradients are the same.
+    Status: a family of posteriors. Moment propagation uses :math:`\alpha_j m_{ij}^2` without :math:`\varepsilon`;
+    samples and the KL divergence include :math:`\varepsilon`. The paper adds it in the logarithm only, which changes
+    the KL by the constant :math:`\varepsilon / 2 s^2` per weight and leaves the gradients the same.
 
     Args:
         model: a Pyro model whose latents are continuous.
         init_loc_fn: Pyro initialisation strategy of the means; by default the weights that a network had before
             :func:`~pyro_dvi.to_bayesian_`.
-        initial_rho: :math:`\rho` at the start; -3 means :math:`\alpha = 0.0486`, noise of 22 %.
-        biases: posterior of other real latents: ``Deterministic()`` point masses or ``MeanField()``. Use the latter
-            where such a latent sets the prior of others.
-        input_axis: the axes of the inputs of weights, by site name or pattern (the first match decides):
-            ``{"w": 0}``, or ``{"w": (0, 1)}`` for a batch of nets ``[K, in, out]``. None in place of an axis says
-            that a site is no weight; an axis makes a weight of any real latent, also of a vector or inside a plate.
+        initial_rho: initial :math:`\rho`; -3 means :math:`\alpha = 0.0486`, a relative noise of 22 %.
+        biases: posterior of other real latents: ``Deterministic()`` point masses or ``MeanField()``. Use
+            ``MeanField()`` if such a latent sets the prior of other latents.
+        input_axis: the axes of the inputs of weights, by site name or pattern (the first match decides): ``{"w": 0}``,
+            or ``{"w": (0, 1)}`` for a batch of nets ``[K, in, out]``. None instead of an axis means that a site is not
+            a weight; an axis makes any real latent a weight, even a vector or a latent inside a plate.
         create_plates: as in Pyro's guides; returns plates that the guide should subsample.
         eps: :math:`\varepsilon`, in squared units of the weights.
 
     Attributes:
         locs: module of means, ``guide.locs.<site>``; ``MultiplicativeNoiseGuide.locs.<site>`` in the parameter store.
-        alphas: module of relative variances likewise, ``[1, in]`` for a weight ``[out, in]`` (``[groups, in / groups,
-            1, 1]`` for grouped convolutions); the optimizer sees :math:`\rho`, with the step size of scales where
-            :func:`~pyro_dvi.optim.learning_rates` tells them apart.
-        scales: module of standard deviations of mean-field sites; the optimizer sees their logarithm.
+        alphas: module of relative variances likewise, ``[1, in]`` for a weight ``[out, in]``
+            (``[groups, in / groups, 1, 1]`` for grouped convolutions); the optimizer updates :math:`\rho`, with the
+            learning rate of scales if :func:`~pyro_dvi.optim.learning_rates` sets one.
+        scales: module of standard deviations of mean-field sites; the optimizer updates their logarithm.
 
     Raises:
-        ModelError: a latent is discrete, there is none, or ``input_axis`` names one that is no weight.
-        ArgumentError: an option has a value that it cannot have.
-        DviWarning: (a warning) the model does not show where the inputs of a weight are.
-        GuideError: a state was loaded that was saved with other options.
+        ModelError: a latent is discrete, there are no latents, or ``input_axis`` names a latent that is not a weight.
+        ArgumentError: an option has an invalid value.
+        DviWarning: (a warning) the input axis of a weight cannot be inferred from the model.
+        GuideError: the loaded state was saved with other options.
 
     Source: Schmitt & Roth (2021), "Sampling-free variational inference for neural networks with multiplicative
     activation noise", Eq. 5 and 17, Appendix A.

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Estimates of the curvature, and the step by which objective and optimizer share one.
+r"""Estimates of the curvature, and the step through which objective and optimizer share an estimate.
 
 The backward pass leaves :math:`\partial\,\mathrm{loss}/\partial\mu` as the ``grad`` of the means, and the measured
 curvature, such as
 
 .. math:: \sum_i g_i^2 \quad\text{or}\quad g\,\frac{\epsilon}{\sigma},
 
-as the ``grad`` of the precisions, summed over the data set. ``zero_grad`` and sums over processes therefore treat it as
-they treat all gradients, and measurements that no optimizer has used are precisions with a gradient. Everything else is
-one :class:`NaturalStep`, which the guide owns.
+as the ``grad`` of the precisions, summed over the data set. ``zero_grad`` and sums over processes therefore treat it
+like all gradients, and precisions with a gradient are measurements that no optimizer has used yet. All other
+information is in one :class:`NaturalStep`, which the guide owns.
 
-Adding an estimate: a subclass of :class:`Estimate`, given to an optimizer as ``VOGN({"estimate": Mine()})``. It
-overrides ``curvature`` if the gradient of the loss is enough, and ``measure`` if not.
+Adding an estimate: pass an instance of a subclass of :class:`Estimate` to an optimizer, as in
+``VOGN({"estimate": Mine()})``. The subclass overrides ``curvature`` if the gradient of the loss is enough, and
+``measure`` otherwise.
 """
 
 from collections.abc import Iterable, Sequence
@@ -28,14 +29,14 @@ if TYPE_CHECKING:
 
 
 class Estimate:
-    """Curvature that the backward pass of the loss leaves with the precisions; equal ones measure the same.
+    """Curvature that the backward pass writes to the precisions; equal estimates measure the same.
 
-    Its sum over the data set, averaged over the K draws of a step, takes the place of the precisions' gradient. Divide
-    what ``measure`` adds by ``squares.num_particles``. The gradient that ``curvature`` gets carries a factor of 1/K:
-    leave what is linear in it as it is, and multiply its square by K.
+    Its sum over the data set, averaged over the K draws of a step, is stored as the ``grad`` of the precisions. Divide
+    what ``measure`` adds by ``squares.num_particles``. The gradient that ``curvature`` receives contains a factor of
+    1/K: do not rescale terms that are linear in the gradient, and multiply the square of the gradient by K.
 
     Attributes:
-        at_mean: gradients are taken at the mean, and not at draws.
+        at_mean: gradients are taken at the mean instead of at draws.
         keeps_noise: ``curvature`` needs the noise of the draws.
     """
 
@@ -68,10 +69,10 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Squares(Estimate):
-    r"""Sums of squared gradients of single examples, :math:`\sum_s \mathrm{scale}_s \sum_i g_{si}^2`.
+    r"""Sums of squared per-example gradients, :math:`\sum_s \mathrm{scale}_s \sum_i g_{si}^2`.
 
     Args:
-        at_mean: take gradients at the mean, and not at draws.
+        at_mean: take gradients at the mean instead of at draws.
 
     Source: Osawa et al. (2019), "Practical deep learning with Bayesian principles", Algorithm 1.
     """
@@ -120,8 +121,8 @@ class NaturalStep:
     r"""The last step of a guide; parameters that its loss depends on have it as their attribute ``natural_step``.
 
     Attributes:
-        wanted: the curvature to measure in the next step; the optimizer says so in its own step.
-        measured: the curvature that the gradients of the precisions are.
+        wanted: the curvature to measure in the next step; the optimizer sets it in its own step.
+        measured: the curvature that is stored in the gradients of the precisions.
         num_data: N.
         kl_weight: :math:`\beta`.
         temperature: T.

@@ -22,35 +22,36 @@ from pyro_dvi.runs.structure import check_gradients
 
 
 class NaturalGradientELBO(Objective):
-    r"""Objective of VOGN, OGN and IVON: the loss at draws of the weights, and the curvature that they need.
+    r"""Objective of VOGN, OGN and IVON: the loss at draws of the weights, and the curvature for the optimizer.
 
     .. math::
         \mathrm{loss} = -\frac1K\sum_k \sum_s \mathrm{scale}_s \log p_s(y_s \mid w_k)
             + \beta\,\mathrm{KL}(q \,\|\, p), \qquad w_k \sim q
 
-    The backward pass gives each mean the gradient of the log-likelihood at the draws, and each precision, in the place
-    of a gradient, the curvature that the optimizer asks for: sums of squared per-example gradients at the draws
-    (:func:`~pyro_dvi.VOGN`) or at the mean (:func:`~pyro_dvi.OGN`), or products of gradient and noise
-    (:func:`~pyro_dvi.IVON`). The optimizer adds the prior, in closed form.
+    The backward pass writes the gradient of the log-likelihood at the draws to the ``grad`` of the means, and the
+    curvature that the optimizer requests to the ``grad`` of the precisions: sums of squared per-example gradients at
+    the draws (:func:`~pyro_dvi.VOGN`) or at the mean (:func:`~pyro_dvi.OGN`), or products of gradient and noise
+    (:func:`~pyro_dvi.IVON`). The optimizer adds the prior in closed form.
 
-    Status: the loss is an unbiased estimate of the (tempered) negative ELBO. An example is an element of an observed
-    site's batch shape; where batch normalisation in training mode couples examples, squares are taken over each
-    layer's own rows, as in the paper. Latents that no layer with a rule uses cost a backward pass per example.
+    Status: the loss is an unbiased estimate of the (tempered) negative ELBO. An example is one element of an observed
+    site's batch shape. Where batch normalisation in training mode couples examples, each row of a layer counts as one
+    example when gradients are squared, as in the paper. Latents that are used outside layers with a rule cost one
+    backward pass per example.
 
-    Needs :class:`~pyro_dvi.NaturalGradientGuide`, Normal priors whose parameters depend on no latent, and one of the
-    optimizers above. Parameters that are no latents (batch normalisation, a learned noise scale, a learned prior scale)
-    get an ordinary Adam step from the same optimizer.
+    Needs :class:`~pyro_dvi.NaturalGradientGuide`, Normal priors whose parameters do not depend on latents, and one of
+    the optimizers above. The same optimizer updates deterministic parameters (batch normalisation, a learned noise
+    scale, a learned prior scale) with Adam.
 
     Args:
-        kl_weight: :math:`\beta`; positive; a float or a schedule of the training steps done. It divides the
-            precision and multiplies the prior, as the papers' temperature :math:`\tau` does.
-        temperature: T of a cold posterior, see :class:`~pyro_dvi.objectives.Objective`; it divides the precision
-            and leaves the prior alone.
+        kl_weight: :math:`\beta > 0`, a float or a schedule of the completed training steps. Like the papers'
+            temperature :math:`\tau`, it divides the precision and multiplies the prior.
+        temperature: T of a cold posterior, see :class:`~pyro_dvi.objectives.Objective`; it divides the precision and
+            does not change the prior.
         num_data: N, compared with the plate's scale; None skips the check.
-        num_particles: K, draws of the weights a step.
+        num_particles: K, draws of the weights per step.
 
     Raises:
-        GuideError: the guide is no ``NaturalGradientGuide``, or the last measurements were never used.
+        GuideError: the guide is not a ``NaturalGradientGuide``, or no optimizer has used the last measurements.
         ModelError: a prior is not Normal, or depends on another latent; or nothing is observed.
         UnsupportedError: reentrant checkpointing, sparse embeddings, or torch's DistributedDataParallel.
         ArgumentError: a temperature of zero.
@@ -82,11 +83,11 @@ class NaturalGradientELBO(Objective):
         return SquareMeasurement(self.num_particles)
 
     def prepare(self, guide: Any, optimizer: Any) -> None:
-        """Let the next step of the guide measure what an optimizer needs, and drop measurements that were not used.
+        """Let the next step of the guide measure what an optimizer needs, and drop unused measurements.
 
-        ``fit`` and ``load`` do so. In a loop of your own it is optional, before the first step and after states were
-        loaded: otherwise that step measures squared gradients at a draw, and an optimizer that wants something else, as
-        ``OGN`` does, leaves it out.
+        ``fit`` and ``load`` do so. In a loop of your own, the call is optional, before the first step and after loading
+        states. Without it, that step measures squared gradients at a draw, and an optimizer that needs another
+        curvature, such as ``OGN``, ignores the step.
 
         Args:
             guide: a ``NaturalGradientGuide``.

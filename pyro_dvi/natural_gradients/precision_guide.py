@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The posterior whose variances come from the curvature that a natural-gradient optimizer gathers."""
+"""The posterior whose variances come from the curvature that a natural-gradient optimizer estimates."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,30 +19,31 @@ from pyro_dvi.runs.latents import unconstraining_transform
 
 
 class NaturalGradientGuide(FactorisedGuide):
-    r"""Independent Gaussians stored by mean and precision, for the natural-gradient optimizers.
+    r"""Independent Gaussians, stored as means and precisions, for the natural-gradient optimizers.
 
     .. math:: q(u) = \prod_\lambda \mathcal N(u_\lambda; \mu_\lambda, \Lambda_\lambda^{-1}), \qquad
         \Lambda = \frac{N (s + \tilde\delta)}{\beta T}
 
-    Means are parameters with gradients. Precisions are parameters too, saved and loaded with the rest, but no gradient
-    reaches them: :func:`~pyro_dvi.VOGN`, ``OGN`` and ``IVON`` set them from the curvature s, the prior precision, the
-    number of data N, the KL weight and the temperature of their last step. A trained guide is a plain Gaussian and
-    predicts the same whatever the plate or schedule.
+    Means are parameters with gradients. Precisions are also parameters, and are saved and loaded like all others, but
+    they have no gradient: :func:`~pyro_dvi.VOGN`, ``OGN`` and ``IVON`` set them from the curvature s, the prior
+    precision, the number of data N, the KL weight and the temperature of their last step. A trained guide is a plain
+    Gaussian; its predictions do not depend on the plate or schedule.
 
     Args:
         model: a Pyro model whose latents have Normal priors (in unconstrained space).
         init_loc_fn: Pyro initialisation strategy of the means; by default the weights that a network had before
             :func:`~pyro_dvi.to_bayesian_`.
-        initial_scale: standard deviation at the start, as a fraction of the prior's; the first step replaces it.
+        initial_scale: initial standard deviation, as a fraction of the prior standard deviation; the first step
+            replaces it.
         create_plates: as in Pyro's guides; returns plates that the guide should subsample.
 
     Attributes:
         locs: module of means, ``guide.locs.<site>``.
         precisions: module of precisions, ``guide.precisions.<site>``.
-        natural_step: the last step, by which objective and optimizer meet.
+        natural_step: the last step, through which objective and optimizer communicate.
 
     Raises:
-        ModelError: in the first call: a latent is discrete, or its prior is no Normal in unconstrained space.
+        ModelError: in the first call: a latent is discrete, or its prior is not Normal in unconstrained space.
         ArgumentError: a scale that is not positive.
 
     Source: Osawa et al. (2019), "Practical deep learning with Bayesian principles", Algorithm 1.

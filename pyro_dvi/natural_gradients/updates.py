@@ -17,10 +17,10 @@ from pyro_dvi.optim.joint_optim import JointOptim, Options, for_svi
 
 
 class Formulation(ABC):
-    """Rules by which momentum, curvature and precision follow from the measurements.
+    """How momentum, curvature and precision follow from the measurements.
 
     Attributes:
-        options: defaults of the optimizer that go with it.
+        options: defaults of the optimizer with this formulation.
         initial_batches: number of minibatches that are measured at the mean before the first step.
         constant_rate: the learning rate is constant, also under ``fit``.
     """
@@ -44,24 +44,24 @@ class Formulation(ABC):
 
 @dataclass(frozen=True)
 class Consistent(Formulation):
-    r"""The update whose averages end at the optimum of the tempered ELBO; the default.
+    r"""The update whose averages converge to the optimum of the tempered ELBO; the default.
 
     .. math::
         m \leftarrow \beta_1 m + (1-\beta_1) \hat g, \quad \hat m = \frac{m}{1-\beta_1^t}, \qquad
         s \leftarrow s + r_t (\hat h - s), \quad r_t = \max\Bigl(1-\beta_2, \frac{\eta+1}{\eta+t}\Bigr), \qquad
         \Lambda = \frac{N}{\beta T}(s + \tilde\delta)
 
-    The precision at rest is :math:`(N\hat h/\beta + \delta)/T`, the optimum for ``kl_weight`` :math:`\beta` and
-    ``temperature`` T. Damping shortens the step and leaves the posterior alone.
+    At the fixed point, the precision is :math:`(N\hat h/\beta + \delta)/T`, the optimum for ``kl_weight`` :math:`\beta`
+    and ``temperature`` T. Damping shortens the step and does not change the posterior.
 
-    Squared gradients shrink by orders of magnitude while a network learns. At a constant rate the first minibatch,
-    whose gradients are the largest of all, would count for some :math:`1/(1-\beta_2)` steps: steps would be far too
-    short and the posterior far too narrow for as long. With :math:`r_t` the measurement of step i has a weight of about
-    :math:`i^\eta`, and the memory grows with training up to :math:`1/(1-\beta_2)` steps. Where ``initial_curvature`` is
-    given, it is meant to last, and the rate is :math:`1-\beta_2` from the start.
+    Squared gradients shrink by orders of magnitude while a network learns. At a constant rate, the first minibatch,
+    which has the largest gradients, would influence the curvature for about :math:`1/(1-\beta_2)` steps. Meanwhile,
+    steps would be far too short and the posterior far too narrow. With :math:`r_t`, the measurement of step i
+    has a weight of about :math:`i^\eta`, and the averaging window grows up to :math:`1/(1-\beta_2)` steps. If
+    ``initial_curvature`` is given, the rate is :math:`1-\beta_2` from the start, so that the given value persists.
 
     Args:
-        forgetting: :math:`\eta`; 0 weighs all steps alike until the memory is full.
+        forgetting: :math:`\eta`; 0 weights all steps equally until the averaging window is full.
 
     Raises:
         ArgumentError: a negative or infinite ``forgetting``.
@@ -99,22 +99,23 @@ class AsPrinted(Formulation):
         m \leftarrow \beta_1 m + \hat g, \qquad s \leftarrow (1 - \beta b)s + b\hat h, \quad b = 1 - \beta_2, \qquad
         \Lambda = N(s + \tilde\delta + \gamma)
 
-    The momentum is a sum, so that the step is :math:`1/(1-\beta_1)` times longer. At rest :math:`s = \hat h/\beta` and
-    the precision is :math:`N\hat h/\beta + \beta\delta + N\gamma`: the prior is tempered too, and damping narrows the
-    posterior. Both formulations agree at :math:`\beta = 1, \gamma = 0` up to the length of the step.
+    The momentum is a sum, so the step is :math:`1/(1-\beta_1)` times as long. At the fixed point,
+    :math:`s = \hat h/\beta` and the precision is :math:`N\hat h/\beta + \beta\delta + N\gamma`: the prior is tempered
+    too, and damping narrows the posterior. Up to the length of the step, both formulations agree at
+    :math:`\beta = 1, \gamma = 0`.
 
-    With it go, unless they are given: no warm-up, no bound of steps, a constant learning rate under ``fit`` too, and
-    ``lr=0.001``. Before the first step, minibatches are measured at the mean: their squared gradients are
-    :math:`s_0`, and the first draws have the precision :math:`N(s_0 + \tilde\delta + \gamma)` of line 9; the paper's
-    text has :math:`N(s_0 + \tilde\delta) / \beta`, which contradicts it. Parameters that are no latents move meanwhile.
-    Where ``initial_curvature`` is given, that is :math:`s_0`.
+    The formulation changes the defaults of the optimizer: no warm-up, no bound on the steps, a constant learning rate
+    (also in ``fit``), and ``lr=0.001``. Before the first step, minibatches are measured at the mean: their squared
+    gradients are :math:`s_0`, and the first draws have the precision :math:`N(s_0 + \tilde\delta + \gamma)` of line 9;
+    the paper's text has :math:`N(s_0 + \tilde\delta) / \beta`, which contradicts line 9. Deterministic parameters are
+    updated meanwhile. If ``initial_curvature`` is given, it is :math:`s_0`.
 
     Args:
-        initial_batches: how many; the first one in print. ``len(loader)`` is a pass over the data. They count as
-            equally large.
+        initial_batches: number of these minibatches; 1 in the paper. ``len(loader)`` is a pass over the data. All
+            minibatches count equally.
 
     Raises:
-        ArgumentError: ``initial_batches`` is no number of at least 1.
+        ArgumentError: ``initial_batches`` is not a number of at least 1.
     """
 
     initial_batches: int = 1
@@ -151,35 +152,36 @@ class VOGNOptimizer(NaturalGradientOptimizer):
         \hat g = \frac1M\sum_i g_i + \tilde\delta(\mu - m_0), \qquad \hat h = \frac1M\sum_i g_i^2, \qquad
         \mu \leftarrow \mu - \alpha\,\frac{\hat m}{s + \tilde\delta + \gamma}
 
-    with momentum :math:`\hat m`, curvature s and posterior precision as the formulation says; gradients are taken at
-    draws :math:`w = \mu + \epsilon\Lambda^{-1/2}` and averaged over them.
+    The formulation defines the momentum :math:`\hat m`, the curvature s and the posterior precision. Gradients are
+    averaged over draws :math:`w = \mu + \epsilon\Lambda^{-1/2}`.
 
-    Status: a stochastic natural-gradient step with the Gauss-Newton curvature replaced by squared gradients of
-    examples: precisions follow from the residuals of the data, not from the residuals that the model expects.
+    Status: a stochastic natural-gradient step in which squared per-example gradients replace the Gauss-Newton
+    curvature: precisions follow from the residuals of the data, not from the residuals that the model expects.
 
     Args:
-        params: means, and any other parameters, which get a step of Adam.
-        lr: :math:`\alpha`; 1 is a whole Newton step by the diagonal. The default is longer: squared gradients of a
-            network that has not learned yet exceed the curvature by the square of its errors in units of the noise,
-            so that Newton steps by them hardly move. ``max_step`` bounds the steps.
-        betas: decay rates of momentum and, in the long run, of curvature; see the formulation.
+        params: means, and any other parameters, which are updated with Adam.
+        lr: :math:`\alpha`; 1 is a full Newton step with a diagonal curvature. The default is longer: before a network
+            has learned, squared gradients exceed the curvature by the square of its errors in units of the noise, and
+            Newton steps are far too short. ``max_step`` bounds the steps.
+        betas: decay rates of the momentum and, after many steps, of the curvature; see the formulation.
         damping: :math:`\gamma`, in units of the curvature of one example.
-        data_augmentation: :math:`\rho`, by how much augmentation multiplies the effective number of data.
+        data_augmentation: :math:`\rho`, the factor by which augmentation increases the effective number of data.
         initial_curvature: :math:`s_0`; None takes the squared gradients of the first minibatch.
-        max_step: longest :math:`|\Delta\mu|` of a weight in a step, relative to the weights of its site: to the
-            standard deviation of their means when training starts, at least :math:`0.1\,s / \sqrt n` with the prior's
-            scale s and n inputs of the layer. It falls with the learning rate. None sets no bound.
-        warmup_steps: over which the learning rate rises from 0, but at most a quarter of training; 0 starts in full.
-            The KL weight rises as a square over half of training, where its length is known, and with the learning
-            rate where it is not.
+        max_step: largest :math:`|\Delta\mu|` of a weight in a step, relative to the size of the weights of its site.
+            The size is the standard deviation of their means when training starts, or :math:`0.1\,s / \sqrt n` if that
+            is larger, for a prior scale s and a layer with n inputs. The bound decreases with the learning rate. None:
+            no bound.
+        warmup_steps: steps over which the learning rate rises from 0, at most a quarter of training; 0: no warm-up. The
+            KL weight rises quadratically over half of training if the length of training is known, and otherwise with
+            the learning rate.
         total_steps: length of a cosine decay of the learning rate. None: the length that ``fit`` announces, unless the
-            optimizer has a scheduler, which then says alone how the rate falls; constant without either. A number
-            and a scheduler multiply. At a constant rate means go on to fluctuate, by more than the posterior's width
-            where the posterior is cold.
-        deterministic_lr: learning rate of Adam for parameters that are no latents (batch normalisation, a noise scale).
-            The cosine and schedulers steer it too: it falls in proportion to ``lr``. It has no warm-up.
-        formulation: ``Consistent()`` or ``AsPrinted()``, which has other defaults of the options above.
-        estimate: of the curvature; by default ``Squares()`` of single examples.
+            optimizer has a scheduler, which then replaces the cosine. Without either, the rate is constant. If both a
+            number and a scheduler are given, their factors multiply. At a constant rate, means keep fluctuating, by
+            more than the posterior standard deviation if the posterior is cold.
+        deterministic_lr: learning rate of Adam for deterministic parameters (batch normalisation, a noise scale). The
+            cosine and schedulers also apply to it: it decreases in proportion to ``lr``. It has no warm-up.
+        formulation: ``Consistent()``, or ``AsPrinted()``, which changes the defaults of the options above.
+        estimate: of the curvature; by default ``Squares()``, squared per-example gradients.
 
     Raises:
         ArgumentError: an option out of range.
@@ -237,7 +239,8 @@ class VOGNOptimizer(NaturalGradientOptimizer):
 class OGNOptimizer(VOGNOptimizer):
     """Online Gauss-Newton: :class:`VOGNOptimizer` with gradients at the mean instead of at draws.
 
-    Status: a deterministic step; its precision is a Gauss-Newton approximation at the mode, as Laplace's is.
+    Status: a step without draws; the precision is a Gauss-Newton approximation at the mode, as in Laplace's
+    approximation.
 
     Source: Osawa et al. (2019), section 3; Khan et al. (2018).
     """
@@ -259,19 +262,20 @@ class IVONOptimizer(NaturalGradientOptimizer):
             + \frac{(1-\beta_2)^2}{2}\frac{(h - \hat h)^2}{h + \tilde\delta}, \qquad
         \mu \leftarrow \mu - \alpha\,\frac{\hat m + \tilde\delta(\mu - m_0)}{h + \tilde\delta}
 
-    and :math:`\sigma^{-2} = \tfrac{N}{\beta T}(h + \tilde\delta)`. The last term of h keeps it above
-    :math:`-\tilde\delta` where that is constant. It is not where the KL weight or a learned prior precision falls, so
-    h is raised to :math:`-0.9\,\tilde\delta` before each update: the posterior variance of a weight is then less than
-    some twenty times its prior's.
+    and :math:`\sigma^{-2} = \tfrac{N}{\beta T}(h + \tilde\delta)`. The last term of h keeps h above
+    :math:`-\tilde\delta` if :math:`\tilde\delta` is constant. When the KL weight or a learned prior precision
+    decreases, :math:`\tilde\delta` is not constant, so h is raised to at least :math:`-0.9\,\tilde\delta` before each
+    update. The posterior variance of a weight is then less than about twenty times its prior variance.
 
-    Status: :math:`\hat h` is an unbiased estimate of the expected Hessian diagonal (Stein's lemma), noisier than
-    squared gradients; so the precision tends to the optimum of the mean-field ELBO. A step costs about one of Adam.
+    Status: :math:`\hat h` is an unbiased estimate of the expected diagonal of the Hessian (Stein's lemma), so the
+    precision converges to the optimum of the mean-field ELBO. The estimate is noisier than squared gradients. A step
+    costs about as much as a step of Adam.
 
     Args:
-        params: means, and any other parameters, which get a step of Adam.
-        lr: :math:`\alpha`. The default is long, because the curvature that starts as squared gradients of a network
-            which has learned nothing is forgotten slowly; ``max_step`` bounds the steps.
-        **options: as for :class:`VOGNOptimizer`; no formulation and no estimate. ``damping`` is added to the
+        params: means, and any other parameters, which are updated with Adam.
+        lr: :math:`\alpha`. The default is large, because the initial curvature, squared gradients of an untrained
+            network, is forgotten slowly; ``max_step`` bounds the steps.
+        **options: as for :class:`VOGNOptimizer`, except ``formulation`` and ``estimate``. ``damping`` is added to the
             denominator of the step, and ``initial_curvature`` is :math:`h_0`.
 
     Raises:
@@ -317,7 +321,7 @@ class IVONOptimizer(NaturalGradientOptimizer):
 
 
 class NaturalGradientOptim(JointOptim):
-    """A :class:`JointOptim` that can be told how long training will be.
+    """A :class:`JointOptim` that accepts the length of training.
 
     Args:
         constructor: class of the torch optimizer.
@@ -338,7 +342,7 @@ class NaturalGradientOptim(JointOptim):
         super().__init__(constructor, optim_args, clip_args)
 
     def set_total_steps(self, total_steps: int) -> None:
-        """Let the learning rate fall to zero over this many steps, where no option says otherwise.
+        """Let the learning rate decay to zero over this many steps, unless an option sets another length.
 
         Args:
             total_steps: steps from the start of training, those already taken included.
@@ -365,16 +369,16 @@ class NaturalGradientOptim(JointOptim):
 
 @for_svi(VOGNOptimizer)
 def VOGN(optim_args: Options, clip_args: Any = None) -> NaturalGradientOptim:  # noqa: N802 (Pyro's style)
-    """VOGN for SVI: variational online Gauss-Newton, by one :class:`VOGNOptimizer` for all parameters.
+    """VOGN for SVI: variational online Gauss-Newton, with one :class:`VOGNOptimizer` for all parameters.
 
     Args:
-        optim_args: options of :class:`VOGNOptimizer`; or a function of the parameter's name. With ``{}``,
-            the defaults, choose the temperature, ``NaturalGradientELBO(temperature=...)``: 0.01 to 0.1 for networks.
+        optim_args: options of :class:`VOGNOptimizer`, or a function of the parameter's name. With the defaults, ``{}``,
+            still choose ``NaturalGradientELBO(temperature=...)``: 0.01 to 0.1 for networks.
         clip_args: as for :class:`~pyro_dvi.optim.JointOptim`.
 
     Raises:
-        ArgumentError: an unknown option, or one out of range; or this stands in place of torch's class, as in Pyro's
-            schedulers.
+        ArgumentError: an unknown option, or one out of range; or the function is used in place of the torch class, for
+            example in a Pyro scheduler.
 
     Example:
         >>> VOGN({}).pt_optim_constructor.__name__
@@ -385,11 +389,11 @@ def VOGN(optim_args: Options, clip_args: Any = None) -> NaturalGradientOptim:  #
 
 @for_svi(OGNOptimizer)
 def OGN(optim_args: Options, clip_args: Any = None) -> NaturalGradientOptim:  # noqa: N802
-    """OGN for SVI: online Gauss-Newton, by one :class:`OGNOptimizer`; arguments as :func:`VOGN`."""
+    """OGN for SVI: online Gauss-Newton, with one :class:`OGNOptimizer`; arguments as for :func:`VOGN`."""
     return NaturalGradientOptim(OGNOptimizer, optim_args, clip_args)
 
 
 @for_svi(IVONOptimizer)
 def IVON(optim_args: Options, clip_args: Any = None) -> NaturalGradientOptim:  # noqa: N802
-    """IVON for SVI: improved variational online Newton, by one :class:`IVONOptimizer`; arguments as :func:`VOGN`."""
+    """IVON for SVI: improved variational online Newton, with one :class:`IVONOptimizer`; arguments as :func:`VOGN`."""
     return NaturalGradientOptim(IVONOptimizer, optim_args, clip_args)

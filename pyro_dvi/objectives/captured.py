@@ -46,37 +46,37 @@ class Captured(ELBO):
     .. math:: (\text{parameters}, \text{buffers}, \text{batch}, \beta) \mapsto
         (\mathrm{loss}, \nabla\,\mathrm{loss})
 
-    Used as the objective inside: in ``SVI``, as ``elbo(model, guide)``, in ``fit``. The first steps are ordinary ones.
-    Then a step is recorded below autograd, with its backward pass, and later ones replay the record: neither model nor
-    guide is called. Parameters, buffers, batch and KL weight are inputs. Batches of another shape, another mode of the
-    model, dtype or device get a recording of their own.
+    Used like the wrapped objective: in ``SVI``, as ``elbo(model, guide)``, in ``fit``. The first steps are ordinary
+    steps. Then a step is recorded below autograd, with its backward pass, and later steps replay the recording without
+    calling model or guide. Parameters, buffers, batch and KL weight are inputs. Each batch shape, mode of the model,
+    dtype and device gets its own recording.
 
-    Status: exact. Before a recording is used, a replay is compared with an ordinary step at other parameters and, where
-    there is one, on another batch: loss, gradients, buffers and random states have to be equal to the last bit (on
-    accelerators, where sums have no fixed order, and of what was compiled: up to rounding). The comparison is repeated
-    after 1, 2, 4, 8, ... steps, later every 1000, and whenever a parameter was replaced. All that the Python code of
-    model and guide can reach is watched in each step: attributes, globals, closures, entries of lists and dictionaries,
-    hooks, priors. In between goes unseen what is outside Python objects, such as clocks, files and what is printed,
-    contents of containers and arrays of more than 1000 entries, the insides of objects of other libraries, attributes
-    of tensors, and code that is replaced.
+    Status: exact. Before a recording is used, a replay is compared with an ordinary step at other parameters and, if
+    available, on another batch: loss, gradients, buffers and random states must be bitwise equal (equal up to rounding
+    on accelerators, where sums have no fixed order, and for compiled recordings). The comparison is repeated after 1,
+    2, 4, 8, ... steps, later every 1000 steps, and whenever a parameter was replaced. Everything that the Python code
+    of model and guide can reach is monitored in each step: attributes, globals, closures, entries of lists and
+    dictionaries, hooks, priors. Between comparisons, the following changes are not detected: anything outside Python
+    objects, such as clocks, files and printed output; contents of containers and arrays of more than 1000 entries; the
+    internals of objects of other libraries; attributes of tensors; and replaced code.
 
-    What cannot be replayed stays as it was, with one warning that names the reason: a model that reads values
-    (``.item()``, ``if x.sum() > 0``), draws random numbers outside torch, or keeps something from step to step outside
-    its buffers. Steps are ordinary, too, where a handler of Pyro looks on.
+    Models that cannot be replayed take ordinary steps, with one warning that states the reason: models that read values
+    (``.item()``, ``if x.sum() > 0``), draw random numbers outside torch, or keep state from step to step outside their
+    buffers. Steps inside a Pyro handler are ordinary too.
 
     Args:
         elbo: an objective of this library.
-        after: ordinary steps of a kind before one is recorded.
-        max_recordings: kinds of steps to keep; others stay ordinary.
-        compile: compile recordings by Inductor, torch's compiler, which takes seconds to minutes for each kind. Random
-            numbers stay torch's own.
+        after: number of ordinary steps of a kind before a step is recorded.
+        max_recordings: number of kinds of steps to record; other kinds stay ordinary.
+        compile: compile recordings with Inductor, torch's compiler, which takes seconds to minutes per kind. Random
+            numbers are still drawn by torch.
 
     Attributes:
-        elbo: the objective, whose attributes it has, too.
+        elbo: the wrapped objective; its attributes are also attributes of the wrapper.
 
     Raises:
-        ArgumentError: the objective is none of this library.
-        NonFiniteError: as from the objective, and with its diagnosis.
+        ArgumentError: the objective is not from this library.
+        NonFiniteError: as from the objective, with the same diagnosis.
 
     Example:
         >>> import pyro, pyro.distributions as dist

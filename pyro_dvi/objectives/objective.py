@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base class of objectives: the KL weight, the count of steps, Pyro's interface."""
+"""The base class of objectives: the KL weight, the step count, Pyro's interface."""
 
 import math
 from abc import abstractmethod
@@ -31,33 +31,33 @@ class Objective(ELBO):
         \mathrm{loss} = \mathrm E_q[-\log p(y \mid w)]
             + \beta\,\bigl(\mathrm E_q[-\log p(w)] - T\,\mathrm H[q]\bigr)
 
-    At :math:`T = 1` the bracket is the KL divergence. Losses are summed over the whole data set, as in Pyro, and are
-    the objective that is actually optimised: with another ``kl_weight`` or ``temperature`` than one, ``elbo.terms``
-    holds what the untempered ELBO needs.
+    At :math:`T = 1`, the term in brackets is the KL divergence. As in Pyro, losses are summed over the whole data set.
+    They are the objective that is actually optimised; with a ``kl_weight`` or ``temperature`` other than one,
+    ``elbo.terms`` holds the parts of the untempered ELBO.
 
-    Adding one: write :meth:`evaluate`, and set ``prediction_rule`` where draws of weights are not the way to predict.
-    ``fit``, checkpoints, ``predict`` and ``DataParallel`` then work. In ``evaluate``, call ``structure, _ =
-    self.structure(call, training)`` first; run guide and model once, as by ``run_at_means(call, structure.sampled)`` of
-    :mod:`pyro_dvi.runs.posterior_run`, which draws latents that set the priors of others; take the likelihood from
-    ``self.observed(run.model_trace)`` and the divergence from ``self.divergences(run.latents)``. An objective that
-    needs more overrides :meth:`prepare`, :meth:`begin`, :meth:`returned`, :meth:`state_dict` and
-    :meth:`load_state_dict`.
+    Adding one: write :meth:`evaluate`, and set ``prediction_rule`` if its posteriors should not predict with drawn
+    weights. ``fit``, checkpoints, ``predict`` and ``DataParallel`` then work. In ``evaluate``, call
+    ``structure, _ = self.structure(call, training)`` first; run guide and model once, for example with
+    ``run_at_means(call, structure.sampled)`` of :mod:`pyro_dvi.runs.posterior_run`, which draws latents that set the
+    priors of others; take the likelihood from ``self.observed(run.model_trace)`` and the divergence from
+    ``self.divergences(run.latents)``. An objective that needs more overrides :meth:`prepare`, :meth:`begin`,
+    :meth:`returned`, :meth:`state_dict` and :meth:`load_state_dict`.
 
     Args:
-        kl_weight: :math:`\beta`, factor of the KL divergence; a float, or a schedule called with the number of training
-            steps done.
-        temperature: T, factor of the posterior's entropy H in unconstrained space; below 1 the posterior is cold:
-            narrower, around a mean that the prior pulls as before. Point masses have no entropy.
+        kl_weight: :math:`\beta`, factor of the KL divergence; a float, or a schedule called with the number of
+            completed training steps.
+        temperature: T, factor of the posterior's entropy H in unconstrained space; below 1, the posterior is cold:
+            narrower, at an unchanged pull of the prior on the mean. Point masses have no entropy.
         num_data: size of the data set, compared with the plate's scale; None skips the check.
-        num_particles: runs to average where a latent that sets another's prior has to be sampled; one run
-            is enough otherwise.
+        num_particles: runs to average if a latent that sets the prior of another latent is sampled; otherwise one run
+            is enough.
 
     Attributes:
-        step: training steps done. Only evaluations that record gradients count.
+        step: number of completed training steps. Only evaluations that record gradients count.
         terms: detached parts of the last loss.
-        prediction_rule: how posteriors that it trains are predicted: the name of a rule that
-            :mod:`pyro_dvi.predictive` exports, or a rule of your own. Files keep names only.
-        takes_joint: guides may have Gaussian vectors with covariances, as ``LastLayerGuide``.
+        prediction_rule: the prediction rule for posteriors trained with this objective: the name of a rule that
+            :mod:`pyro_dvi.predictive` exports, or your own rule. Files keep names only.
+        takes_joint: guides may have Gaussian vectors with covariances, as in ``LastLayerGuide``.
     """
 
     prediction_rule: Any = "Samples"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ELBO at draws of the weights; unlike Pyro's, with a weight of the KL divergence."""
+"""The ELBO at draws of the weights; unlike Pyro's ELBOs, with a weight of the KL divergence."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -22,34 +22,35 @@ from pyro_dvi.runs.structure import check_gradients, refuse_dependent
 
 
 class SampledELBO(Objective):
-    r"""Objective of sampled variational inference; with ``AutoDelta``, of maximum a posteriori.
+    r"""Objective of sampled variational inference; with ``AutoDelta``, of MAP estimation.
 
     .. math::
         \mathrm{loss} = -\frac1K \sum_{k=1}^K \sum_s \mathrm{scale}_s \log p_s(y_s \mid w_k)
             + \beta\, \mathrm{KL}(q \,\|\, p), \qquad w_k \sim q
 
-    At :math:`\beta = 1` it has the expectation of Pyro's ``Trace_ELBO``, whose KL divergence is sampled and cannot be
-    weighed. With ``AutoDelta`` nothing is drawn: the loss is :math:`-\log p(y \mid w) - \beta \log p(w)`, so that
-    training ends at the maximum a posteriori under the prior :math:`p(w)^\beta`.
+    At :math:`\beta = 1`, it has the same expectation as Pyro's ``Trace_ELBO``, whose KL divergence is sampled and
+    cannot be weighted. With ``AutoDelta``, nothing is drawn: the loss is :math:`-\log p(y \mid w) - \beta \log p(w)`,
+    so training converges to the MAP estimate under the prior :math:`p(w)^\beta`.
 
     Status: unbiased. The KL divergence is in closed form (or by quadrature, see the conventions) for factorised
-    Gaussian guides and point masses; for all others, as ``AutoMultivariateNormal``, flows or sites that depend on each
-    other, it is estimated from the same draws, :math:`\log q(w_k) - \log p(w_k)`. ``divergence`` says which.
+    Gaussian guides and point masses. For all other guides, such as ``AutoMultivariateNormal``, flows or sites that
+    depend on each other, it is estimated from the same draws, :math:`\log q(w_k) - \log p(w_k)`. ``divergence`` says
+    which applies.
 
     Predict with :class:`~pyro_dvi.Samples`, or ``AtMean()`` after ``AutoDelta``.
 
     Args:
-        kl_weight: :math:`\beta`, a float or a schedule of the training steps done.
+        kl_weight: :math:`\beta`, a float or a schedule of the completed training steps.
         temperature: T of a cold posterior, see :class:`~pyro_dvi.objectives.Objective`; ``AutoDelta`` has none.
         num_data: size of the data set, compared with the plate's scale; None skips the check.
-        num_particles: K, draws a step.
+        num_particles: K, draws per step.
 
     Attributes:
         divergence: ``"closed form"`` or ``"sampled"``; None before the first evaluation.
         terms: detached "loss", "log_likelihood", "kl" and "kl_weight" of the last evaluation.
 
     Raises:
-        GuideError: a site of the guide cannot be drawn by reparameterisation, as discrete ones.
+        GuideError: a site of the guide cannot be sampled with reparameterisation, for example because it is discrete.
         ModelError: nothing is observed, or a latent site is missing in the guide.
         NonFiniteError: the loss is NaN or infinite; no update is made.
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Scores of predictions: likelihood, accuracy, calibration, selective prediction, out-of-distribution detection.
 
-Every function takes parts of a prediction (probabilities, means, log-likelihoods) and the observed values, as
-tensors or anything that ``torch.as_tensor`` accepts, and computes in double precision. Probabilities have their
-classes in the last dimension, ``[..., C]`` with labels ``0..C-1`` of shape ``[...]``; for two classes, the
-probabilities of label 1 alone, of the labels' shape, will do. Invalid values (NaN, rows that do not sum to one, labels
-out of range, unequal shapes) raise a :class:`~pyro_dvi.errors.DataError`.
+Every function takes parts of a prediction (probabilities, means, log-likelihoods) and the observed values, as tensors
+or anything that ``torch.as_tensor`` accepts, and computes in double precision. Probabilities have their classes in the
+last dimension, ``[..., C]`` with labels ``0..C-1`` of shape ``[...]``; for two classes, the probabilities of label 1
+alone, with the shape of the labels, are enough. Invalid values (NaN, rows that do not sum to one, labels out of range,
+unequal shapes) raise a :class:`~pyro_dvi.errors.DataError`.
 """
 
 import math
@@ -38,7 +38,7 @@ SUM_TOLERANCE = 1e-3  # of a row of probabilities; a float16 softmax over 1,000 
 
 
 def accuracy(probabilities: Any, labels: Any) -> float:
-    r"""Share of examples whose most probable class is the observed one.
+    r"""Fraction of examples whose most probable class is the observed class.
 
     .. math::
         \frac1n \sum_i 1[\arg\max_c p_{ic} = y_i]
@@ -52,7 +52,7 @@ def accuracy(probabilities: Any, labels: Any) -> float:
 
 
 def brier(probabilities: Any, labels: Any) -> float:
-    r"""Brier score, summed over classes: 0 is perfect, 2 is certain and wrong.
+    r"""Brier score, summed over classes: 0 is perfect, 2 is confident and wrong.
 
     .. math::
         \frac1n \sum_i \sum_c (p_{ic} - 1[y_i = c])^2
@@ -72,12 +72,12 @@ def brier(probabilities: Any, labels: Any) -> float:
 
 @dataclass(frozen=True)
 class ReliabilityTable:
-    """Confidence against accuracy, by bins of confidence: the numbers of a reliability diagram.
+    """Confidence and accuracy in bins of confidence: the numbers of a reliability diagram.
 
     Attributes:
         edges: limits of the bins, shape ``[B + 1]``; bin ``b`` holds confidences in ``(edges[b], edges[b + 1]]``.
         confidence: mean confidence in each bin, shape ``[B]``; NaN where the bin is empty.
-        accuracy: share of right labels in each bin, shape ``[B]``; NaN where the bin is empty.
+        accuracy: fraction of correct labels in each bin, shape ``[B]``; NaN where the bin is empty.
         count: examples in each bin, shape ``[B]``.
     """
 
@@ -117,8 +117,8 @@ def expected_calibration_error(probabilities: Any, labels: Any, num_bins: int = 
     .. math::
         \mathrm{ECE} = \sum_b \frac{n_b}{n} \bigl|\mathrm{accuracy}_b - \mathrm{confidence}_b\bigr|
 
-    over the equally wide, right-closed bins of :func:`reliability_table`. It depends on their number and is biased
-    upwards for few examples: compare only values of the same data and bins.
+    over the equally wide, right-closed bins of :func:`reliability_table`. The ECE depends on the number of bins and is
+    biased upwards for few examples: compare only values for the same data and bins.
 
     Source: Naeini et al. (2015); Guo et al. (2017), Eq. 3.
 
@@ -134,7 +134,7 @@ def expected_calibration_error(probabilities: Any, labels: Any, num_bins: int = 
 
 @dataclass(frozen=True)
 class RejectionCurve:
-    """The ``rejected`` share of the examples and the ``error`` of the others, 0 where nothing is left; ``[n + 1]``."""
+    """The ``rejected`` fraction of examples and the ``error`` of the kept ones, 0 if none are kept; ``[n + 1]``."""
 
     rejected: Tensor
     error: Tensor
@@ -143,21 +143,21 @@ class RejectionCurve:
 def rejection_curve(probabilities: Any, labels: Any, uncertainty: Any = None) -> RejectionCurve:
     r"""Misclassification-rejection curve: the error of the remaining examples when uncertain ones are rejected.
 
-    With the examples in the order of rising uncertainty and :math:`e_i` whether example i is misclassified,
+    With examples in order of increasing uncertainty, and :math:`e_i = 1` if example i is misclassified and 0 otherwise,
 
     .. math::
         \mathrm{error}\Bigl(\frac kn\Bigr) = \frac{1}{n - k} \sum_{i=1}^{n-k} e_i, \quad k = 0, \dots, n - 1, \qquad
         \mathrm{error}(1) = 0
 
-    Examples of equal uncertainty each count as the mean of their errors, the expectation over their orders.
+    Examples of equal uncertainty all get the mean of their errors, the expectation over their orders.
 
     Args:
         probabilities: class probabilities.
         labels: observed classes.
-        uncertainty: values to rank by, ``[...]``, high ones rejected first; by default the predictive entropy.
+        uncertainty: values to rank by, ``[...]``, the highest rejected first; by default the predictive entropy.
 
-    Source: Schmitt & Roth (2021), appendix D; for one measure of uncertainty the risk-coverage curve of El-Yaniv &
-    Wiener (2010), read from the other end.
+    Source: Schmitt & Roth (2021), appendix D; equivalent to the risk-coverage curve of El-Yaniv & Wiener (2010), with
+    coverage = 1 - rejected.
 
     Example:
         >>> rejection_curve([[0.9, 0.1], [0.6, 0.4]], [0, 1]).error.tolist()
@@ -179,9 +179,9 @@ def rejection_curve(probabilities: Any, labels: Any, uncertainty: Any = None) ->
 
 
 def aumrc(probabilities: Any, labels: Any, uncertainty: Any = None) -> float:
-    r"""Area under the misclassification-rejection curve, low if errors are few and uncertain.
+    r"""Area under the misclassification-rejection curve; low if errors are few and have high uncertainty.
 
-    The area of steps, which is the mean error over all numbers of kept examples,
+    The area under the step function, which is the mean error over all numbers of kept examples,
 
     .. math::
         \mathrm{AUMRC} = \frac1n \sum_{k=0}^{n-1} \mathrm{error}\Bigl(\frac kn\Bigr)
@@ -202,14 +202,14 @@ def aumrc(probabilities: Any, labels: Any, uncertainty: Any = None) -> float:
 
 
 def auroc(inside: Any, outside: Any) -> float:
-    r"""Probability that an out-of-distribution example is more uncertain than a familiar one; 0.5 is chance.
+    r"""Probability that an out-of-distribution example is more uncertain than an in-distribution one; 0.5 is chance.
 
     .. math::
         \mathrm{AUROC} = \frac1{nm} \sum_{i,j} \Bigl(1[u_i < v_j] + \tfrac12 1[u_i = v_j]\Bigr)
 
     Args:
         inside: uncertainty u of n examples from the distribution of the training data, such as the predictive entropy.
-        outside: uncertainty v of m examples from another one.
+        outside: uncertainty v of m out-of-distribution examples.
 
     Source: Mann & Whitney (1947); Hendrycks & Gimpel (2017) for the use.
 
@@ -225,18 +225,19 @@ def auroc(inside: Any, outside: Any) -> float:
 
 
 def fpr_at_tpr(inside: Any, outside: Any, tpr: float = 0.95) -> float:
-    r"""Share of out-of-distribution examples below the uncertainty that most familiar examples do not exceed.
+    r"""False-positive rate: fraction of out-of-distribution examples at or below the in-distribution threshold.
 
     .. math::
         \frac1m \sum_j 1[v_j \le t], \qquad t = \min\Bigl\{u_i : \frac1n \sum_k 1[u_k \le u_i] \ge
         \mathrm{TPR}\Bigr\}
 
-    Familiar examples are the positives. Low is good.
+    In-distribution examples are the positives. Lower is better.
 
     Args:
-        inside: uncertainty u of n familiar examples.
+        inside: uncertainty u of n in-distribution examples.
         outside: uncertainty v of m out-of-distribution examples.
-        tpr: share of familiar examples at or below the threshold, above 0 and at most 1.
+        tpr: true-positive rate, the fraction of in-distribution examples at or below the threshold t; above 0 and at
+            most 1.
 
     Source: Liang, Li & Srikant (2018), section 4.
 
@@ -266,13 +267,13 @@ class Estimate:
 
 
 def nll(log_likelihood: Any) -> Estimate:
-    r"""Mean negative log-likelihood, in nats for each example.
+    r"""Mean negative log-likelihood, in nats per example.
 
     .. math::
         \mathrm{NLL} = -\frac1n \sum_i \log p(y_i \mid x_i), \qquad
         \mathrm{SE} = \sqrt{\frac{1}{n(n-1)} \sum_i (\log p(y_i \mid x_i) + \mathrm{NLL})^2}
 
-    The standard error describes the choice of test examples, not the training run.
+    The standard error reflects the choice of test examples, not the variation between training runs.
 
     Source: the logarithmic score of Good (1952); Gneiting & Raftery (2007), section 4.
 
@@ -302,7 +303,7 @@ def rmse(mean: Any, observed: Any) -> float:
 
 
 def coverage(lower: Any, upper: Any, observed: Any) -> float:
-    """Prediction interval coverage probability (PICP): the share of observations inside their closed interval.
+    """Prediction interval coverage probability (PICP): the fraction of observations inside their closed intervals.
 
     A calibrated 95 % interval covers 95 % of new observations, up to a binomial standard error.
 
@@ -325,9 +326,9 @@ def crps_gaussian(mean: Any, scale: Any, observed: Any) -> float:
         \mathrm{CRPS} = \frac1n \sum_i \sigma_i \Bigl[z_i (2\Phi(z_i) - 1) + 2\phi(z_i) - \tfrac1{\sqrt\pi}\Bigr],
         \qquad z_i = \frac{y_i - m_i}{\sigma_i}
 
-    Status: exact. A scale of zero gives the absolute error, as in the limit.
+    Status: exact. A scale of zero gives the absolute error, the limit of the score.
 
-    Source: Gneiting & Raftery (2007), section 4.2, with the sign turned.
+    Source: Gneiting & Raftery (2007), section 4.2, with the opposite sign.
 
     Example:
         >>> round(crps_gaussian([0.0], [1.0], [0.0]), 6)

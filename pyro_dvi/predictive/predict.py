@@ -49,38 +49,38 @@ def predict(
     .. math::
         p(y \mid x) \approx \frac1K \sum_k p(y \mid x, \theta_k)
 
-    with the :math:`\theta_k` of ``method``: the posterior mean alone (:class:`AtMean`) or draws
-    (:class:`Samples`). Everything is read from the distribution at the model's observed site, so any Pyro model will
-    do. Modules run in evaluation mode and without gradients; their mode, the running statistics of normalisation
-    layers and the global random state (but for the draw of a seed) are left as they were. Of classes, memory does not
-    grow with the number of draws; of numbers, the distribution of each draw is kept for quantiles, up to about 256 MiB
-    in all. Plate scales weigh a training objective and are ignored here;
-    values that the model masks are predicted but not scored. A latent site with a value for each example belongs to
-    the data of the training: such a model predicts these, whole, in one batch and in their order. An automatic guide
-    knows them by the arguments of its first run; a guide that is a function has to be trusted.
+    with the :math:`\theta_k` of ``method``: the posterior mean alone (:class:`AtMean`) or draws (:class:`Samples`).
+    Predictions are read from the distribution at the model's observed site, so any Pyro model works. Modules run in
+    evaluation mode and without gradients; their mode, the running statistics of normalisation layers and the global
+    random state (except for the draw of a seed) do not change. For classes, memory does not grow with the number of
+    draws; for numbers, the distribution of each draw is kept for quantiles, up to about 256 MiB in total. Plate scales
+    weight a training objective and are ignored here. Values that the model masks are predicted but not scored. A latent
+    site with one value per example belongs to the training data: such a model predicts only the complete training data,
+    in one batch and in the same order. An automatic guide recognises them by the arguments of its first run; for a
+    guide that is a function, this is not checked.
 
     Args:
         model: the Pyro model; its observation may be None, as in ``forward(x, y=None)``.
         guide: its trained guide, of this library, of Pyro, or a function.
-        data: inputs ``[N, ...]``; a tuple of the model's arguments, ``(x,)`` or ``(x, y)``, or a mapping by
-            their names; or a loader of any of these. An
-            observation that comes along is not shown to the model; it is kept for :meth:`Prediction.metrics`.
-        method: prediction rule; by default it follows from the objective of the guide: ``AtMean()`` after
-            ``TaylorELBO``, ``Moments()`` after ``MomentPropagationELBO``, ``Samples(30)`` after
-            ``NaturalGradientELBO``, ``SampledELBO`` and objectives of Pyro; ``Linearised()`` for a ``LaplaceGuide``,
-            ``AtMean()`` for an ``AutoDelta``; and a rule in an attribute ``prediction_rule`` of the guide before all.
-            Guides of this library keep it in their ``state_dict``, :func:`~pyro_dvi.load` restores it for all. A
-            guide that no objective of this library has trained counts as trained by samples; a
-            ``MultiplicativeNoiseGuide`` by moments. Of an :class:`~pyro_dvi.training.EnsembleGuide` it is the rule of
-            every member, by default each one's own.
-        site: observed site to predict, where the model has several.
-        observed: the model's argument that holds the observation; by default the one whose default is None, of several
-            the one that is called like the site.
+        data: inputs ``[N, ...]``; a tuple of the model's arguments, ``(x,)`` or ``(x, y)``, or a mapping by their
+            names; or a loader of any of these. Observations are not passed to the model; they are kept for
+            :meth:`Prediction.metrics`.
+        method: prediction rule. The guide's attribute ``prediction_rule`` is the default. Otherwise the default depends
+            on the training objective: ``AtMean()`` after ``TaylorELBO``, ``Moments()`` after ``MomentPropagationELBO``,
+            ``Samples(30)`` after ``NaturalGradientELBO``, ``SampledELBO`` and Pyro's objectives; ``Linearised()`` for a
+            ``LaplaceGuide``, and ``AtMean()`` for an ``AutoDelta``. Guides of this library keep the rule in their
+            ``state_dict``; :func:`~pyro_dvi.load` restores it for all guides. A guide that was not trained with an
+            objective of this library predicts with samples, and a ``MultiplicativeNoiseGuide`` with moments. For an
+            :class:`~pyro_dvi.training.EnsembleGuide`, ``method`` is the rule of every member; by default, each member
+            uses its own rule.
+        site: observed site to predict, if the model has several.
+        observed: the model's argument that holds the observation; by default the argument whose default is None, and of
+            several the argument with the name of the site.
         batch_size: examples at a time; a loader has its own.
         seed: of the draws; by default one from the global generator.
-        keep_draws: keep mean and variance, or class probabilities, of every component in :attr:`Prediction.draws`,
-            and the distributions of numbers however much memory they take. They are kept in any case where each member
-            of an ensemble predicts by one distribution.
+        keep_draws: keep mean and variance, or class probabilities, of every component in :attr:`Prediction.draws`, and
+            the distributions of numbers regardless of memory. They are always kept if each member of an ensemble
+            predicts with one distribution.
         progress: show a progress bar over batches.
 
     Returns:
@@ -89,13 +89,13 @@ def predict(
         pandas and ArviZ.
 
     Raises:
-        ArgumentError: an option that cannot be right, or several arguments that may be the observation.
-        DataError: no examples, NaN, unequal lengths, a response without a row for each example, an observation that
-            the site does not observe, a latent site with a value for each example of other data.
+        ArgumentError: an invalid option, or several arguments that may be the observation.
+        DataError: no examples, NaN, unequal lengths, a response without a row for each example, an observation that the
+            site does not observe, a latent site with a value for each example of other data.
         GuideError: the guide was never run, has no mean, or is no function.
         ModelError: no observed site, or several and no ``site``.
-        UnsupportedError: a mask cuts single observations of a distribution that does not know of it; the site depends
-            on others that are neither in the guide nor observed, and the rule does not average over their draws.
+        UnsupportedError: a mask excludes single observations of a distribution that does not support it; or the site
+            depends on sites that are neither in the guide nor observed, and the rule does not average over their draws.
 
     Example:
         >>> import pyro, pyro.distributions as dist, torch
@@ -185,14 +185,14 @@ def rule_of(method: Any, guide: Any) -> PredictionRule:
 
 
 def default_rule(guide: Any) -> PredictionRule:
-    """Return the rule that suits a guide.
+    """Return the default rule of a guide.
 
-    The attribute ``prediction_rule`` of the guide comes first, a rule or the name of one; a
-    :class:`~pyro_dvi.LaplaceGuide` says :class:`~pyro_dvi.Linearised` there. An ``AutoDelta`` is predicted by
-    :class:`AtMean`, others by the rule that their objective trained them for: :class:`AtMean` after ``TaylorELBO``,
-    :class:`Moments` after ``MomentPropagationELBO``, 30 :class:`Samples` after ``NaturalGradientELBO`` and objectives
-    of Pyro. What no objective of this library has trained counts as trained by samples, but a
-    :class:`~pyro_dvi.MultiplicativeNoiseGuide` as trained by moments. Each member of an ensemble has its own.
+    The attribute ``prediction_rule`` of the guide, a rule or the name of a rule, has priority; in a
+    :class:`~pyro_dvi.LaplaceGuide`, it is :class:`~pyro_dvi.Linearised`. An ``AutoDelta`` predicts with
+    :class:`AtMean`. Other guides use the rule of their training objective: :class:`AtMean` after ``TaylorELBO``,
+    :class:`Moments` after ``MomentPropagationELBO``, 30 :class:`Samples` after ``NaturalGradientELBO`` and Pyro's
+    objectives. A guide that was not trained with an objective of this library uses samples, and a
+    :class:`~pyro_dvi.MultiplicativeNoiseGuide` uses moments. Each member of an ensemble has its own rule.
 
     Raises:
         GuideError: an attribute ``prediction_rule`` that is neither a rule nor the name of one.

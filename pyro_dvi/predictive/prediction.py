@@ -34,18 +34,18 @@ MAX_SHOWN = 1000  # columns of a table in a notebook
 class Prediction(InNotebook):
     """Predictive distributions of a set of examples.
 
-    Every tensor has the examples in its first dimension, in the order of the data, and lies on the model's device.
-    Made by :func:`~pyro_dvi.predict`. A quantity that the observed distribution does not have raises an
-    :class:`~pyro_dvi.errors.UnsupportedError`; so do parts of the uncertainty where the rule gives one distribution for
-    noise and posterior together, as ``Moments()`` and ``Linearised()`` do for all but Gaussian noise.
+    Every tensor has the examples in its first dimension, in the order of the data, and lies on the model's device. Made
+    by :func:`~pyro_dvi.predict`. Quantities that the observed distribution does not have raise an
+    :class:`~pyro_dvi.errors.UnsupportedError`. So do the parts of the uncertainty if the rule gives one distribution
+    for noise and posterior together, as ``Moments()`` and ``Linearised()`` do except with Gaussian noise.
 
     Attributes:
         site: the observed site that is predicted.
         method: the prediction rule.
-        num_components: number of distributions that it averages.
+        num_components: number of averaged distributions.
         draws: values of each draw, ``[K, N, ...]`` by name, with ``predict(..., keep_draws=True)`` and for ensembles
-            whose members predict with one distribution each; else empty. ``mean`` and ``variance`` of the observation
-            (for classes of the one-hot code), ``log_likelihood`` of the observed values, and for classes
+            whose members predict with one distribution each; otherwise empty. ``mean`` and ``variance`` of the
+            observation (for classes of the one-hot code), ``log_likelihood`` of the observed values, and for classes
             ``probabilities`` (for Bernoulli of label 1) and ``entropy``.
     """
 
@@ -84,7 +84,7 @@ class Prediction(InNotebook):
 
     @cached_property
     def mean(self) -> Tensor:
-        """Predictive mean, shape ``[N, ...]`` of one observation each; for classes the probabilities."""
+        """Predictive mean, ``[N, ...]`` with one observation per row; for classes, the probabilities."""
         return self._value("mean", "mean")
 
     @cached_property
@@ -113,7 +113,7 @@ class Prediction(InNotebook):
     def epistemic(self) -> Tensor:
         r"""Variance of the posterior's predictions, :math:`\mathrm{Var}_k[\mathrm E[y \mid \theta_k]]`.
 
-        Zero for ``AtMean()``, whose posterior is one point.
+        Zero for ``AtMean()``, which uses a single point of the posterior.
         """
         self._check_is_split()
         return self._value("epistemic", "variance")
@@ -136,10 +136,10 @@ class Prediction(InNotebook):
 
     @cached_property
     def mutual_information(self) -> Tensor:
-        r"""Information that a label would give on the weights, :math:`H(\bar p) - \tfrac1K \sum_k H(p_k)`, in nats.
+        r"""Information that a label would give about the weights, :math:`H(\bar p) - \tfrac1K \sum_k H(p_k)`, in nats.
 
-        High where the draws are sure of different classes (BALD): the epistemic part of the entropy of each label. Zero
-        for ``AtMean()``.
+        High where the draws are confident of different classes (BALD): the epistemic part of the entropy of each label.
+        Zero for ``AtMean()``.
 
         Source: Houlsby et al. (2011), Eq. 2.
         """
@@ -147,10 +147,10 @@ class Prediction(InNotebook):
         return (torch.special.entr(log_p.exp()).sum(-1) - self.expected_entropy).clamp_min(0)
 
     def quantiles(self, q: float | Sequence[float]) -> Tensor:
-        """Quantiles of the predictive distribution, of each number by itself.
+        """Quantiles of the predictive distribution, for each number separately.
 
-        Status: exact up to the rounding of the inverted distribution function, also of mixtures and counts; where none
-        is known (StudentT, Beta), from about 4,000 draws or more.
+        Status: exact up to rounding of the inverted distribution function, including mixtures and counts. If no
+        distribution function is available (StudentT, Beta), computed from about 4,000 draws or more.
 
         Args:
             q: one probability or several, between 0 and 1.
@@ -170,7 +170,7 @@ class Prediction(InNotebook):
         return torch.stack(found) if levels.dim() else found[0]
 
     def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
-        """Lower and upper limit of the central interval that holds an observation with probability ``level``.
+        """Lower and upper limit of the central interval that contains an observation with probability ``level``.
 
         Raises:
             ArgumentError: ``level`` is not between 0 and 1.
@@ -181,7 +181,7 @@ class Prediction(InNotebook):
         return low, high
 
     def crps(self, y: Any = None) -> Tensor:
-        """Continuous ranked probability score of each number, in its units; NaN where the model masks it.
+        """Continuous ranked probability score of each number, in units of the number; NaN where masked.
 
         Status: exact for a Normal and a mixture of K Normals, at a cost of K² for each number.
 
@@ -196,7 +196,7 @@ class Prediction(InNotebook):
         return score if self.mask is None else score.masked_fill(~self.mask, math.nan)
 
     def sample(self, num_samples: int = 500, *, seed: int | None = None) -> Tensor:
-        """Draw observations from the predictive distributions, each example by itself.
+        """Draw observations from the predictive distributions, independently for each example.
 
         Args:
             num_samples: draws S.
@@ -257,7 +257,7 @@ class Prediction(InNotebook):
 
         Raises:
             DataError: no observed values, of another shape, or impossible ones.
-            UnsupportedError: ``y`` comes only now, and a mixture of such distributions was not kept.
+            UnsupportedError: ``y`` was not given to ``predict``, and the components of the mixture were not kept.
         """
         values = self._observed(y)
         if y is None:
@@ -277,12 +277,12 @@ class Prediction(InNotebook):
         Returns:
             A flat mapping, defined in :mod:`pyro_dvi.predictive.metrics`. Always ``nll`` and ``nll_standard_error``.
 
-            For classes ``accuracy``, ``brier``, ``ece`` (15 bins), ``aumrc`` (ranked by the
-            predictive entropy), and the means of ``entropy`` and ``mutual_information``; the last only where the
-            rule tells noise and posterior apart.
+            For classes ``accuracy``, ``brier``, ``ece`` (15 bins), ``aumrc`` (ranked by the predictive entropy), and
+            the means of ``entropy`` and ``mutual_information``; the last only if the rule separates noise from
+            posterior.
 
-            For numbers, where there is a mean, ``rmse``; ``coverage_95`` and ``width_95`` of the central 95 % interval;
-            ``crps`` of a Normal and of mixtures of Normals, of more than 100 draws only with ``keep_draws=True``.
+            For numbers with a mean, ``rmse``; ``coverage_95`` and ``width_95`` of the central 95 % interval; ``crps``
+            for a Normal and for mixtures of Normals, with more than 100 draws only if ``keep_draws=True``.
 
             Only observations that the model does not mask count.
 
@@ -297,7 +297,8 @@ class Prediction(InNotebook):
 
         Columns: ``mean``, ``std``, ``aleatoric``, ``epistemic``, or for classes ``probabilities[0]``, ... , ``entropy``
         and ``mutual_information``; ``observed`` and ``log_likelihood`` where observed values came with the data.
-        Several values for an example have a column each, as ``mean[0]``. What the rule does not give is left out.
+        Several values per example have one column each, such as ``mean[0]``. Quantities that the rule does not give are
+        omitted.
         """
         return summaries.dataframe(summaries.columns_of(self), len(self))
 

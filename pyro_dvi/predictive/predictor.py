@@ -32,9 +32,8 @@ class Predicted(NamedTuple):
 
     Attributes:
         mean: ``[N, ...]``; of classes the probabilities ``[N, ..., C]``, of a Bernoulli only of label 1.
-        variance: noise and posterior together, in squared units of the observation; of classes in one-hot
-            code.
-        epistemic: the part of the variance that is the posterior's; None where the rule does not tell it apart.
+        variance: noise and posterior together, in squared units of the observation; of classes in one-hot code.
+        epistemic: the part of the variance due to the posterior; None if the rule does not separate it.
     """
 
     mean: Tensor
@@ -45,13 +44,13 @@ class Predicted(NamedTuple):
 class Predictor(nn.Module):
     """A module of torch operators that takes tensors and returns :class:`Predicted`; made by :func:`predictor`.
 
-    It holds what it needs of the posterior in buffers, so that ``to``, ``state_dict``, ``torch.save`` and
-    ``copy.deepcopy`` work as for any module. No gradients are kept. In another dtype, buffers are rounded from the
-    model's dtype.
+    It stores the required parts of the posterior in buffers, so that ``to``, ``state_dict``, ``torch.save`` and
+    ``copy.deepcopy`` work as for any module. No gradients are recorded. After a change of dtype, buffers are rounded
+    from the model's dtype.
 
-    ``torch.compile`` takes it, and ``torch.export.export(serve, (x,), dynamic_shapes=[({0: Dim("rows")},)])`` of
-    :mod:`torch.export`, both with any number of rows. What was exported returns a plain tuple, and runs without this
-    library.
+    It works with ``torch.compile``, and with ``torch.export.export(serve, (x,), dynamic_shapes=[({0: Dim("rows")},)])``
+    of :mod:`torch.export`, both for any number of rows. An exported predictor returns a plain tuple, and runs without
+    this library.
 
     Attributes:
         site: the observed site that is predicted.
@@ -127,22 +126,22 @@ def predictor(
 ) -> Predictor:
     r"""Prepare predictions, for calls with tensors in a service.
 
-    Everything that :func:`~pyro_dvi.predict` does in Python is done once: checks, Pyro's traces, moments as objects,
-    draws of the weights, and whatever only the weights decide. What is left is a graph of torch operators from inputs
-    to predictions. It runs every distribution that has a mean and a variance, and every rule whose operators do not
-    depend on values: ``AtMean()``, ``Moments()``, ``Samples(n)`` with the same n draws in every call. ``Linearised()``
-    looks at values, and is refused.
+    Everything that :func:`~pyro_dvi.predict` does in Python is done once: checks, Pyro's traces, moment objects, draws
+    of the weights, and all computations that depend only on the weights. The result is a graph of torch operators from
+    inputs to predictions. It supports every distribution that has a mean and a variance, and every rule whose operators
+    do not depend on values: ``AtMean()``, ``Moments()``, ``Samples(n)`` with the same n draws in every call.
+    ``Linearised()`` reads values and raises an error.
 
-    Status: the numbers of :func:`~pyro_dvi.predict` with the same seed, but for rounding, which is checked at the
+    Status: up to rounding, the same numbers as :func:`~pyro_dvi.predict` with the same seed, which is checked on the
     example.
 
     Args:
         model: the Pyro model; modules run in evaluation mode.
         guide: its trained guide. Later training does not change the predictor.
-        example: some inputs, as ``data`` of :func:`~pyro_dvi.predict`, all of them tensors; four rows are enough. An
-            observation that comes along is left out.
+        example: some inputs, as ``data`` of :func:`~pyro_dvi.predict`, all of them tensors; four rows are enough.
+            Observations are ignored.
         method: prediction rule; by default the guide's, as in :func:`~pyro_dvi.predict`.
-        site: observed site to predict, where the model has several.
+        site: observed site to predict, if the model has several.
         observed: the model's argument that holds the observation, as in :func:`~pyro_dvi.predict`.
         seed: of the draws; by default one from the global generator.
 
@@ -150,7 +149,7 @@ def predictor(
         A module that takes the model's inputs by position, in the order of the example.
 
     Raises:
-        UnsupportedError: a distribution without mean or variance; a model that draws numbers of its own, or whose
+        UnsupportedError: a distribution without mean or variance; a model that draws its own random numbers, or whose
             operators depend on the values of its inputs; a guide whose draws depend on the inputs; predictions that
             differ from the predictions of ``predict``.
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Posteriors trained separately, each with its own parameter store, and ensembles of them as one model and guide.
 
-The number of the member is one more latent variable, the site ``member``: the guide draws a member m and then the
-weights from the posterior of this member, and the model runs the network of member m,
+The index of the member is an additional latent variable, the site ``member``: the guide draws a member m and then the
+weights from the posterior of member m, and the model runs the network of member m,
 
 .. math:: q(m, \theta) = \tfrac1K\, q_m(\theta).
 """
@@ -33,7 +33,7 @@ class TrainedPosterior:
     Attributes:
         model: the Pyro model.
         guide: its posterior.
-        store: state of the store; without entries where the parameters live in the modules.
+        store: state of the store; empty if the parameters live in the modules.
     """
 
     model: Any
@@ -42,7 +42,7 @@ class TrainedPosterior:
 
     @contextmanager
     def in_store(self) -> Iterator[None]:
-        """Let Pyro's store hold the parameters of this posterior only while the block runs."""
+        """Let Pyro's store hold only the parameters of this posterior while the block runs."""
         with pyro.get_param_store().scope(self.store):
             yield
 
@@ -108,19 +108,19 @@ MEMBER = "member"  # the site that says which member it is
 def train_ensemble(
     train: Callable[[], Any], num_members: int = 5, *, seed: int = 0, progress: bool = True
 ) -> tuple["EnsembleModel", "EnsembleGuide"]:
-    r"""Train a deep ensemble: the same training several times, each from its own random start.
+    r"""Train a deep ensemble: repeat a training run several times, each from its own random start.
 
     .. math:: p(y \mid x) \approx \frac1K \sum_{k=1}^K p_k(y \mid x)
 
-    with the predictive distribution :math:`p_k` of each member by its own rule. MAP training of an ``AutoDelta`` gives
-    the deep ensemble of the literature; ensembles of variational posteriors, of VOGN or of Laplace approximations work
-    in the same way. Each training has an empty parameter store and its own seed. Global random numbers and Pyro's store
-    are restored afterwards.
+    where :math:`p_k` is the predictive distribution of member k with its own prediction rule. MAP training of an
+    ``AutoDelta`` gives the deep ensemble of the literature; ensembles of variational posteriors, of VOGN or of Laplace
+    approximations work in the same way. Each training run has an empty parameter store and its own seed. The global
+    random state and Pyro's store are restored afterwards.
 
     Args:
         train: builds network, model and guide, trains them, and returns ``(model, guide)``. It must not set a seed.
         num_members: K.
-        seed: from which each member's follows.
+        seed: determines the seeds of all members.
         progress: show a progress bar over members, where there is a terminal or notebook.
 
     Returns:
@@ -128,7 +128,7 @@ def train_ensemble(
         ``Predictive``; ``guide.members`` are its members.
 
     Raises:
-        ArgumentError: less than one member; ``train`` returns something else, or trains one network again and again.
+        ArgumentError: less than one member; ``train`` returns something else, or trains the same network repeatedly.
         DviWarning: two members are the same.
 
     Source: Lakshminarayanan, Pritzel & Blundell (2017), Algorithm 1, without adversarial examples.
@@ -189,23 +189,23 @@ class EnsembleModel(nn.Module):
 
 
 class EnsembleGuide(nn.Module):
-    r"""Several trained posteriors in equal shares, of which one is drawn before the latents.
+    r"""Several trained posteriors with equal weights; a member is drawn before the latents.
 
     .. math:: q(m, \theta) = \tfrac1K\, q_m(\theta)
 
-    Members may be of any kind, and of unlike networks; for :func:`~pyro_dvi.to_arviz` they need the same latent sites.
-    :func:`train_ensemble` makes one of members that it trains.
+    Members may be of any kind, with different networks; :func:`~pyro_dvi.to_arviz` needs the same latent sites in all
+    members. :func:`train_ensemble` trains members and returns their ensemble.
 
     Args:
-        members: pairs ``(model, guide)`` of trained posteriors. What a pair has in Pyro's parameter store and not in
-            its modules is taken from there as it is now.
+        members: pairs ``(model, guide)`` of trained posteriors. Parameters of a pair that are in Pyro's parameter store
+            and not in its modules are copied from the store.
 
     Attributes:
         model: the model of the ensemble.
         members: model, guide and parameters of each.
 
     Raises:
-        ArgumentError: no members, or something else than such pairs.
+        ArgumentError: no members, or members that are not such pairs.
         DviWarning: two members are the same.
 
     Example:

@@ -44,11 +44,11 @@ class TrainingState:
     """Argument of callbacks after an epoch.
 
     Attributes:
-        epoch: number of epochs done, over all calls that share the history.
-        history: the record so far; ``history.epochs.last()`` is the epoch that has just ended.
+        epoch: number of completed epochs, over all calls that share the history.
+        history: the record so far; ``history.epochs.last()`` is the epoch that has just finished.
         model: the model.
         guide: the guide.
-        elbo: the ELBO, or None where the loss is a plain function.
+        elbo: the ELBO, or None if the loss is a plain function.
         stop: set it to True to end training after this epoch.
     """
 
@@ -85,48 +85,49 @@ def fit(
 
     as ``svi.step`` or ``loss.backward(); optimizer.step()`` do.
 
-    Status: no approximation of its own.
+    Status: adds no approximation.
 
-    *Batches*: a tuple or list becomes positional arguments of model and guide, a mapping keyword arguments, anything
-    else the only argument. Tensors move to the device of the parameters. Where the ELBO has ``num_data=None``, it is
-    told the size of ``loader.dataset`` while training lasts, so that a plate of the wrong size is found; the batches of
-    a list are counted. A list that holds a part of the data only needs ``num_data`` of the ELBO.
+    *Batches*: a tuple or list becomes positional arguments of model and guide, a mapping becomes keyword arguments, and
+    anything else becomes the only argument. Tensors move to the device of the parameters. If the ELBO has
+    ``num_data=None``, ``fit`` sets it to the size of ``loader.dataset`` during training, which detects a plate of the
+    wrong size; for a list, ``fit`` counts the examples in the batches. If a list contains only a part of the data, set
+    ``num_data`` in the ELBO.
 
-    *Modes*: a model in evaluation mode is put into training mode and back afterwards. A module that is in evaluation
-    mode within a training model (frozen BatchNorm) stays so.
+    *Modes*: a model in evaluation mode is switched to training mode, and back afterwards. A module in evaluation mode
+    inside a model in training mode (frozen BatchNorm) stays in evaluation mode.
 
-    *Divergence*: a loss that is not finite, or a distribution that refuses parameters which training has made far too
-    large, is noticed before the optimizer acts. Parameters, buffers, optimizer and ELBO go back to the end of the last
-    good epoch, and the error carries the history. Errors that do not come again at these weights pass as they are.
+    *Divergence*: a non-finite loss, or a distribution that rejects parameters because training has made them far too
+    large, is detected before the optimizer steps. Parameters, buffers, optimizer and ELBO return to the end of the last
+    good epoch, and the error contains the history. Errors that do not recur at these weights are raised unchanged.
 
-    *Ctrl-C*, and a SIGTERM as schedulers send it, end training, not the program: the state after the current step is
-    kept and saved, and the history is returned with ``stopped == "interrupted"``. Given that history, the next call
-    begins the unfinished epoch anew. A second signal is not held back until the step is done.
+    *Ctrl-C*, and SIGTERM as cluster schedulers send it, end training but not the program: the state after the current
+    step is kept and saved, and the history is returned with ``stopped == "interrupted"``. The next call with this
+    history restarts the unfinished epoch. A second signal takes effect immediately.
 
     Args:
         svi: a :class:`pyro.infer.SVI` with any Pyro optimizer or scheduler; or ``elbo(model, guide)`` with
             ``optimizer``, which also works under ``pyro.settings.set(module_local_params=True)``.
         loader: a DataLoader, a list of batches, or any iterable that can be read again and again.
-        epochs: number of further epochs. With ``history`` it may be 0.
+        epochs: number of additional epochs. With ``history``, it may be 0.
         optimizer: torch optimizer of an ``ELBOModule``; see :func:`~pyro_dvi.optim.parameter_groups`.
         validate: a loader, whose mean loss is recorded as ``validation_loss``, or a callable without arguments that
-            returns a number or a mapping of metrics. Runs after every epoch in evaluation mode and changes neither
-            running statistics nor random numbers of the training.
+            returns a number or a mapping of metrics. Runs after every epoch in evaluation mode, and changes neither
+            running statistics nor the random numbers of training.
         callbacks: called with a :class:`TrainingState` after every epoch.
-        progress: show a progress bar where there is a terminal or notebook.
+        progress: show a progress bar in a terminal or notebook.
         lr_schedule: a torch scheduler of ``optimizer``, stepped after every epoch; wrap it in :class:`EveryStep` for
-            every step. A ``PyroLRScheduler`` in the SVI is stepped after every epoch of its own accord.
-            ``ReduceLROnPlateau`` follows ``validation_loss``, or the training loss where there is none.
-        early_stopping: stop early, with the weights of the best epoch. Needs ``validate``. A history in which the
-            patience is used up already is not continued.
-        checkpoint: file to save to after every epoch. See :func:`load` for going on, and call :func:`save` in a
-            callback to save less often.
+            every step. A ``PyroLRScheduler`` in the SVI is stepped after every epoch automatically.
+            ``ReduceLROnPlateau`` monitors ``validation_loss``, or the training loss without validation.
+        early_stopping: stop early, with the weights of the best epoch. Needs ``validate``. A history whose patience is
+            already exhausted is not continued.
+        checkpoint: file to save to after every epoch. :func:`load` resumes from it; call :func:`save` in a callback to
+            save less often.
         device: move model and guide there first.
-        history: of an earlier call, to be continued. Pass your own ``History()`` to keep the record if the model, a
-            callback or the loader raises.
+        history: the history of an earlier call, to continue. Pass your own ``History()`` to keep the record if the
+            model, a callback or the loader raises an error.
         capture: replay the steps of an objective of this library from recordings, as
-            :class:`~pyro_dvi.objectives.Captured` does, and call model and guide only now and then. On the CPU results
-            are equal to the last bit. Calls of few steps take ordinary ones, as all do with False.
+            :class:`~pyro_dvi.objectives.Captured` does, and call model and guide only occasionally. On the CPU, results
+            are bitwise equal. Calls with few steps take ordinary steps, and so do all calls with False.
 
     Returns:
         The history, ready to plot.
@@ -135,7 +136,7 @@ def fit(
         NonFiniteError: a loss or parameter is NaN or infinite. Its ``history``, ``epoch`` and ``step`` say where.
         DataError: the loader is empty, ends after one pass, disagrees with the plate of the model, or has another
             number of batches than the loader of another process.
-        ArgumentError: an option is out of range, or does not go with the way of training.
+        ArgumentError: an option is out of range, or incompatible with the way of training.
         GuideError: the optimizer lacks parameters, or Pyro's store holds another model's under the same names.
 
     Example:

@@ -18,7 +18,7 @@ from pyro_dvi.runs.posterior_run import Call, PosteriorRun, run_at_means
 
 
 class TaylorELBO(Objective):
-    r"""Objective of Variational Laplace: the loss at the posterior mean and a penalty on squared gradients.
+    r"""Objective of variational Laplace: the loss at the posterior mean plus a penalty on squared gradients.
 
     For :math:`q = \mathcal N(\mu, \mathrm{diag}\,\sigma^2)` over the latents and a minibatch with plate scale N/M,
 
@@ -26,20 +26,20 @@ class TaylorELBO(Objective):
         \mathrm{loss} = -\sum_s \mathrm{scale}_s \log p_s(y_s \mid \mu)
             + \tfrac12 \sum_\lambda \sigma_\lambda^2\, c_\lambda + \beta\, \mathrm{KL}(q \,\|\, p),
 
-    where the curvature c is by default the squared gradient of labels drawn from the model at :math:`\mu`
+    where the curvature c is by default the squared gradient for labels drawn from the model at :math:`\mu`
     (:class:`~pyro_dvi.curvature.Fisher`).
 
-    Status: second-order Taylor approximation of the ELBO in each latent; exact for models that are linear with
-    Gaussian noise. Not a bound. The KL divergence is exact for Normal priors. Latents that set the prior of others (a
-    hierarchical scale, say) are sampled by reparameterisation instead of expanded.
+    Status: second-order Taylor approximation of the ELBO in each latent; exact for linear models with Gaussian noise.
+    Not a bound. The KL divergence is exact for Normal priors. Latents that set the prior of other latents (such as a
+    hierarchical scale) are not expanded but sampled with reparameterisation.
 
     Needs a guide of independent Gaussians: :class:`~pyro_dvi.MeanFieldGuide`, Pyro's ``AutoNormal`` and
-    ``AutoDiagonalNormal``, or hand-written Normal sites; ``AutoDelta`` gives MAP. Predict at the mean:
-    draws of all weights of a network leave the neighbourhood in which the expansion holds.
+    ``AutoDiagonalNormal``, or hand-written Normal sites; ``AutoDelta`` gives MAP estimation. Predict at the mean: draws
+    of all weights of a network leave the neighbourhood in which the expansion is accurate.
 
     Args:
-        curvature: the penalty's curvature; ``Fisher()`` by default.
-        kl_weight: :math:`\beta`, a float or a schedule called with the number of training steps done.
+        curvature: the curvature c of the penalty; ``Fisher()`` by default.
+        kl_weight: :math:`\beta`, a float or a schedule called with the number of completed training steps.
         temperature: T of a cold posterior, see :class:`~pyro_dvi.objectives.Objective`.
         num_data: size of the data set, compared with the plate's scale; None skips the check.
         num_particles: runs to average if some latents are sampled.

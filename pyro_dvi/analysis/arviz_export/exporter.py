@@ -63,17 +63,17 @@ def to_arviz(
 
     ``posterior``
         draws of the latent sites from the guide, in their own (constrained) space. For an ensemble, the draws of the
-        members follow one another, and ``member`` is the number of the member.
+        members are concatenated, and ``member`` is the index of the member.
     ``posterior_predictive``
         draws of every observed site from the predictive distribution of ``method``.
     ``log_likelihood``
-        log density of each observation, :math:`\log p(y_i \mid x_i, \theta_k)`; if the data hold observations, and
-        ``method`` predicts by several distributions.
+        log density of each observation, :math:`\log p(y_i \mid x_i, \theta_k)`; only if the data contain observations
+        and ``method`` predicts with several distributions.
     ``log_prior``, ``sample_stats``
-        with ``log_prior=True``: :math:`\log p(\theta_k)` by site; ``lp``, :math:`\log p(y, \theta_k)` up to terms
-        of ``pyro.factor``, where there is a ``log_likelihood``; and ``log_q``, :math:`\log q(\theta_k)`, where the
-        guide has a density. Both are in the space of the sites, so that the Pareto k of ``lp - log_q`` judges the
-        posterior (Yao et al., 2018, "Yes, but did it work?"). The data have to be the whole training data.
+        with ``log_prior=True``: :math:`\log p(\theta_k)` by site; ``lp``, :math:`\log p(y, \theta_k)` up to terms of
+        ``pyro.factor``, if there is a ``log_likelihood``; and ``log_q``, :math:`\log q(\theta_k)`, if the guide has a
+        density. Both are densities in the space of the sites, so the Pareto k of ``lp - log_q`` judges the posterior
+        (Yao et al., 2018, "Yes, but did it work?"). The data must be the whole training data.
     ``observed_data``, ``constant_data``
         the observations, and the inputs by the names that the model gives them.
     ``prior``, ``prior_predictive``
@@ -82,58 +82,58 @@ def to_arviz(
         with ``predictions=``: draws of the observed sites for other inputs, and these inputs.
 
     Plates become dimensions of their name. Observations that the model masks are NaN in ``observed_data`` (labels and
-    counts then become real numbers, there and in their predictive groups). ``log_likelihood`` leaves them out: its
-    values lie along one dimension ``<site>_observed``, with their places in the flattened predictions as coordinates.
-    With several observed sites, each is predicted and scored with the others at their
-    observed values, where the data hold these: :math:`p(b \mid a, x, \theta)` where a site b depends on a site a.
+    counts then become floating-point numbers, there and in their predictive groups). ``log_likelihood`` omits them: its
+    values have one dimension ``<site>_observed``, whose coordinates are their positions in the flattened predictions.
+    With several observed sites, each site is predicted and scored with the other sites at their observed values, if the
+    data contain them: :math:`p(b \mid a, x, \theta)` if a site b depends on a site a.
 
     With ``AtMean()``, the default after ``TaylorELBO``, every draw of ``posterior_predictive`` comes from
-    :math:`p(y \mid x, \mathrm{E}_q\theta)`, since predictions with drawn weights of a Variational Laplace posterior
-    are poor. There is then no ``log_likelihood``, as with ``Moments()`` and ``Linearised()``: it would be the same for
-    every draw, and leave-one-out cross-validation by importance sampling (``az.loo``) reweights draws that differ.
-    Export with ``method=Samples(500)`` for that, which scores the posterior as it is drawn from, or compare methods on
-    held-out data by :func:`~pyro_dvi.analysis.diagnostics.compare_held_out`.
+    :math:`p(y \mid x, \mathrm{E}_q\theta)`, since a variational Laplace posterior predicts poorly with drawn weights.
+    There is then no ``log_likelihood``, as with ``Moments()`` and ``Linearised()``: it would be the same for every
+    draw, whereas leave-one-out cross-validation by importance sampling (``az.loo``) needs draws with different
+    likelihoods. For ``az.loo``, export with ``method=Samples(500)``, which scores the drawn weights, or compare methods
+    on held-out data with :func:`~pyro_dvi.analysis.diagnostics.compare_held_out`.
 
     Args:
         model: the Pyro model.
-        guide: its trained guide, of this library, of Pyro, or a function; or draws in its place, ``[num_samples, ...]``
-            by site name, as ``MCMC.get_samples()`` gives them.
+        guide: its trained guide, from this library or from Pyro, or a function; or, instead of a guide, draws
+            ``[num_samples, ...]`` by site name, as returned by ``MCMC.get_samples()``.
         data: as in :func:`~pyro_dvi.predict`: ``(x, y)``, inputs alone, or a loader of either.
-        num_samples: draws; by default 500 (of an ensemble the next smaller multiple of its members), or as many as the
-            given prediction rule has.
-        sites: latent sites to export, and sites of ``pyro.deterministic``, which the model computes for each draw. By
-            default all latent ones with at most ``max_site_size`` values; a warning names the rest.
-            An empty list exports predictions alone: for methods of a LaplaceGuide that have no draws.
-        max_site_size: values of one site above which it is left out by default.
+        num_samples: number of draws; by default 500 (for an ensemble, rounded down to a multiple of the number of
+            members), or the number of draws of the given prediction rule.
+        sites: latent sites and ``pyro.deterministic`` sites to export; the model computes the latter for each draw. By
+            default, all latent sites with at most ``max_site_size`` values; a warning names the others. An empty list
+            exports only predictions, for methods of a LaplaceGuide that have no draws.
+        max_site_size: number of values above which a site is omitted by default.
         method: prediction rule, by default the guide's, as in :func:`~pyro_dvi.predict`.
-        site: observed site or sites; by default all, if the data hold an observation of each.
-        observed: the model's argument that holds the observation, or several; by default the one whose default is None,
-            of several the arguments that are called like observed sites.
+        site: observed site or sites; by default all, if the data contain an observation of each.
+        observed: the model's argument that holds the observation, or several; by default the argument whose default is
+            None, and of several the arguments with the names of observed sites.
         prior: number of draws from the prior.
         log_prior: add the log densities of the draws.
-        predictions: other inputs, in any form of ``data``; observations that come along are not used.
+        predictions: other inputs, in any form of ``data``; observations in them are not used.
         batch_size: examples at a time; a loader has its own.
-        seed: of all draws; by default one from the global generator, whose state is otherwise left as it was.
-        coords: coordinate values by dimension, as in ArviZ, of all groups but ``predictions``.
+        seed: of all draws; by default drawn from the global generator, whose state does not change otherwise.
+        coords: coordinate values by dimension, as in ArviZ, for all groups except ``predictions``.
         dims: names of the dimensions by variable, as in ArviZ.
         progress: show a progress bar over batches.
 
     Returns:
         ``arviz.InferenceData`` or ``xarray.DataTree``; ``.to_netcdf(path)`` writes either, and further groups and
-        attributes can be added as to any other. Its attributes hold the versions of the libraries, guide, method, seed,
-        time, and the names of sites and inputs that were left out.
+        attributes can be added. The attributes record the versions of the libraries, guide, method, seed, time, and the
+        names of omitted sites and inputs.
 
     Raises:
         ArgumentError: an unknown site, no draws, two numbers of draws, draws of unequal lengths or wrong shapes, or
             several arguments that may be the observation.
-        DataError: data that cannot be right, as in :func:`~pyro_dvi.predict`; observations in some batches only;
-            several batches with a guide whose posterior depends on its inputs.
+        DataError: invalid data, as in :func:`~pyro_dvi.predict`; observations in some batches only; several batches
+            with a guide whose posterior depends on its inputs.
         GuideError: the guide was never run, has no mean, or is an AutoLaplaceApproximation before its Gaussian.
-        ModelError: no observed site, several without an observation and no ``site``, or one that is called like a
-            dimension of ArviZ.
-        UnsupportedError: a mask that depends on the draw, a prior that cannot be drawn from, a method of
-            a LaplaceGuide without draws, or an observed site that depends on others that are neither in the guide nor
-            observed, with a rule that does not average over their draws.
+        ModelError: no observed site, several without an observation and no ``site``, or a site with the name of an
+            ArviZ dimension.
+        UnsupportedError: a mask that depends on the draw, a prior that cannot be sampled, a method of a LaplaceGuide
+            without draws, or an observed site that depends on sites that are neither in the guide nor observed, with a
+            rule that does not average over their draws.
 
     Example:
         >>> import pyro, pyro.distributions as dist, torch

@@ -85,59 +85,61 @@ def tune(
         \bar\ell(s) = -\frac1n \sum_{i=1}^n \log p(y_i \mid x_i, q_s)
 
     **Search.** The settings are searched one after the other, in the order of ``space``: the training runs with every
-    value of one list, while the other settings are held at their best values so far, at first the middle value of each
-    list (of an even number, the lower of the two). Step size, its decay, temperature is a sensible order, since a
-    temperature that is chosen before the step size makes up for a step size that does not fit. If the best value is at
-    an end of its list, the search goes on beyond it by the pattern of the steps (0.1, 0.3 is followed by 1, and 0, 1, 2
-    by 3), as long as trainings are left that later lists do not need; whole numbers stay whole. Then neighbours of the
-    best values are tried in the same order, until none is better or no trainings are left. A ``sampler`` proposes all
-    at once.
+    value of one list, while the other settings keep their best values so far. They start at the middle value of their
+    list (the lower of the two middle values in a list of even length). A sensible order is step size, its decay,
+    temperature, since a temperature that is chosen first compensates for a badly chosen step size. If the best value is
+    at an end of its list, the search continues beyond the end with the pattern of the list (0.1, 0.3 is followed by 1,
+    and 0, 1, 2 by 3), as long as training runs remain that later lists do not need; whole numbers stay whole. Then
+    neighbours of the best values are tried in the same order, until none is better or no training runs remain. A
+    ``sampler`` proposes all settings jointly.
 
-    **Choice.** The lowest mean score is chosen. A setting that is called ``temperature`` or ``kl_weight`` then takes
-    its largest value, with the other settings at their best, that is within one paired standard error of the lowest
-    score,
+    **Choice.** The settings with the lowest mean score are chosen. A setting called ``temperature`` or ``kl_weight``
+    then takes the largest value, with the other settings at their best, whose score is within one paired standard error
+    of the lowest score,
 
     .. math::
         \bar\ell(s) - \bar\ell(\hat s) \le \operatorname{sd}_i\left(\ell_i(s) - \ell_i(\hat s)\right) / \sqrt n,
 
-    since the curve is often flat, and the larger value keeps more of the posterior. A score that is one number has no
-    standard error, and the lowest is chosen. The search does not follow such a flat curve beyond the end of its list.
+    since the curve is often flat, and a larger value keeps more of the posterior uncertainty. If the score is a single
+    number, there is no standard error, and the lowest score is chosen. The search does not follow a flat curve beyond
+    the end of its list.
 
-    Each training begins with the same seed and an empty parameter store, and is scored with that seed. Afterwards
-    Pyro's store holds the parameters of the chosen posterior, in place of others of the same names, and random numbers
-    outside are as if nothing had been drawn. A training that diverges is a row of the table.
+    Each training run starts with the same seed and an empty parameter store, and is scored with the same seed.
+    Afterwards, Pyro's store holds the parameters of the chosen posterior, which replace others of the same names, and
+    the global random state is restored. A training run that diverges remains a row of the table.
 
-    Status: approximation. The best of the settings that were tried is chosen, not of all combinations. New data will
-    have a higher score, since the settings were chosen by their score.
+    Status: approximate. ``tune`` chooses the best of the settings that it tried, not of all combinations. Expect a
+    higher score on new data, since the score was used for the choice.
 
     Args:
-        train: called with the names of ``space`` as keywords; builds and trains a model and its guide by any method,
-            and returns ``(model, guide)``. Networks must be built, or copied, inside it.
-        validation: inputs with observations, as in :func:`~pyro_dvi.predict`; data that ``train`` does not use.
-        space: for each setting a list of numbers, or of strings, booleans and None, which have no order.
-        max_trainings: at most so many, those in ``storage`` included; with a ``sampler`` also of its trials.
-        score: called with model, guide and validation data, returns one number, or a vector of one number for each row
-            of the data; lower is better. By default the negative log-likelihood of each row that
-            ``predict(model, guide, validation)`` gives, by the rule that the guide was trained for.
-        seed: of every training.
-        storage: path of a file that keeps a line of JSON for each finished training. A further call continues there:
-            only the chosen training is run again, if this call has not run it. Remove a line to repeat its training.
-        sampler: any sampler of Optuna (``python -m pip install optuna``), which proposes values as categories.
-        progress: show a progress bar where there is a terminal or notebook.
+        train: called with the names of ``space`` as keywords; builds and trains a model and its guide with any method,
+            and returns ``(model, guide)``. It must build or copy its networks.
+        validation: inputs with observations that ``train`` does not use, as in :func:`~pyro_dvi.predict`.
+        space: for each setting, a list of numbers, or of strings, booleans and None, which have no order.
+        max_trainings: maximum number of training runs, including those in ``storage``; with a ``sampler``, also the
+            maximum number of trials.
+        score: called with model, guide and validation data; returns a single number, or a vector with one number per
+            row of the data; lower is better. By default, the negative log-likelihood of each row from
+            ``predict(model, guide, validation)``, with the default prediction rule of the guide.
+        seed: of every training run.
+        storage: path of a file with one line of JSON per finished training run. Another call continues from the file;
+            only the chosen training is repeated, if this call has not run it. Remove a line to repeat its training run.
+        sampler: any Optuna sampler (``python -m pip install optuna``), which treats the values as categories.
+        progress: show a progress bar in a terminal or notebook.
 
     Returns:
         The chosen settings, their model and guide, ready for ``predict``, and the table, which
-        :func:`~pyro_dvi.plots.tuning` draws.
+        :func:`~pyro_dvi.plots.tuning` plots.
 
     Raises:
-        ArgumentError: lists that cannot be searched or that need more than ``max_trainings``; ``train`` returns
-            something else than model and guide, or uses one network in several trainings; ``score`` returns other
-            numbers of rows.
-        CheckpointError: ``storage`` is a file of other settings, of another seed, or of something else.
-        NonFiniteError: every training has failed.
+        ArgumentError: lists that cannot be searched or that need more than ``max_trainings``; ``train`` does not return
+            a model and a guide, or uses one network in several training runs; ``score`` returns different numbers of
+            rows.
+        CheckpointError: ``storage`` belongs to other settings or another seed, or is not such a file.
+        NonFiniteError: all training runs have failed.
 
     Warns:
-        DviWarning: the best value is still at an end of its list other than zero, with the next value to try; or the
+        DviWarning: the best value is still at an end of its list (unless that is zero), with the next value to try; or the
             chosen ``temperature`` or ``kl_weight`` is below 0.001.
 
     Example:

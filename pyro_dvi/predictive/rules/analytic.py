@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prediction rules of one run without draws: moment propagation, and linearisation around the mode.
+"""Prediction rules with one run and without draws: moment propagation, and linearisation around the mode.
 
-The propagation is a choice of :class:`Moments`: the quantities that it takes as independent decide how wide predictions
-are. A new one is a class with one method, :meth:`Propagation.respond`.
+The propagation is an option of :class:`Moments`: the quantities that it treats as independent determine the width of
+predictions. A new propagation is a class with one method, :meth:`Propagation.respond`.
 """
 
 from abc import ABC, abstractmethod
@@ -65,12 +65,12 @@ class Propagation(ABC):
 
 @dataclass(frozen=True)
 class Independent(Propagation):
-    """Take the units of every layer as independent, as training does; one pass.
+    """Treat the units of every layer as independent, as in training; one pass.
 
-    Status: exact variances for one hidden layer. Elsewhere units are correlated, since skip connections and kernels
-    that act at many positions share weights, and the correlations are dropped. Variances of deep residual networks come
-    out too small; those behind layer, group or instance normalisation can come out too large, where its inputs are
-    nearly equal and share their noise. :func:`~pyro_dvi.diagnostics.compare_with_sampling` says how much.
+    Status: exact variances for one hidden layer. In other networks, units are correlated, since skip connections and
+    kernels that act at many positions share weights; the correlations are dropped. Variances of deep residual networks
+    are too small. Variances after layer, group or instance normalisation can be too large, if the inputs of the layer
+    are nearly equal and share their noise. :func:`~pyro_dvi.diagnostics.compare_with_sampling` measures how much.
     """
 
     def respond(self, weights: Mapping[str, GaussianMoments], run: Callable[[], Response]) -> Response:
@@ -84,19 +84,18 @@ class ReverseDelta(Propagation):
 
     .. math:: \mathrm{Var}[f_k] \approx \sum_w (\partial m_k / \partial \bar w)^2\, \mathrm{Var}[w] + \dots
 
-    Slopes are averages over the noise (:math:`\Phi(\mu/\sigma)` for a rectifier). Paths that share a weight add up
-    before the square, so skip connections, convolutions and tied layers keep their covariances.
+    Slopes are averages over the noise (:math:`\Phi(\mu/\sigma)` for ReLU). Paths that share a weight are summed before
+    squaring, so skip connections, convolutions and tied layers keep their covariances.
 
     Status: exact for linear models, a first-order approximation with smoothed slopes otherwise. Means agree with
-    :class:`Independent`. Inputs count as certain: only the noise of weights is pulled back.
+    :class:`Independent`. Inputs are treated as deterministic: only the noise of weights is propagated.
 
-    Cost: one backward pass for each output of an example besides one run with gradients; a pass for each example where
-    a function of a weight has no rule for gradients of examples, or rows that do not belong to single examples. See
-    :mod:`pyro_dvi.curvature.reverse_delta`.
+    Cost: one run with gradients, and one backward pass per output of an example. If a function of a weight has no
+    per-example rule, or mixes examples, also one pass per example. See :mod:`pyro_dvi.curvature.reverse_delta`.
 
     Raises:
         UnsupportedError: a parameter of the observed distribution has no row for each example, or the model changed a
-            certain input of a layer in place.
+            deterministic input of a layer in place.
     """
 
     counts_weights_once: ClassVar[bool] = True
@@ -144,28 +143,28 @@ def _pulled_back(
 
 @dataclass(frozen=True)
 class Moments(PredictionRule):
-    r"""Predict in one pass, by the means and variances of the weights propagated through the model.
+    r"""Predict in one pass, with the means and variances of the weights propagated through the model.
 
     .. math:: p(y \mid x) \approx \int p(y \mid f)\, \mathcal N(f; m_f(x), v_f(x))\, \mathrm df
 
-    The rule for posteriors trained by :class:`~pyro_dvi.MomentPropagationELBO`; it serves any factorised Gaussian
-    guide, and a :class:`~pyro_dvi.LaplaceGuide` after ``guide.fit(batches, Diagonal())``. Numbers with Gaussian noise
-    have mean :math:`m` and variance :math:`v + \mathrm E[\sigma^2]`; class probabilities are the average softmax.
+    The rule for posteriors trained with :class:`~pyro_dvi.MomentPropagationELBO`; it works with any factorised Gaussian
+    guide, and with a :class:`~pyro_dvi.LaplaceGuide` after ``guide.fit(batches, Diagonal())``. Predictions with
+    Gaussian noise have mean :math:`m` and variance :math:`v + \mathrm E[\sigma^2]`; class probabilities are the
+    expected softmax.
 
-    Status: exact where every weight enters each output once, as in linear models and, up to the Gaussian form of the
-    output, networks with one hidden layer. Deeper networks, shared kernels and weights that are used twice drop
-    covariances (:func:`~pyro_dvi.diagnostics.compare_with_sampling` says how much).
+    Status: exact if every weight enters each output once, as in linear models and, up to the Gaussian form of the
+    output, in networks with one hidden layer. In deeper networks, with shared kernels and with weights that are used
+    twice, covariances are dropped; :func:`~pyro_dvi.diagnostics.compare_with_sampling` measures the effect.
 
     Args:
-        link: from moments of logits to probabilities: ``SobolSoftmax()`` or ``Probit()`` of
-            :mod:`pyro_dvi.links`.
-        noise: from an uncertain noise scale to a predictive: ``MomentMatched()``, a Normal, or ``GaussHermite(n)``, a
-            mixture that keeps the heavier tails and is the sharper of the two.
-        propagation: of the variances through the network: ``Independent()``, as in training, or
-            ``ReverseDelta()``, which keeps covariances.
+        link: from moments of logits to probabilities: ``SobolSoftmax()`` or ``Probit()`` of :mod:`pyro_dvi.links`.
+        noise: from an uncertain noise scale to a predictive distribution: ``MomentMatched()``, a Normal, or
+            ``GaussHermite(n)``, a mixture, which is more accurate and keeps the heavier tails.
+        propagation: of the variances through the network: ``Independent()``, as in training, or ``ReverseDelta()``,
+            which keeps covariances.
 
     Raises:
-        ArgumentError: ``link``, ``noise`` or ``propagation`` is no object of its kind.
+        ArgumentError: ``link``, ``noise`` or ``propagation`` is not an object of the required kind.
         GuideError: the guide is not a factorised Gaussian.
         UnsupportedError: a function or distribution of the model has no rule.
 
@@ -210,32 +209,32 @@ class Moments(PredictionRule):
 
 @dataclass(frozen=True)
 class Linearised(PredictionRule):
-    r"""Predict from the Gaussian that linearisation gives to the outputs of the model.
+    r"""Predict from the Gaussian distribution of the outputs of the linearised model.
 
     .. math::
         p(y \mid x) \approx \int p(y \mid f)\, \mathcal N\bigl(f;\, f(x; \hat u),\, J P^{-1} J^\top\bigr)\,\mathrm df,
         \qquad J = \partial f(x; \hat u)/\partial u
 
-    The rule for a fitted :class:`~pyro_dvi.LaplaceGuide`. Outputs f are the parameters of the observed distribution as
-    real numbers: a mean, logits, the logarithm of a rate or of a noise scale. Draws of the weights would be passed
-    through the network far from where the Gaussian was fitted; linearised predictions stay at the mode.
+    The rule for a fitted :class:`~pyro_dvi.LaplaceGuide`. The outputs f are the unconstrained parameters of the
+    observed distribution: a mean, logits, the logarithm of a rate or of a noise scale. Drawn weights would evaluate the
+    network far from the mode, where the Gaussian was fitted; linearised predictions use the network only at the mode.
 
     Status: exact for models that are linear in their latents. Given the Gaussian of f: exact for Normal, LogNormal and
-    MultivariateNormal with certain noise and for Bernoulli; class probabilities as exact as ``link``; an uncertain
-    noise scale as ``noise`` says, together with its correlation with the mean; any other distribution as a mixture over
-    points.
+    MultivariateNormal with deterministic noise and for Bernoulli. Class probabilities are as exact as ``link``.
+    ``noise`` treats an uncertain noise scale, including its correlation with the mean. Any other distribution becomes a
+    mixture over points.
 
     Args:
-        link: from Gaussian logits, with their covariance, to class probabilities: ``Probit()`` or
-            ``SobolSoftmax(n)`` of :mod:`pyro_dvi.links`.
-        noise: from an uncertain noise scale to a predictive: ``GaussHermite(n)``, a mixture, or ``MomentMatched()``, a
-            Normal of the same mean and variance.
-        num_points: Sobol points where more than two numbers of one observation are uncertain and there is no closed
-            form.
+        link: from Gaussian logits, with their covariance, to class probabilities: ``Probit()`` or ``SobolSoftmax(n)``
+            of :mod:`pyro_dvi.links`.
+        noise: from an uncertain noise scale to a predictive distribution: ``GaussHermite(n)``, a mixture, or
+            ``MomentMatched()``, a Normal with the same mean and variance.
+        num_points: number of Sobol points if more than two parameters of an observation are uncertain and there is no
+            closed form.
 
     Raises:
-        ArgumentError: ``link`` or ``noise`` is no object of its kind, or less than one point.
-        GuideError: the guide is no LaplaceGuide, or not fitted.
+        ArgumentError: ``link`` or ``noise`` is not an object of the required kind, or ``num_points`` is less than one.
+        GuideError: the guide is not a LaplaceGuide, or not fitted.
 
     Source: Immer, Korzepa & Bauer (2021), "Improving predictions of Bayesian neural nets via local linearization".
 

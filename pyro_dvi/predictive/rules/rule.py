@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Prediction rules: the latent values that stand for the posterior.
+r"""Prediction rules: which latent values represent the posterior.
 
 A rule turns a posterior :math:`q` into an equally weighted mixture of predictive distributions,
 
@@ -39,10 +39,11 @@ from pyro_dvi.runs.sites import AllRows
 class PredictionRule(ABC):
     """Turns a posterior into a predictive distribution.
 
-    ``num_components`` says how many distributions :meth:`components` gives for a batch; ``tells_noise_apart`` whether
-    each is the noise around one value of the latents, so that the rest of the uncertainty is the posterior's;
-    ``averages_draws`` whether what the model draws itself, from sites that are neither in the guide nor observed, is
-    averaged over as well; ``keeps_components`` whether they are few enough to be kept without being asked for.
+    ``num_components`` is the number of distributions that :meth:`components` gives for a batch. ``tells_noise_apart``
+    is true if each distribution is the noise around one value of the latents, so that the remaining uncertainty is due
+    to the posterior. ``averages_draws`` is true if the rule also averages over values that the model draws at sites
+    that are neither in the guide nor observed. ``keeps_components`` is true if there are few enough distributions to
+    keep them by default.
     """
 
     num_components: int = 1
@@ -67,11 +68,11 @@ class PredictionRule(ABC):
 class AtMean(PredictionRule):
     r"""Predict with every weight at its posterior mean, :math:`p(y \mid x, \mathrm{E}_q\theta)`.
 
-    One run of the model. The rule for posteriors trained by :class:`~pyro_dvi.TaylorELBO`, whose mean is trained for
-    its neighbourhood, and for MAP. For constrained sites (a positive scale, say) the mean is taken in the
+    One run of the model. The rule for MAP estimates, and for posteriors trained with :class:`~pyro_dvi.TaylorELBO`,
+    which trains the mean for its neighbourhood. For constrained sites (such as a positive scale), the mean is taken in
     unconstrained space, which makes it the guide's median.
 
-    Status: exact for what it says; it leaves out the posterior's width.
+    Status: exact at the mean; ignores the posterior variance.
     """
 
     def components(self, guide: Any, inputs: tuple[Any, ...], respond: Respond) -> Iterator[Response]:
@@ -108,14 +109,14 @@ class FromDraws(PredictionRule):
 class Samples(FromDraws):
     r"""Average the predictions of ``num_samples`` draws from the posterior.
 
-    The rule for posteriors trained by sampling (Pyro's ``Trace_ELBO``). The same draws serve every batch, so that
-    each is one function over all inputs and the batch size does not matter.
+    The rule for posteriors trained with sampling (Pyro's ``Trace_ELBO``). Every batch uses the same draws, so each draw
+    is one function over all inputs, and the batch size does not matter.
 
-    Status: unbiased for the probabilities (and the mean and second moment) under the posterior; their error falls
-    with the root of ``num_samples``.
+    Status: unbiased for the probabilities (and the mean and second moment) under the posterior; the error decreases
+    with the square root of ``num_samples``.
 
     Args:
-        num_samples: draws from the guide; 30 predict networks well.
+        num_samples: number of draws from the guide; 30 are enough for networks.
 
     Raises:
         ArgumentError: less than one draw.
@@ -138,16 +139,16 @@ class Samples(FromDraws):
 
 @dataclass(frozen=True, repr=False)
 class OfMembers(PredictionRule):
-    r"""Predict by every member of an ensemble, and mix their predictive distributions in equal shares.
+    r"""Predict with every member of an ensemble, and mix the predictive distributions with equal weights.
 
     .. math:: p(y \mid x) \approx \frac1K \sum_{k=1}^K p_k(y \mid x)
 
     The default for an :class:`~pyro_dvi.training.EnsembleGuide`; ``method=`` names the rule of each member.
 
-    Status: exact for what it says; each :math:`p_k` is what its rule makes of it.
+    Status: exact, given the :math:`p_k`, which are as accurate as the rule of each member.
 
     Args:
-        rules: a rule for each member.
+        rules: one rule per member.
 
     Raises:
         ArgumentError: rules that give unequal numbers of distributions, which would have unequal weights.
