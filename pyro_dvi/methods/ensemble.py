@@ -33,8 +33,8 @@ class Ensemble:
         >>> posterior = dvi.Ensemble(dvi.MAP(), 2).fit(
         ...     torch.nn.Linear(1, 1), [(x, 2 * x)], 5, progress=False
         ... )
-        >>> posterior.predict(x).draws.mean.shape
-        torch.Size([2, 40])
+        >>> posterior.predict(x).mean.shape, len(posterior.guide.members)
+        (torch.Size([40]), 2)
     """
 
     member: Method = MAP()
