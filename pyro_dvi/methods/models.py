@@ -30,12 +30,12 @@ def as_model(model: Any, loader: Iterable[Any], prior_scale: Any, noise_scale: A
     model = copy.deepcopy(model) if isinstance(model, nn.Module) else model
     if not is_network(model):
         return model
-    sizes: list[int] = []
+    size, sizes = dataset_size(loader), list[int]()
     args: tuple[Any, ...] = ()
     for batch in loader:
         args, _ = arguments(batch, None)
         sizes.append(len(args[-1]) if len(args) == 2 and isinstance(args[1], Tensor) else 0)
-        if (size := dataset_size(loader)) is not None:
+        if size is not None:
             break
     if not sizes or not all(sizes):
         raise DataError(
