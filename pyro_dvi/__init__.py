@@ -24,6 +24,9 @@ from pyro_dvi import (
     links as links,
 )
 from pyro_dvi import (
+    methods as methods,
+)
+from pyro_dvi import (
     moment_propagation as moment_propagation,
 )
 from pyro_dvi import (
@@ -47,6 +50,7 @@ from pyro_dvi.analysis.tuning import tune
 from pyro_dvi.bayesian import classifier, regressor, summary, to_bayesian_
 from pyro_dvi.guides import MeanFieldGuide
 from pyro_dvi.laplace import LaplaceGuide
+from pyro_dvi.methods import MAP, Ensemble, Laplace, MomentPropagation, NaturalGradients, VariationalLaplace
 from pyro_dvi.moment_propagation import LastLayerGuide, MomentPropagationELBO, MultiplicativeNoiseGuide
 from pyro_dvi.natural_gradients import IVON, OGN, VOGN, NaturalGradientELBO, NaturalGradientGuide
 from pyro_dvi.objectives import SampledELBO, schedules
@@ -69,6 +73,13 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
+    # Methods in one object each, from a network to its posterior
+    "VariationalLaplace",
+    "MomentPropagation",
+    "NaturalGradients",
+    "Laplace",
+    "MAP",
+    "Ensemble",
     # Bayesian models; other priors and noises are in ``bayesian``
     "bayesian",
     "to_bayesian_",

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a method returns: model and posterior, with the calls that one makes of them."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from pyro_dvi.analysis.arviz_export import to_arviz
+from pyro_dvi.analysis.tuning import Tuned
+from pyro_dvi.errors import UnsupportedError
+from pyro_dvi.predictive import Prediction, PredictionRule, predict, predictor
+from pyro_dvi.predictive.predictor import Predictor
+from pyro_dvi.training import History, save
+from pyro_dvi.training.ensemble import TrainedPosterior
+
+
+@dataclass(frozen=True, eq=False)
+class Posterior:
+    """A model with its trained guide, and what one does with the two.
+
+    Pyro's parameter store holds its parameters only while one of these methods runs, so that several posteriors do not
+    meet there. To go on by hand, work inside ``with posterior.in_store():``. To train on, make an SVI with an optimizer
+    of your own: the step size of the one here has fallen to zero.
+
+    Attributes:
+        method: the method, with the settings that it was trained with.
+        trained: model, guide and their parameters.
+        svi: Pyro's SVI; None for an ensemble.
+        history: of the training.
+        tuned: the table of trainings that settings were chosen from; None without a choice.
+
+    Example:
+        >>> import torch, pyro_dvi as dvi
+        >>> x = torch.linspace(-1, 1, 40)[:, None]
+        >>> loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, 2 * x), 20)
+        >>> posterior = dvi.VariationalLaplace().fit(
+        ...     torch.nn.Linear(1, 1), loader, 5, progress=False
+        ... )
+        >>> posterior.predict(x).mean.shape, posterior.history.stopped
+        (torch.Size([40]), 'epochs')
+    """
+
+    method: Any
+    trained: TrainedPosterior = field(repr=False)
+    svi: Any = field(default=None, repr=False)
+    history: History = field(default_factory=History, repr=False)
+    tuned: Tuned | None = field(default=None, repr=False)
+
+    @property
+    def model(self) -> Any:
+        """The Pyro model: a copy of what was given to the method, where that is a module."""
+        return self.trained.model
+
+    @property
+    def guide(self) -> Any:
+        """The trained guide."""
+        return self.trained.guide
+
+    @property
+    def elbo(self) -> Any:
+        """The objective; None for an ensemble."""
+        return None if self.svi is None else self.svi.loss.__self__
+
+    @contextmanager
+    def in_store(self) -> Iterator[None]:
+        """Let Pyro's parameter store hold the parameters of this posterior, and no others, in a block."""
+        with self.trained.in_store():
+            yield
+
+    def predict(self, data: Any, rule: PredictionRule | None = None, **options: Any) -> Prediction:
+        """Predict inputs, by the rule of the method unless another is given; see :func:`~pyro_dvi.predict`."""
+        with self.in_store():
+            return predict(self.model, self.guide, data, rule, **options)
+
+    def to_arviz(self, data: Any, **options: Any) -> Any:
+        """Return an object of ArviZ; see :func:`~pyro_dvi.to_arviz`."""
+        with self.in_store():
+            return to_arviz(self.model, self.guide, data, **options)
+
+    def export(self, example: Any, rule: PredictionRule | None = None, **options: Any) -> Predictor:
+        """Return a torch module that predicts without Pyro; see :func:`~pyro_dvi.predictor`."""
+        with self.in_store():
+            return predictor(self.model, self.guide, example, rule, **options)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a file that ``load`` of the same method reads.
+
+        Raises:
+            UnsupportedError: it is an ensemble.
+        """
+        if self.svi is None:
+            raise UnsupportedError(
+                "an ensemble has no file of its own: save the state_dict of posterior.guide, or each member by itself"
+            )
+        with self.in_store():
+            save(path, self.svi, history=self.history)
