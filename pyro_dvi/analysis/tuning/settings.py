@@ -139,8 +139,8 @@ def tune(
         NonFiniteError: all training runs have failed.
 
     Warns:
-        DviWarning: the best value is still at an end of its list (unless that is zero), with the next value to try; or the
-            chosen ``temperature`` or ``kl_weight`` is below 0.001.
+        DviWarning: the best value is still at an end of its list (unless that is zero), with the next value to try; or
+            the chosen ``temperature`` or ``kl_weight`` is below 0.001.
 
     Example:
         >>> import pyro, pyro.distributions as dist, torch
