@@ -37,13 +37,14 @@ all values tried so far, which favours late and large ones: its rows by validati
 
 def report(rows: list[Row], folder: Path) -> str:
     """Costs, losses, scores and distances."""
+    rows = [row for row in rows if "backend" in row] or rows
     groups: Groups = {}
     for row in rows:
         groups.setdefault((row["network"], row["structure"]), []).append(row)
     packages = ", ".join(sorted({row["packages"] for row in rows}))
     parts = [
         f"{provenance('laplace_torch', rows)} With {packages}.",
-        INTRODUCTION.strip().format(exceptions=NOW if all("backend" in row for row in rows) else BEFORE),
+        INTRODUCTION.strip().format(exceptions=NOW if "backend" in rows[0] else BEFORE),
         "## Time and memory",
         _costs(groups),
         _losses(groups),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LeNet-5 by VOGN with and without batch normalisation, augmentation, several draws a step, and damping.
+"""LeNet-5 by VOGN with and without batch normalisation, augmentation, momentum, several draws a step, and damping.
 
 Each recipe has its own KL weight, by the NLL of validation images with a seed that the tables do not use.
 """
@@ -40,6 +40,7 @@ class Recipe:
         augmented: images are moved by up to two pixels in each direction.
         draws: of the weights in a step.
         damping: of VOGN.
+        momentum: of VOGN, the first of its betas.
     """
 
     method: str = "VOGN"
@@ -47,6 +48,7 @@ class Recipe:
     augmented: bool = False
     draws: int = 1
     damping: float = 0.0
+    momentum: float = 0.9
 
 
 RECIPES = {
@@ -54,6 +56,7 @@ RECIPES = {
     "VOGN, augmented": Recipe(augmented=True),
     "VOGN, K = 4": Recipe(draws=4),
     "VOGN, damping 0.01": Recipe(damping=0.01),
+    "VOGN, no momentum": Recipe(momentum=0.0),
     "VOGN, no BN": Recipe(norm=False),
     "MAP": Recipe("MAP"),
     "MAP, augmented": Recipe("MAP", augmented=True),
@@ -108,6 +111,10 @@ def run(settings: Settings, data_dir: str | None) -> Row:
     prediction = dvi.predict(model, guide, test, rule, seed=0)
     scores = prediction.metrics()
     row: Row = {name: scores[name] for name in ("nll", "accuracy", "ece")}
+    row["auroc errors"] = metrics.misclassification_auroc(prediction.probabilities, test[1])
+    bins = metrics.reliability_table(prediction.probabilities, test[1])  # as sums, which add up over seeds
+    sums = torch.stack([torch.ones_like(bins.accuracy), bins.confidence, bins.accuracy]) * bins.count
+    row["calibration"] = sums.nan_to_num().tolist()
     row["entropies inside"] = histogram(prediction.entropy)
     for name in OUTSIDE[settings["data"]]:
         x = outside_images(name, settings["data"], 1000, data_dir).to(device())
@@ -130,9 +137,8 @@ def trained_by(recipe: Recipe, train: Any, validation: Any, epochs: int, kl_weig
         return METHODS[recipe.method].train(model, Training(kl_weight, 3e-3, epochs, loader, validation))
     guide = dvi.NaturalGradientGuide(model)
     elbo = dvi.NaturalGradientELBO(kl_weight=kl_weight, num_particles=recipe.draws)
-    dvi.fit(
-        SVI(model, guide, dvi.VOGN({"damping": recipe.damping}), loss=elbo), loader, epochs, progress=False
-    )
+    optimizer = dvi.VOGN({"damping": recipe.damping, "betas": (recipe.momentum, 0.999)})
+    dvi.fit(SVI(model, guide, optimizer, loss=elbo), loader, epochs, progress=False)
     return model, guide
 
 
@@ -176,7 +182,7 @@ def report(rows: list[Row], folder: Path) -> str:
 
 BENCHMARK = Benchmark(
     "vogn_lenet",
-    "What do batch normalisation, augmentation, draws and damping do to VOGN on LeNet-5?",
+    "What do batch normalisation, augmentation, momentum, draws and damping do to VOGN on LeNet-5?",
     plan,
     run,
     report,

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables and the histograms of `vogn_lenet`, from its lines."""
+"""The tables, histograms and calibration curves of `vogn_lenet`, from its lines."""
 
 from math import log
 from pathlib import Path
 from statistics import mean
 from typing import Any
+
+import torch
 
 from benchmarks.shared.benchmark import Row
 from benchmarks.shared.tables import mean_sd, paired, provenance, table
@@ -12,18 +14,21 @@ from benchmarks.shared.tables import mean_sd, paired, provenance, table
 DEFINITIONS = """\
 LeNet-5 with ReLU; *no BN*: without batch normalisation after its two convolutions. VOGN has the library's defaults but
 for what its name says: *augmented*, images moved by up to two pixels in each direction; *K*, draws of the weights in a
-step; *damping*, in units of the curvature of one image. MAP and sampled VI (`SampledELBO`) have Adam with a cosine
-decay. Each recipe has its own KL weight by `dvi.tune`, by the NLL of 1,000 validation images with a seed that
-the table does not use. VOGN and sampled VI predict by {draws} draws of the weights, MAP at its weights. Scores of the
-first 3,000 test images: NLL in nats; ECE with 15 bins; AUROC: of telling 1,000 images of another kind from test images
-by the entropy of the prediction; FPR95: the share of those that pass at the entropy that 95 % of the test images do not
-exceed. ± is the standard deviation over seeds, each with its own training images, weights and batches."""
+step; *damping*, in units of the curvature of one image; *no momentum*, the first of the betas 0 in place of 0.9. MAP
+and sampled VI (`SampledELBO`) have Adam with a cosine decay. Each recipe has its own KL weight by `dvi.tune`, by the
+NLL of 1,000 validation images with a seed that the table does not use. VOGN and sampled VI predict by {draws} draws of
+the weights, MAP at its weights. Scores of the first 3,000 test images: NLL in nats; ECE with 15 bins; AUROC, errors: of
+telling wrong predictions from right ones by the confidence; the other AUROCs: of telling 1,000 images of another kind
+from test images by the entropy of the prediction; FPR95: the share of those that pass at the entropy that 95 % of the
+test images do not exceed. ± is the standard deviation over seeds, each with its own training images, weights and
+batches."""
 RIVALS = {
     "VOGN": ("MAP", "sampled VI"),
     "VOGN, no BN": ("VOGN", "MAP, no BN", "sampled VI, no BN"),
     "VOGN, augmented": ("VOGN", "MAP, augmented"),
     "VOGN, K = 4": ("VOGN",),
     "VOGN, damping 0.01": ("VOGN",),
+    "VOGN, no momentum": ("VOGN",),
 }
 DRAWN = ("MAP", "sampled VI", "VOGN", "VOGN, no BN")
 
@@ -46,9 +51,12 @@ def text(rows: list[Row], recipes: list[str], folder: Path, draws: int) -> str:
         tests = {recipe: found for recipe, found in tests.items() if found}
         parts += [f"### {data}: {num_train:,} images, {epochs} epochs", *_tables(tests)]
         if tests and set(DRAWN) & tests.keys():
-            name = f"vogn_lenet_{data}_{num_train}.png"
-            _draw(tests, folder / name)
-            parts.append(f"![Entropies of predictions](../../benchmarks/results/{name})")
+            drawings = {"entropies": _draw_entropies, "calibration": _draw_calibration}
+            titles = {"entropies": "Entropies of predictions", "calibration": "Calibration curves"}
+            for kind, draw in drawings.items():
+                name = f"vogn_lenet_{kind}_{data}_{num_train}.png"
+                draw(tests, folder / name)
+                parts.append(f"![{titles[kind]}](../../benchmarks/results/{name})")
         parts.append(_tried([row for row in own if row["stage"] == "tune"]))
     return "\n\n".join(part.rstrip("\n") for part in parts)
 
@@ -91,7 +99,7 @@ def _tried(rows: list[Row]) -> str:
     return "Validation NLL by KL weight. " + "; ".join(shown) + "."
 
 
-def _draw(tests: dict[str, list[Row]], path: Path) -> None:
+def _draw_entropies(tests: dict[str, list[Row]], path: Path) -> None:
     """Entropies of test images and of images of other kinds, a panel for each recipe."""
     import matplotlib
 
@@ -113,5 +121,25 @@ def _draw(tests: dict[str, list[Row]], path: Path) -> None:
         ax.set(title=recipe, xlabel="entropy of the prediction, nats")
     axes[0][0].set_ylabel("share of images, mean over seeds")
     axes[0][0].legend(frameon=False)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _draw_calibration(tests: dict[str, list[Row]], path: Path) -> None:
+    """Accuracy against confidence over the examples of all seeds."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, ax = plt.subplots(figsize=(4.2, 3.8), layout="constrained")
+    for recipe, colour in zip(DRAWN, ("#000000", "#E69F00", "#0072B2", "#009E73"), strict=True):
+        if recipe in tests:
+            sums = torch.tensor([row["calibration"] for row in tests[recipe]]).sum(0)
+            count, confidence, accuracy = sums[:, sums[0] > 0]
+            ax.plot(confidence / count, accuracy / count, "o-", color=colour, markersize=3, label=recipe)
+    ax.plot([0, 1], [0, 1], "--", color="grey", linewidth=0.8)
+    ax.set(xlabel="confidence", ylabel="accuracy")
+    ax.legend(frameon=False)
     figure.savefig(path, dpi=110)
     plt.close(figure)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pyro_dvi.core.arguments import check_count
 from pyro_dvi.errors import ArgumentError, DataError
+from pyro_dvi.predictive.metric_arguments import alike, classes_and_labels, numbers
 
 __all__ = [
     "Estimate",
@@ -28,13 +29,12 @@ __all__ = [
     "crps_gaussian",
     "expected_calibration_error",
     "fpr_at_tpr",
+    "misclassification_auroc",
     "nll",
     "rejection_curve",
     "reliability_table",
     "rmse",
 ]
-
-SUM_TOLERANCE = 1e-3  # of a row of probabilities; a float16 softmax over 1,000 classes stays below
 
 
 def accuracy(probabilities: Any, labels: Any) -> float:
@@ -47,7 +47,7 @@ def accuracy(probabilities: Any, labels: Any) -> float:
         >>> accuracy([[0.9, 0.1], [0.4, 0.6]], [0, 0])
         0.5
     """
-    p, y = _classes_and_labels(probabilities, labels)
+    p, y = classes_and_labels(probabilities, labels)
     return float((p.argmax(-1) == y).double().mean())
 
 
@@ -65,7 +65,7 @@ def brier(probabilities: Any, labels: Any) -> float:
         >>> round(brier([[0.9, 0.1], [0.4, 0.6]], [0, 0]), 6)
         0.37
     """
-    p, y = _classes_and_labels(probabilities, labels)
+    p, y = classes_and_labels(probabilities, labels)
     observed = torch.nn.functional.one_hot(y, p.shape[-1])
     return float((p - observed).square().sum(-1).mean())
 
@@ -98,7 +98,7 @@ def reliability_table(probabilities: Any, labels: Any, num_bins: int = 15) -> Re
         ([0, 2], [nan, 0.5])
     """
     check_count("num_bins", num_bins)
-    p, y = _classes_and_labels(probabilities, labels)
+    p, y = classes_and_labels(probabilities, labels)
     confidence, predicted = p.max(-1)
     # Dividing whole numbers gives the same edges everywhere, so that a confidence on an edge has one place.
     edges = torch.arange(num_bins + 1, dtype=torch.float64) / num_bins
@@ -163,13 +163,11 @@ def rejection_curve(probabilities: Any, labels: Any, uncertainty: Any = None) ->
         >>> rejection_curve([[0.9, 0.1], [0.6, 0.4]], [0, 1]).error.tolist()
         [0.5, 0.0, 0.0]
     """
-    p, y = _classes_and_labels(probabilities, labels)
+    p, y = classes_and_labels(probabilities, labels)
     if uncertainty is None:
         ranks = torch.special.entr(p.clamp_min(0)).sum(-1)
     else:
-        ranks = _numbers(uncertainty, "uncertainty").flatten()
-        if len(ranks) != len(y):
-            raise DataError(f"uncertainty has {len(ranks)} values for {len(y)} examples: one each is needed")
+        ranks = _one_each(uncertainty, y)
     _, group, size = ranks.unique(return_inverse=True, return_counts=True)  # groups by rising uncertainty
     wrong = torch.zeros(len(size), dtype=torch.float64).index_add_(0, group, (p.argmax(-1) != y).double())
     errors = (wrong / size).repeat_interleave(size).cumsum(0)  # of the 1, 2, ... n most certain
@@ -217,7 +215,7 @@ def auroc(inside: Any, outside: Any) -> float:
         >>> auroc([0.1, 0.2, 0.3], [0.3, 0.9])
         0.9166666666666666
     """
-    u, v = _numbers(inside, "inside").flatten(), _numbers(outside, "outside").flatten()
+    u, v = numbers(inside, "inside").flatten(), numbers(outside, "outside").flatten()
     ordered = u.sort().values
     below = torch.searchsorted(ordered, v, right=False).double()
     not_above = torch.searchsorted(ordered, v, right=True).double()
@@ -247,9 +245,47 @@ def fpr_at_tpr(inside: Any, outside: Any, tpr: float = 0.95) -> float:
     """
     if not 0 < tpr <= 1:
         raise ArgumentError(f"tpr is a share above 0 and at most 1, got {tpr!r}")
-    u, v = _numbers(inside, "inside").flatten(), _numbers(outside, "outside").flatten()
+    u, v = numbers(inside, "inside").flatten(), numbers(outside, "outside").flatten()
     passing = math.ceil(len(u) * (tpr - 1e-12))  # 0.95 of 20 is 19, whatever the rounding
     return float((v <= u.kthvalue(max(1, passing)).values).double().mean())
+
+
+def misclassification_auroc(probabilities: Any, labels: Any, uncertainty: Any = None) -> float:
+    r"""Probability that a wrong prediction is more uncertain than a right one; 0.5 is chance.
+
+    :func:`auroc` with the right predictions inside and the wrong ones outside. Each method is judged by its own errors:
+    compare values of methods with about the same accuracy.
+
+    Args:
+        probabilities: class probabilities.
+        labels: observed classes.
+        uncertainty: values to rank by, ``[...]``; by default :math:`1 - \max_c p_{ic}`, one minus the confidence.
+
+    Raises:
+        DataError: all predictions are right, or all wrong.
+
+    Source: Hendrycks & Gimpel (2017), section 3; Osawa et al. (2019), Table 1.
+
+    Example:
+        >>> misclassification_auroc([[0.9, 0.1], [0.6, 0.4], [0.3, 0.7]], [0, 1, 1])
+        1.0
+    """
+    p, y = classes_and_labels(probabilities, labels)
+    ranks = 1 - p.amax(-1) if uncertainty is None else _one_each(uncertainty, y)
+    wrong = p.argmax(-1) != y
+    if wrong.all() or not wrong.any():
+        raise DataError(
+            f"all predictions are {'wrong' if wrong.any() else 'right'}: there is nothing to tell apart"
+        )
+    return auroc(ranks[~wrong], ranks[wrong])
+
+
+def _one_each(uncertainty: Any, labels: Tensor) -> Tensor:
+    """Return one value of uncertainty for each example."""
+    ranks = numbers(uncertainty, "uncertainty").flatten()
+    if len(ranks) != len(labels):
+        raise DataError(f"uncertainty has {len(ranks)} values for {len(labels)} examples: one each is needed")
+    return ranks
 
 
 @dataclass(frozen=True)
@@ -281,7 +317,7 @@ def nll(log_likelihood: Any) -> Estimate:
         >>> print(nll([-1.0, -2.0, -3.0]))
         2.0000 ± 0.5774
     """
-    values = _numbers(log_likelihood, "log_likelihood").flatten()
+    values = numbers(log_likelihood, "log_likelihood").flatten()
     if (values == math.inf).any():
         raise DataError(
             "log_likelihood is plus infinity for some examples: their density is infinite, as at the edge of a Beta's "
@@ -298,7 +334,7 @@ def rmse(mean: Any, observed: Any) -> float:
         >>> round(rmse([1.0, 2.0], [1.0, 4.0]), 6)
         1.414214
     """
-    m, y = _alike(mean=mean, observed=observed)
+    m, y = alike(mean=mean, observed=observed)
     return float((m - y).square().mean().sqrt())
 
 
@@ -313,7 +349,7 @@ def coverage(lower: Any, upper: Any, observed: Any) -> float:
         >>> coverage([0.0, 0.0], [1.0, 1.0], [0.5, 2.0])
         0.5
     """
-    low, high, y = _alike(lower=lower, upper=upper, observed=observed)
+    low, high, y = alike(lower=lower, upper=upper, observed=observed)
     if (low > high).any():
         raise DataError(f"{int((low > high).sum())} of {low.numel()} lower limits lie above the upper ones")
     return float(((low <= y) & (y <= high)).double().mean())
@@ -334,7 +370,7 @@ def crps_gaussian(mean: Any, scale: Any, observed: Any) -> float:
         >>> round(crps_gaussian([0.0], [1.0], [0.0]), 6)
         0.233695
     """
-    m, s, y = _alike(mean=mean, scale=scale, observed=observed)
+    m, s, y = alike(mean=mean, scale=scale, observed=observed)
     if s.min() < 0:
         raise DataError(f"scale is a standard deviation and must not be negative; found {float(s.min()):.6g}")
     return float((mean_distance(y - m, s) - s / math.sqrt(math.pi)).mean())
@@ -345,54 +381,3 @@ def mean_distance(distance: Tensor, scale: Tensor) -> Tensor:
     z = distance / scale.clamp_min(torch.finfo(scale.dtype).tiny)
     density = math.sqrt(2 / math.pi) * torch.exp(-0.5 * z.square())
     return scale * density + distance * torch.erf(z / math.sqrt(2))
-
-
-def _numbers(values: Any, name: str) -> Tensor:
-    """Return ``values`` in double precision: at least one, none of them NaN."""
-    tensor = torch.as_tensor(values).detach().cpu().double()  # some accelerators have no double precision
-    if tensor.numel() == 0:
-        raise DataError(f"{name} is empty")
-    if tensor.isnan().any():
-        raise DataError(f"{name} holds {int(tensor.isnan().sum())} NaN of {tensor.numel()} values")
-    return tensor
-
-
-def _classes_and_labels(probabilities: Any, labels: Any) -> tuple[Tensor, Tensor]:
-    """Return probabilities ``[n, C]`` in double precision and labels ``[n]`` of whole numbers."""
-    p, y = _numbers(probabilities, "probabilities"), _numbers(labels, "labels")
-    if p.shape == y.shape:  # probabilities of label 1
-        if p.dim() > 1 and all(float((rows.sum(-1) - 1).abs().max()) <= SUM_TOLERANCE for rows in (p, y)):
-            raise DataError("labels are one-hot: pass the class of each example, labels.argmax(-1)")
-        p = torch.stack([1 - p, p], -1)
-    num_classes = p.shape[-1]
-    if p.shape[:-1] != y.shape:
-        raise DataError(
-            f"probabilities of shape {tuple(p.shape)} need labels of shape {tuple(p.shape[:-1])}, "
-            f"not {tuple(y.shape)}: classes are in the last dimension, labels are not one-hot"
-        )
-    _check_rows(p)
-    whole = y.long()
-    if (whole != y).any() or whole.min() < 0 or whole.max() >= num_classes:
-        raise DataError(
-            f"labels must be whole numbers from 0 to {num_classes - 1}; found values from {float(y.min()):.6g} to "
-            f"{float(y.max()):.6g}"
-        )
-    return p.reshape(-1, num_classes), whole.flatten()
-
-
-def _check_rows(p: Tensor) -> None:
-    low, high = float(p.min()), float(p.max())
-    if low < -SUM_TOLERANCE or high > 1 + SUM_TOLERANCE:
-        raise DataError(f"probabilities lie between {low:.4g} and {high:.4g}: logits need a softmax first")
-    worst = float((p.sum(-1) - 1).abs().max())
-    if worst > SUM_TOLERANCE:
-        raise DataError(f"probabilities must sum to one over the last dimension; a row is off by {worst:.4g}")
-
-
-def _alike(**given: Any) -> tuple[Tensor, ...]:
-    """Return the values in double precision; their shapes must be the same."""
-    values = {name: _numbers(value, name) for name, value in given.items()}
-    if len({value.shape for value in values.values()}) > 1:
-        shapes = " and ".join(f"{name} has shape {tuple(value.shape)}" for name, value in values.items())
-        raise DataError(f"{shapes}: they must be the same")
-    return tuple(values.values())

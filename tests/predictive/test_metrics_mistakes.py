@@ -25,6 +25,9 @@ MISTAKES = [
     (lambda: metrics.expected_calibration_error(P, Y, 1.5), ArgumentError, "not 1.5"),
     (lambda: metrics.rejection_curve(P, Y, [1.0]), DataError, "uncertainty has 1 values for 2 examples"),
     (lambda: metrics.aumrc(P, Y, [1.0, math.nan]), DataError, "uncertainty holds 1 NaN"),
+    (lambda: metrics.misclassification_auroc(P, Y), DataError, "all predictions are right"),
+    (lambda: metrics.misclassification_auroc(P, [1, 0]), DataError, "all predictions are wrong"),
+    (lambda: metrics.misclassification_auroc(P, Y, [1.0]), DataError, "uncertainty has 1 values"),
     (lambda: metrics.nll([]), DataError, "log_likelihood is empty"),
     (
         lambda: metrics.nll([math.inf, -1.0]),

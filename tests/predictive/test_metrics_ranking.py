@@ -96,6 +96,25 @@ def test_the_area_is_scikit_learns(seed, digits):
     assert metrics.auroc(inside, outside) == pytest.approx(expected, abs=1e-12)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_wrong_predictions_are_told_from_right_ones_as_by_scikit_learn(seed):
+    p, y = problem(seed, n=200)
+    p[:50] = p[0]  # ties
+    wrong, uncertain = p.argmax(-1) != y, [entropy(row) for row in p]
+    assert metrics.misclassification_auroc(p, y) == pytest.approx(roc_auc_score(wrong, -p.max(-1)), abs=1e-12)
+    by_entropy = metrics.misclassification_auroc(p, y, uncertain)
+    assert by_entropy == pytest.approx(roc_auc_score(wrong, uncertain), abs=1e-12)
+    assert metrics.misclassification_auroc(p, y, wrong) == 1
+
+
+def test_two_wrong_predictions_beside_two_right_ones():
+    assert (
+        metrics.misclassification_auroc([0.9, 0.6, 0.8, 0.3], [1, 1, 0, 1]) == 0.5
+    )  # 0.7 is the fourth confidence
+    assert metrics.misclassification_auroc([0.9, 0.6, 0.8, 0.3], [1, 0, 0, 0]) == 0.75
+    assert metrics.misclassification_auroc([0.9, 0.6, 0.8, 0.3], [1, 0, 1, 1]) == 1
+
+
 @pytest.mark.parametrize("tpr", [0.5, 0.8, 0.95, 1.0])
 @pytest.mark.parametrize("digits", [0, 1, 8])
 def test_the_rate_is_read_off_scikit_learns_curve(digits, tpr):

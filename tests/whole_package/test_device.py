@@ -201,6 +201,7 @@ METRICS = [
     metrics.aumrc,
     metrics.brier,
     metrics.expected_calibration_error,
+    metrics.misclassification_auroc,
 ]
 
 
