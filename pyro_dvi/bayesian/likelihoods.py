@@ -3,6 +3,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pyro
@@ -69,16 +70,34 @@ class LikelihoodModule(PyroModule):
         self.net = net
         self.num_data = num_data
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model; named arguments other than x and y are those of the network, and the labels."""
+        return super().__call__(*args, **self.own_names(kwargs))
+
+    @staticmethod
+    def own_names(named: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a batch that names the inputs of the network, and ``labels`` or ``y``, as ``x`` and ``y``."""
+        if named.keys() <= {"x", "y"}:
+            return named
+        observation = "labels" if "labels" in named else "y"
+        x = {name: value for name, value in named.items() if name != observation}
+        return {"x": x, "y": named[observation]} if observation in named else {"x": x}
+
     def outputs(self, x: Any) -> Any:
         """Call the network: tuples and mappings of inputs are unpacked, outputs in half precision are widened.
 
-        A log-likelihood is a sum over many examples, for which three digits are too few.
+        A log-likelihood is a sum over many examples, for which three digits are too few. Of several outputs by name the
+        logits are taken.
         """
         sequence = isinstance(x, tuple | list)
         outputs = self.net(*x) if sequence else self.net(**x) if isinstance(x, Mapping) else self.net(x)
         if not hasattr(outputs, "dim"):
+            named = outputs.get if isinstance(outputs, Mapping) else partial(getattr, outputs)
+            outputs = named("logits", outputs)
+        if not hasattr(outputs, "dim"):
             raise ModelError(
-                f"The network returned a {type(outputs).__name__}, and {type(self).__name__.lower()} needs one tensor"
+                f"The network returned a {type(outputs).__name__}, and {type(self).__name__.lower()} needs one tensor, "
+                "alone or called logits"
             )
         half = getattr(outputs, "dtype", None) in (torch.bfloat16, torch.float16)
         return outputs.float() if half else outputs
@@ -163,13 +182,14 @@ def classifier(net: nn.Module, num_data: int) -> Classifier:
 
     Args:
         net: maps ``[batch, ...]`` to logits ``[batch, classes]``, or to ``[batch, classes, *positions]`` (a
-            label for each pixel or token, as in ``F.cross_entropy``). Its weights are Bayesian after
-            ``to_bayesian_``.
+            label for each pixel or token, as in ``F.cross_entropy``), alone or as ``logits`` among other outputs. Its
+            weights are Bayesian after ``to_bayesian_``.
         num_data: :math:`N`, the number of examples in the data set, not of batches.
 
     Returns:
         A model ``model(x, y=None)`` with the observed site ``obs`` in the plate ``data``. ``x`` may be a
-        tuple or mapping of inputs; ``y`` holds class indices ``[batch, *positions]``.
+        tuple or mapping of inputs; ``y`` holds class indices ``[batch, *positions]``. A batch may also be a mapping of
+        the network's inputs and ``labels``: ``model(input_ids=..., labels=...)``.
 
     Raises:
         ArgumentError: if ``num_data`` is not a positive integer.
@@ -255,7 +275,7 @@ def regressor(net: nn.Module, num_data: int, noise_scale: Any = 1.0) -> Regresso
     Returns:
         A model ``model(x, y=None)`` with the observed site ``obs`` in the plate ``data``. ``x`` may be a
         tuple or mapping of inputs; ``y`` is ``[batch]`` or ``[batch, columns]``, and ``[batch, 1]`` counts as
-        ``[batch]``.
+        ``[batch]``. A batch may also be a mapping of the network's inputs and ``labels``.
 
     Raises:
         ArgumentError: if ``num_data`` is not a positive integer, or ``noise_scale`` has none of the forms above.

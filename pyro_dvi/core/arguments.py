@@ -113,6 +113,12 @@ def takes_any_number(fn: Callable[..., Any]) -> bool:
     return not parameters or any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters)
 
 
+def by_own_names(fn: Callable[..., Any], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return named arguments by the names of ``fn``, which may take others in a method ``own_names``."""
+    own_names = getattr(inspect.unwrap(fn), "own_names", None)
+    return kwargs if own_names is None else own_names(kwargs)
+
+
 def by_position(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return arguments, of which some are named, in the order of their positions.
 
@@ -123,7 +129,7 @@ def by_position(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[s
         >>> by_position(lambda x, y=None: None, (), {"y": 2, "x": 1})
         (1, 2)
     """
-    bound = inspect.Signature(_signature(fn)).bind(*args, **kwargs) if kwargs else None
+    bound = inspect.Signature(_signature(fn)).bind(*args, **by_own_names(fn, kwargs)) if kwargs else None
     if bound is not None and bound.kwargs:
         raise UnsupportedError(
             f"predictions pass inputs by position: wrap the model, which takes {sorted(bound.kwargs)} by name only"
@@ -140,7 +146,7 @@ def misfit(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, A
     """
     parameters = _signature(fn)
     try:
-        inspect.Signature(parameters).bind(*args, **kwargs)
+        inspect.Signature(parameters).bind(*args, **by_own_names(fn, kwargs))
     except TypeError as error:
         return f"{error}; it takes ({', '.join(p.name for p in parameters)})" if parameters else None
     return None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.bayesian import init_to_module
-from pyro_dvi.core.arguments import check_positive, with_missing
+from pyro_dvi.core.arguments import check_count, check_positive, with_missing
 from pyro_dvi.errors import GuideError, warn
 from pyro_dvi.guides.base import FactorisedGuide
 from pyro_dvi.guides.factors import Deterministic, Factor
@@ -95,12 +95,50 @@ class GaussianAtMode(FactorisedGuide):
             ModelError: no such site, or several to choose from.
             UnsupportedError: a distribution that cannot be linearised, or a method without this covariance.
         """
+        return GaussianOutputs.of(*self._query(inputs, site), joint=joint)
+
+    def functions(self, count: int, *, seed: int = 0, site: str | None = None) -> Callable[..., Tensor]:
+        r"""Draw functions from the posterior of the linearised model.
+
+        .. math:: f_s(x) = f(x; \hat u) + J(x)\,(u_s - \hat u), \qquad u_s \sim \mathcal N(\hat u, P^{-1})
+
+        Each has the same latents at all inputs, so that draws are as smooth as the model, and their covariance between
+        inputs is the ``joint_covariance`` of :meth:`predictive`.
+
+        Args:
+            count: S, the number of functions; S vectors of all latents are kept.
+            seed: of the draws.
+            site: as for :meth:`predictive`.
+
+        Returns:
+            A function of the inputs of the model, for as many calls as needed, with values ``[S, B, ...]``: means of
+            observations or logits, as the ``mean`` of :meth:`predictive`.
+
+        Raises:
+            GuideError: not fitted yet; from the function also: the mode has moved, or was fitted again.
+            UnsupportedError: the method of the fit has no draws.
+        """
+        check_count("count", count)
+        posterior = self.fitted.posterior
+        generator = torch.Generator(posterior.mode.device).manual_seed(seed)
+        steps = posterior.draw(count, generator).detach() - posterior.mode
+
+        def values(*inputs: Any) -> Tensor:
+            now, query = self._query(inputs, site)
+            if now is not posterior:
+                raise GuideError("guide.fit was called since these functions were drawn: draw them again")
+            first = query.outputs.parameters[0]
+            drawn = (query.mean + query.forward(steps).detach())[..., : first.size]
+            return drawn.reshape(count, -1, *first.shape)
+
+        return values
+
+    def _query(self, inputs: tuple[Any, ...], site: str | None) -> tuple[LaplacePosterior, Query]:
         if self._fitted is not None:
             self.initialize_loaded(*with_missing(self._plain_model.get(), inputs))
         fitted = self.fitted
         self.check_model(self._plain_model.get())
-        query = fitted.point.query(self._plain_model.get(), inputs, fitted.layout, site)
-        return GaussianOutputs.of(fitted.posterior, query, joint=joint)
+        return fitted.posterior, fitted.point.query(self._plain_model.get(), inputs, fitted.layout, site)
 
     @property
     def posterior(self) -> LaplacePosterior | None:

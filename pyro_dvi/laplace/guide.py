@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The posterior as a Gaussian around its mode."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,14 +15,14 @@ from pyro_dvi.laplace.approximation import GaussianAtMode
 from pyro_dvi.laplace.energy.energy import Energy, LocalEnergy
 from pyro_dvi.laplace.energy.precision import GGN
 from pyro_dvi.laplace.energy.query import Query, Subset
-from pyro_dvi.laplace.evidence.candidates import Candidates, PriorPrecision, Scale
+from pyro_dvi.laplace.evidence.candidates import PriorPrecision, Scale
 from pyro_dvi.laplace.evidence.evidence import ByLanczos, Evidence, log_evidence
-from pyro_dvi.laplace.evidence.scale_tuning import ByEvidence, Criterion, TuningCurve, tune
+from pyro_dvi.laplace.evidence.scale_tuning import ByEvidence, Criterion, TuningCurve, tune_together
 from pyro_dvi.laplace.fitted import Fitted, PointMass
 from pyro_dvi.laplace.methods.full_and_low_rank import Dense
 from pyro_dvi.laplace.methods.method import LaplacePosterior, Method, check_method
 from pyro_dvi.laplace.mode.convergence import Certificate, check_mode, check_policy
-from pyro_dvi.laplace.mode.diagnosis import Diagnosis, diagnose, distance_by, sound
+from pyro_dvi.laplace.mode.diagnosis import Diagnosis, diagnose, distance_by
 from pyro_dvi.laplace.mode.search import Polished, polish
 
 
@@ -279,7 +279,7 @@ class LaplaceGuide(GaussianAtMode):
     def tune(
         self,
         batches: Iterable[Any],
-        scale: Scale | None = None,
+        scale: Scale | Sequence[Scale] | None = None,
         criterion: Criterion | None = None,
         *,
         method: Method | None = None,
@@ -293,13 +293,13 @@ class LaplaceGuide(GaussianAtMode):
         r"""Choose the scale of priors, or of the noise, after training, and fit again.
 
         The mode does not move, although it is not the minimum of U with another scale (``polish`` moves it there).
-        Values are relative to the scales in the code of the model; several scales are tuned one after the other. Tune
-        classifiers on validation data if you can: tuned with the evidence, their probabilities are under-confident.
+        Values are relative to the scales in the code of the model; several scales are tuned in turn until none changes.
+        Tune classifiers on validation data if you can: with the evidence, their probabilities are under-confident.
 
         Args:
             batches: all the data.
             scale: ``PriorPrecision()`` for one multiplier of all priors (the default), ``PriorPrecision("net.0.*")``,
-                ``NoiseScale()``.
+                ``NoiseScale()``; or a list of these, for different sites, to tune together.
             criterion: ``ByEvidence()``, the default, or ``ByValidation(batches)``.
             method: as for :meth:`fit`; by default the method of the last fit.
             subset: as for :meth:`fit`; by default the subset of the last fit.
@@ -312,10 +312,10 @@ class LaplaceGuide(GaussianAtMode):
 
         Returns:
             The curve; its ``best`` value is in ``guide.scale_factors``. A warning is given if it is at the edge of the
-            values.
+            values. For several scales it is the first one's curve, which holds the curves of the ``others``.
 
         Raises:
-            ArgumentError: values that are not positive; the evidence of a tempered posterior.
+            ArgumentError: values that are not positive; the evidence of a tempered posterior; two scales of one site.
             ModelError, UnsupportedError: there is no such scale in the model.
         """
         last = self._fitted
@@ -323,26 +323,28 @@ class LaplaceGuide(GaussianAtMode):
             subset = last.layout
         chosen = method or (last and last.method) or Dense(GGN() if last is None else last.precision)
         scale = PriorPrecision() if scale is None else scale
+        scales: Any = scale if isinstance(scale, list | tuple) else [scale]
         criterion = ByEvidence() if criterion is None else criterion
         check_method(chosen)
-        check_choice("scale", scale, Scale, "PriorPrecision('net.0.*') or NoiseScale()")
         check_choice("criterion", criterion, Criterion, "ByEvidence() or ByValidation(batches)")
         check_count("refinements", refinements, least=0)
         check_policy(unconverged)
         model, point = self._plain_model.get(), self._point_mass(batches)
-        sites = scale.sites(point.energy(model, batches, subset))
-        others = {name: factor for name, factor in self.scale_factors.items() if name not in sites}
-        energy = replace(point, scale_factors=others).energy(model, batches, subset)
-        sound(energy)
-        candidates = Candidates(energy, scale, sites, chosen, seed)
-        curve = tune(candidates, criterion, values=values, refinements=refinements, progress=progress)
-        self.scale_factors = {**others, **dict.fromkeys(sites, scale.factor(curve.best))}
+
+        def energy_of(factors: Mapping[str, float]) -> Energy:
+            return replace(point, scale_factors=factors).energy(model, batches, subset)
+
+        options: Any = {"values": values, "refinements": refinements, "progress": progress}
+        curve, factors, candidates, value = tune_together(
+            scales, energy_of, self.scale_factors, criterion, method=chosen, seed=seed, **options
+        )
+        self.scale_factors = factors
 
         def posterior_of(used: Method, local: LocalEnergy) -> LaplacePosterior:
-            known = candidates.reweighted(curve.best) if used is chosen else None
+            known = candidates.reweighted(value) if used is chosen else None
             return used.fit(local, seed=seed) if known is None else known
 
-        self._fit(candidates.local(curve.best).energy, chosen, unconverged, posterior_of, progress)
+        self._fit(candidates.local(value).energy, chosen, unconverged, posterior_of, progress)
         return curve
 
 

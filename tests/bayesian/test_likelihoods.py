@@ -4,6 +4,7 @@
 import copy
 import io
 from collections import UserDict
+from dataclasses import dataclass
 from typing import Any
 
 import pyro
@@ -12,8 +13,9 @@ import pytest
 import torch
 from pyro.infer import SVI, Predictive, Trace_ELBO
 from pyro.infer.autoguide import AutoNormal
-from torch import nn
+from torch import Tensor, nn
 
+import pyro_dvi as dvi
 from pyro_dvi.bayesian import (
     Heteroscedastic,
     LearnedScale,
@@ -23,6 +25,7 @@ from pyro_dvi.bayesian import (
     to_bayesian_,
 )
 from pyro_dvi.errors import DviWarning
+from pyro_dvi.laplace import ByValidation
 
 
 def observed(model: Any, *args: Any) -> Any:
@@ -109,6 +112,47 @@ def test_inputs_may_be_tuples_or_mappings():
     a, b = torch.randn(4, 3), torch.randn(4, 3)
     for x in ((a, b), [a, b], {"b": b, "a": a}, UserDict(b=b, a=a)):
         assert torch.allclose(observed(classifier(Sum(), 4), x)["fn"].logits, (a + b).log_softmax(-1))
+
+
+@dataclass
+class Output:
+    logits: Tensor
+    loss: Tensor | None = None
+
+
+@pytest.mark.parametrize("wrap", [Output, lambda logits: UserDict(loss=None, logits=logits)])
+@pytest.mark.parametrize("outputs", [1, 3])
+def test_batches_and_outputs_as_of_transformers(wrap, outputs):
+    class Text(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(7, 2), nn.Linear(2, outputs)
+
+        def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> Any:
+            assert labels is None
+            return wrap(self.head((self.embed(input_ids) * attention_mask.unsqueeze(-1)).sum(1)))
+
+    net = to_bayesian_(Text())
+    model = regressor(net, 20) if outputs == 1 else classifier(net, 20)
+    ids = torch.randint(7, (20, 5))
+    x = {"input_ids": ids, "attention_mask": (ids > 1).float()}
+    y = ids[:, 0] % 3 if outputs == 3 else ids[:, 0].float()
+    whole, found = {**x, "labels": y}, []
+    guide = dvi.LaplaceGuide(model)
+    dvi.fit(SVI(model, guide, dvi.optim.Adam({}), Trace_ELBO()), [whole], epochs=2, progress=False)
+    for batches in ([(x, y)], [{"x": x, "y": y}], [UserDict(whole)], [{**x, "y": y}]):
+        guide.scale_factors = {}
+        guide.fit(batches, unconverged="accept")
+        with pytest.warns(DviWarning, match="tried"):
+            held_out = ByValidation(batches)
+            curve = guide.tune(batches, criterion=held_out, values=[2], unconverged="accept", progress=False)
+        predicted = dvi.predict(model, guide, batches)
+        found.append([curve.scores, predicted.log_likelihood(y), predicted.mean])
+    for others in found[1:]:
+        for other, first in zip(others, found[0], strict=True):
+            assert torch.equal(other, first)
+    assert dvi.predict(model, guide, whole).metrics()["nll"] > 0
+    assert len(dvi.predict(model, guide, x, batch_size=7).mean) == 20
 
 
 def test_more_inputs_than_data_may_be_predicted_and_evaluated():

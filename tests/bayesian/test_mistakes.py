@@ -299,7 +299,7 @@ class ManyOutputs(nn.Linear):
         super().__init__(4, 3)
 
     def forward(self, x: torch.Tensor) -> Any:
-        return {"logits": super().forward(x)}
+        return {"scores": super().forward(x)}
 
 
 class Handwritten(pyro.nn.PyroModule):

@@ -3,15 +3,15 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyro_dvi.core.arguments import by_position
+from pyro_dvi.core.arguments import by_position, check_choice
 from pyro_dvi.core.progress import progress_bar
 from pyro_dvi.core.table import InNotebook
 from pyro_dvi.core.undisturbed import evaluating
@@ -19,10 +19,11 @@ from pyro_dvi.errors import ArgumentError, DataError, NotPositiveDefiniteError, 
 from pyro_dvi.laplace.energy.energy import Energy
 from pyro_dvi.laplace.energy.passes import Passes
 from pyro_dvi.laplace.energy.query import Query
-from pyro_dvi.laplace.evidence.candidates import Candidates
+from pyro_dvi.laplace.evidence.candidates import Candidates, Scale
 from pyro_dvi.laplace.evidence.evidence import EXACT_SIZE, ByLanczos, check_options
 from pyro_dvi.laplace.methods.full_and_low_rank import Dense
-from pyro_dvi.laplace.methods.method import GaussianOutputs
+from pyro_dvi.laplace.methods.method import GaussianOutputs, Method
+from pyro_dvi.laplace.mode.diagnosis import sound
 from pyro_dvi.links import GaussHermite, Probit
 from pyro_dvi.links.class_links import ClassLink
 from pyro_dvi.runs.log_joint import run_joint
@@ -194,6 +195,7 @@ class TuningCurve(InNotebook):
         best: the value with the largest score.
         at_edge: the best value is the smallest or largest of all, or next to a value without a Gaussian.
         what: the scale and the criterion, in words.
+        others: the curves of further scales that were tuned together with this one.
 
     Example:
         >>> import pyro, pyro.distributions as dist
@@ -216,6 +218,7 @@ class TuningCurve(InNotebook):
     best: float
     at_edge: bool
     what: str
+    others: tuple["TuningCurve", ...] = ()
 
     def __str__(self) -> str:
         rows = [
@@ -224,7 +227,18 @@ class TuningCurve(InNotebook):
         ]
         if bool(self.scores.isnan().any()):
             rows.append("  nan: the precision is not positive definite there: use GGN()")
-        return "\n".join([self.what, *rows])
+        return "\n".join([self.what, *rows, *map(str, self.others)])
+
+    def warn_at_edge(self) -> None:
+        """Warn where the best value is at the end of those tried, or of those with a Gaussian."""
+        index = self.values.tolist().index(self.best)
+        where = f"the {'largest' if index else 'smallest'} value tried: pass values=[...] beyond it"
+        if bool(self.scores[max(index - 1, 0) : index + 2].isnan().any()):
+            where = (
+                "next to values at which the precision is not positive definite: use GGN(), or other values"
+            )
+        if self.at_edge:
+            warn(f"the best of {self.what} is {self.best:.4g}, {where}")
 
 
 def tune(
@@ -235,7 +249,7 @@ def tune(
     refinements: int,
     progress: bool,
 ) -> TuningCurve:
-    """Find the best value on a grid, then half-way between it and its neighbours, again and again.
+    """Find the best value on a grid, then half-way between it and its neighbours, again and again; warn of nothing.
 
     Args:
         candidates: quantities that depend on the value.
@@ -281,12 +295,69 @@ def tune(
     index = sorted(tried).index(best)
     # Next to values without a Gaussian the evidence tends to infinity.
     singular = bool((scores[max(index - 1, 0) : index + 2] == -math.inf).any())
-    if at_edge or singular:
-        where = f"the {'smallest' if place == 0 else 'largest'} value tried: pass values=[...] beyond it"
-        if singular:
-            where = (
-                "next to values at which the precision is not positive definite: use GGN(), or other values"
-            )
-        warn(f"the best of {what} is {best:.4g}, {where}")
     scores = scores.masked_fill(scores == -math.inf, math.nan)
     return TuningCurve(ordered, scores, best, at_edge or singular, what)
+
+
+_ROUNDS, _SETTLED = 20, 0.01  # the largest relative change of a scale in the last round
+
+
+def tune_together(
+    scales: Sequence[Scale],
+    energy_of: Callable[[Mapping[str, float]], Energy],
+    factors: Mapping[str, float],
+    criterion: Criterion,
+    *,
+    method: Method,
+    seed: int,
+    values: Sequence[float] | Tensor | None,
+    **options: Any,
+) -> tuple[TuningCurve, dict[str, float], Candidates, float]:
+    """Find the best value of each scale given those of the others, in rounds, until none changes.
+
+    Args:
+        scales: scales of different sites.
+        energy_of: returns U for multipliers of the scales of sites.
+        factors: the multipliers so far.
+        criterion: the score to maximise.
+        method: how the Gaussian is represented.
+        seed: of random numbers.
+        values: the grid of each scale; after the first round values near the best one, within these.
+        options: of :func:`tune`.
+
+    Returns:
+        The curve of the first scale in the last round, which holds the others; the multipliers; the candidates of the
+        last scale, and its value.
+
+    Raises:
+        ArgumentError: no scale, or two of one site.
+    """
+    for scale in scales:
+        check_choice("scale", scale, Scale, "PriorPrecision('net.0.*') or NoiseScale()")
+    whole = energy_of(factors)
+    sites = [scale.sites(whole) for scale in scales]
+    if not sites or len({*chain(*sites)}) < sum(map(len, sites)):
+        raise ArgumentError(f"scale must be one scale, or several of different sites; got {scales}")
+    grids, found = [values for _ in scales], dict(factors)
+    for done in range(_ROUNDS):
+        before, curves = found, list[TuningCurve]()
+        for k, scale in enumerate(scales):
+            energy = energy_of({name: factor for name, factor in found.items() if name not in sites[k]})
+            if not (done or k):
+                sound(energy)
+            candidates = Candidates(energy, scale, sites[k], method, seed)
+            curve = tune(candidates, criterion, values=grids[k], **options)
+            found = {**found, **dict.fromkeys(sites[k], scale.factor(curve.best))}
+            curves.append(curve)
+        if len(scales) == 1 or all(abs(found[n] / before.get(n, math.inf) - 1) < _SETTLED for n in found):
+            break
+        if not done:
+            ends = [curve.values[[0, -1]].tolist() for curve in curves]
+        if options["refinements"]:
+            steps = 2 ** torch.arange(-2, 3, dtype=torch.float64)
+            grids = [(c.best * steps).clamp(*e) for c, e in zip(curves, ends, strict=True)]
+    else:
+        warn(f"the best values still change after {_ROUNDS} rounds: tune again")
+    for curve in curves:
+        curve.warn_at_edge()
+    return replace(curves[0], others=tuple(curves[1:])), found, candidates, curve.best

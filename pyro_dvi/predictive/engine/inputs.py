@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
-from pyro_dvi.core.arguments import check_count, keyword_only, positional, takes_any_number
+from pyro_dvi.core.arguments import by_own_names, check_count, keyword_only, positional, takes_any_number
 from pyro_dvi.core.batches import mapped, tensors_in
 from pyro_dvi.errors import ArgumentError, DataError
 
@@ -115,6 +115,7 @@ class _Arguments:
         self.names = [p.name for p in parameters] + self.by_name
         self._optional = [i for i, p in enumerate(parameters) if p.default is None]
         self._any_number = takes_any_number(model)
+        self._own_names = partial(by_own_names, model)
 
     def split(self, data: Any, batch_size: int) -> Iterator[tuple[Any, ...]]:
         """Give the arguments of every batch, in their order."""
@@ -178,6 +179,7 @@ class _Arguments:
             return tuple(batch)
         if not isinstance(batch, Mapping):
             raise DataError(f"batches of type {type(batch).__name__}, not tensors, tuples or mappings")
+        batch = self._own_names(batch)
         if unknown := [name for name in batch if name not in self.names]:
             raise DataError(f"a batch has entries {unknown} that are no arguments of the model: {self.names}")
         last = max((i for i, name in enumerate(self.names) if name in batch), default=-1)
