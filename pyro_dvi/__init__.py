@@ -52,6 +52,7 @@ from pyro_dvi.natural_gradients import IVON, OGN, VOGN, NaturalGradientELBO, Nat
 from pyro_dvi.objectives import SampledELBO, schedules
 from pyro_dvi.predictive import (
     AtMean,
+    FullCovariance,
     Linearised,
     Moments,
     ReverseDelta,
@@ -109,6 +110,7 @@ __all__ = [
     "AtMean",
     "Linearised",
     "Moments",
+    "FullCovariance",
     "ReverseDelta",
     "Samples",
     "metrics",

@@ -31,6 +31,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from pyro_dvi.errors import UnsupportedError
+from pyro_dvi.moments.full_covariance import are_followed, check_product, full_product, independent
 from pyro_dvi.moments.shared_noise import JointMoments, joint_product
 from pyro_dvi.moments.value import GaussianMoments, loc_of, variance_of
 
@@ -85,6 +86,8 @@ class Layer(ABC):
         function: the map.
     """
 
+    of_rows = False  # True where the last dimension counts units, and each unit has weights of its own
+
     def __init__(self, function: Map) -> None:
         self.function = function
 
@@ -117,6 +120,19 @@ def bilinear_moments(
     if x is weight:
         raise UnsupportedError(
             "the product of uncertain x with itself (as outer(x, x)) has no rule: x.square().sum() sums squares"
+        )
+    if are_followed():
+        check_product(product, x, weight, bias)
+        if isinstance(x, GaussianMoments):
+            return full_product(product, x, weight, bias)
+        return independent(
+            GaussianMoments(
+                *_moments(
+                    product,
+                    (x, None, loc_of(weight), variance_of(weight), None),
+                    (loc_of(bias), variance_of(bias)),
+                )
+            )
         )
     if any(isinstance(factor, JointMoments) for factor in (x, weight, bias)):
         return joint_product(product, x, weight, bias)
