@@ -68,7 +68,7 @@ class _Pairs:
         self.b = self.a.mT
         self.p = distribution(self.a)
         # Rounding may carry it beyond one.
-        self.rho = (covariance * self.inverse * self.inverse.mT).clamp(-1, 1)
+        self.rho = (covariance * (self.inverse * self.inverse.mT)).clamp(-1, 1)
 
     def integrals(self) -> tuple[Tensor, Tensor]:
         """Return both integrals, the second with the sign of the correlation."""
@@ -76,7 +76,7 @@ class _Pairs:
         sign = torch.where(self.rho < 0, -1.0, 1.0).to(self.rho)
         r, b = self.rho.abs(), sign * self.b
         end = torch.atanh(r).clamp_max(reach)
-        spread, product = 0.125 * (self.a - b).square(), 0.5 * self.a * b
+        spread, product = 0.125 * (self.a - b).square(), 0.5 * (self.a * b)
         first, second = torch.zeros_like(r), torch.zeros_like(r)
         for (node,), (weight,) in zip(nodes, weights, strict=True):
             u = torch.exp(end * (-2 * node))
