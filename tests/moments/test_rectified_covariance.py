@@ -28,7 +28,7 @@ def mean_of_relu(m, s):
 
 
 def by_quadrature(a, b, rho):
-    """The covariance by adaptive quadrature over the first Gaussian, of the exact mean of the second given the first."""
+    """Adaptive quadrature over the first Gaussian, of the exact mean of the second given the first."""
     s = math.sqrt(1 - rho**2)
     product, _ = integrate.quad(
         lambda z: (a + z) * math.exp(-0.5 * z * z) / math.sqrt(2 * math.pi) * mean_of_relu(b + rho * z, s),
@@ -78,12 +78,16 @@ def test_closed_forms_at_the_edges():
         assert abs(rectified_covariance(*pairs(mean, mean, 1.0))[0, 1] - one) < 1e-8
         # relu(x) relu(-x) = 0
         product = mean_of_relu(mean, 1) * mean_of_relu(-mean, 1)
-        assert float(rectified_covariance(*pairs(mean, -mean, -1.0))[0, 1]) == pytest.approx(-product, abs=1e-8)
+        assert float(rectified_covariance(*pairs(mean, -mean, -1.0))[0, 1]) == pytest.approx(
+            -product, abs=1e-8
+        )
 
 
 def covariances(count=6, rank=6):
     root = torch.randn(3, count, rank, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    return torch.randn(3, count, generator=torch.Generator().manual_seed(1), dtype=torch.float64), root @ root.mT
+    return torch.randn(
+        3, count, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    ), root @ root.mT
 
 
 def rectified(mu, variance, covariance):
@@ -101,7 +105,13 @@ def test_slopes_are_those_of_finite_differences():
 
 def test_slope_in_the_covariance_is_the_probability_of_the_orthant():
     """Sheppard (1899) for means of zero; for others by Owen's function."""
-    for a, b, rho in [(0.0, 0.0, 0.5), (0.0, 0.0, -0.8), (0.5, 1.2, 0.3), (-0.5, -1.2, 0.95), (0.4, 0.41, 0.9999)]:
+    for a, b, rho in [
+        (0.0, 0.0, 0.5),
+        (0.0, 0.0, -0.8),
+        (0.5, 1.2, 0.3),
+        (-0.5, -1.2, 0.95),
+        (0.4, 0.41, 0.9999),
+    ]:
         mu, variance, covariance = pairs(a, b, rho)
         rectified_covariance(mu, variance, covariance.requires_grad_())[0, 1].backward()
         if a == b == 0:
