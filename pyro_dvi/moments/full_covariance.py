@@ -99,15 +99,23 @@ def full_product(
         _refuse(f"{x.link.name or 'a function'} of dependent activations")
     if noise is not None and noise.between_outputs and not noise.in_rows:
         _refuse("a product of elements that were moved out of the rows of their examples")
-    if noise is None or not noise.between_outputs or x.rest is not None:
-        covariance = covariance_of(x)
-        noise = _noise(x.loc, covariance)
+
+    def through(lanes: Tensor) -> Tensor:
+        return torch.vmap(lambda lane: product(lane, mean))(lanes).expand(-1, *loc.shape)
+
+    if noise is None or not noise.between_outputs:
+        factor = through(_units(x.loc))
+        variance = x.variance.expand(*loc.shape[:-1], -1).movedim(-1, 0).unsqueeze(-1)
+        noise = SharedNoise(factor, "", dual=factor * variance, base=x.loc)
+    else:
+        noise = noise if x.rest is None else _noise(x.loc, covariance_of(x))
+        noise = replace(noise, factor=through(noise.factor), dual=through(noise.dual))
     rest = None
     if spread is not None:
         rest = product(second_moment_of(x), spread, *() if own is None else (own,))
     elif own is not None:
         rest = own.expand_as(loc)
-    return outputs_with(loc, rest, noise.mapped(lambda lane: product(lane, mean)))
+    return outputs_with(loc, rest, noise)
 
 
 def check_product(product: Any, x: Any, weight: Any, bias: Any) -> None:
@@ -126,10 +134,15 @@ def check_product(product: Any, x: Any, weight: Any, bias: Any) -> None:
 
 def _noise(base: Tensor, covariance: Tensor) -> SharedNoise:
     """Return the noise of activations whose lanes are these activations."""
+    dual = covariance.movedim(-1, 0)
+    return SharedNoise(_units(base).expand_as(dual), "", dual=dual, base=base)
+
+
+def _units(base: Tensor) -> Tensor:
+    """Return a lane for each unit, that is one at this unit and does not differ between examples."""
     size = base.shape[-1]
     lanes = torch.eye(size, dtype=base.dtype, device=base.device)
-    lanes = lanes.reshape(size, *[1] * (base.dim() - 1), size).expand(size, *base.shape)
-    return SharedNoise(lanes, "", dual=covariance.movedim(-1, 0), base=base)
+    return lanes.reshape(size, *[1] * (base.dim() - 1), size)
 
 
 class _FullCovariance(Followed):

@@ -28,7 +28,7 @@ LABELS = torch.arange(12) % 3
 
 def dense(*sizes):
     torch.manual_seed(0)
-    parts = [nn.Flatten()]
+    parts: list[nn.Module] = [nn.Flatten()]
     for m, n in zip(sizes, sizes[1:], strict=False):
         parts += [nn.Linear(m, n), nn.ReLU(inplace=True), nn.Dropout(0.0)]
     return dvi.to_bayesian_(nn.Sequential(*parts[:-2]).double(), prior_scale=dvi.bayesian.fan_in)
