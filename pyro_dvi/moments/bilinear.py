@@ -31,7 +31,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from pyro_dvi.errors import UnsupportedError
-from pyro_dvi.moments.full_covariance import are_followed, check_product, full_product, independent
+from pyro_dvi.moments.full_covariance import are_followed, full_product
 from pyro_dvi.moments.shared_noise import JointMoments, joint_product
 from pyro_dvi.moments.value import GaussianMoments, loc_of, variance_of
 
@@ -122,18 +122,7 @@ def bilinear_moments(
             "the product of uncertain x with itself (as outer(x, x)) has no rule: x.square().sum() sums squares"
         )
     if are_followed():
-        check_product(product, x, weight, bias)
-        if isinstance(x, GaussianMoments):
-            return full_product(product, x, weight, bias)
-        return independent(
-            GaussianMoments(
-                *_moments(
-                    product,
-                    (x, None, loc_of(weight), variance_of(weight), None),
-                    (loc_of(bias), variance_of(bias)),
-                )
-            )
-        )
+        return full_product(product, x, weight, bias)
     if any(isinstance(factor, JointMoments) for factor in (x, weight, bias)):
         return joint_product(product, x, weight, bias)
     noisy = alpha is not None and isinstance(weight, MultiplicativeMoments) and isinstance(x, GaussianMoments)

@@ -32,19 +32,19 @@ from pyro_dvi.moments.shared_noise import (
     JointMoments,
     SharedNoise,
     covariance_of,
+    gaussian_behind,
     has_covariances,
     outputs_with,
 )
 from pyro_dvi.moments.tensor_like import ENTRIES, name_of
-from pyro_dvi.moments.value import GaussianMoments, Link, loc_of, raised, second_moment_of, variance_of
+from pyro_dvi.moments.value import GaussianMoments, loc_of, raised, second_moment_of, variance_of
 from pyro_dvi.moments.weight_uses import parts_of
 
 
 class _Local(threading.local):
     """Whether this thread follows covariances."""
 
-    def __init__(self) -> None:
-        self.on = False
+    on = False
 
 
 _LOCAL = _Local()
@@ -78,58 +78,54 @@ def independent(x: GaussianMoments) -> JointMoments:
     return result
 
 
-def full_product(
-    product: Callable[..., Tensor], x: GaussianMoments, weight: Any, bias: Any = None
-) -> JointMoments:
+def full_product(product: Callable[..., Tensor], x: Any, weight: Any, bias: Any = None) -> JointMoments:
     """Moments of ``product(x, weight)``, or with a bias, for activations x and independent weights.
 
     Args:
         product: of rows: the last dimension of x and of the result counts units.
-        x: activations, or anything else that is uncertain, and then counts as independent.
+        x: activations; anything else that is uncertain counts as independent. Or a tensor.
         weight: moments or a tensor.
         bias: likewise, or None.
 
     Raises:
-        UnsupportedError: x has lost its covariances or its rows, or the weights have covariances.
+        UnsupportedError: x has lost its covariances or its rows, outputs share weights, or weights have covariances.
     """
+    _check(product, x, weight, bias)
     mean, spread, own = loc_of(weight), variance_of(weight), variance_of(bias)
-    loc = product(x.loc, mean, *() if bias is None else (loc_of(bias),))
-    noise = x.noise if isinstance(x, JointMoments) else None
-    if x.link is not None and has_covariances(x.link.inner):
-        _refuse(f"{x.link.name or 'a function'} of dependent activations")
-    if noise is not None and noise.between_outputs and not noise.in_rows:
-        _refuse("a product of elements that were moved out of the rows of their examples")
+    loc = product(loc_of(x), mean, *() if bias is None else (loc_of(bias),))
+    rest = own if own is None else own.expand_as(loc)
+    if spread is not None:
+        rest = product(second_moment_of(x), spread, *() if own is None else (own,))
+    if not isinstance(x, GaussianMoments):
+        return independent(GaussianMoments(loc, torch.zeros_like(loc) if rest is None else rest))
 
     def through(lanes: Tensor) -> Tensor:
         return torch.vmap(lambda lane: product(lane, mean))(lanes).expand(-1, *loc.shape)
 
-    if noise is None or not noise.between_outputs:
-        factor = through(_units(x.loc))
-        variance = x.variance.expand(*loc.shape[:-1], -1).movedim(-1, 0).unsqueeze(-1)
-        noise = SharedNoise(factor, "", dual=factor * variance, base=x.loc)
-    else:
-        noise = noise if x.rest is None else _noise(x.loc, covariance_of(x))
-        noise = replace(noise, factor=through(noise.factor), dual=through(noise.dual))
-    rest = None
-    if spread is not None:
-        rest = product(second_moment_of(x), spread, *() if own is None else (own,))
-    elif own is not None:
-        rest = own.expand_as(loc)
-    return outputs_with(loc, rest, noise)
+    if has_covariances(x):
+        noise = x.noise if x.rest is None else _noise(x.loc, covariance_of(x))  # type: ignore[attr-defined]
+        return outputs_with(
+            loc, rest, replace(noise, factor=through(noise.factor), dual=through(noise.other))
+        )
+    factor = through(_units(x.loc))
+    variance = x.variance.expand(*loc.shape[:-1], -1).movedim(-1, 0).unsqueeze(-1)
+    return outputs_with(loc, rest, SharedNoise(factor, "", dual=factor * variance, base=x.loc))
 
 
-def check_product(product: Any, x: Any, weight: Any, bias: Any) -> None:
-    """Refuse a product whose outputs share weights within an example, and weights that are not independent."""
+def _check(product: Any, x: Any, weight: Any, bias: Any) -> None:
+    link = getattr(x, "link", None)
     if not getattr(product, "of_rows", False):
         function = getattr(product, "function", product)
         name = name_of(getattr(function, "func", function))
         _refuse(f"{name} with arguments of shapes {tuple(x.shape)} and {tuple(weight.shape)}")
     if x.dim() > max(2, weight.dim()):
-        _refuse(
-            f"a layer that acts at each of {tuple(x.shape[1:-1])} positions of an example, with the same weights"
-        )
-    if any(isinstance(_gaussian(factor), JointMoments) for factor in (weight, bias)):
+        _refuse(f"a layer with the same weights at each of {tuple(x.shape[1:-1])} positions of an example")
+    if any(isinstance(gaussian_behind(factor), JointMoments) for factor in (weight, bias)):
         _refuse("a product with activations, or with weights that have covariances, as its second factor")
+    if link is not None and has_covariances(link.inner):
+        _refuse(f"{link.name or 'a function'} of dependent activations")
+    if isinstance(x, JointMoments) and not x.noise.in_rows:
+        _refuse("a product of elements that were moved out of the rows of their examples")
 
 
 def _noise(base: Tensor, covariance: Tensor) -> SharedNoise:
@@ -150,7 +146,8 @@ class _FullCovariance(Followed):
 
     def __call__(self, func: Callable, args: tuple, kwargs: dict[str, Any], result: Any) -> Any:
         """Return activations with their covariances, or refuse the function."""
-        x, entry = args[0] if args else None, ENTRIES[func]
+        x: Any = args[0] if args else None
+        entry = ENTRIES[func]
         if isinstance(result, JointMoments):
             return result
         if isinstance(x, JointMoments) and entry.kind is Kind.ELEMENTWISE:
@@ -165,13 +162,9 @@ class _FullCovariance(Followed):
         for part in parts_of(results):
             if isinstance(part, JointMoments) and entry.kind is Kind.REARRANGEMENT:
                 kept = entry.name in _KEEP_ROWS and part.shape[-1:] == x.shape[-1:]
+                kept = kept or not part.noise.between_outputs
                 part.noise = replace(part.noise, in_rows=part.noise.in_rows and kept)
         return results
-
-
-def _gaussian(x: Any) -> Any:
-    link = getattr(x, "link", None)
-    return link.inner if isinstance(link, Link) else x
 
 
 def _refuse(what: str) -> NoReturn:

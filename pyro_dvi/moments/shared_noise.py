@@ -155,16 +155,11 @@ def covariance_of(*gaussians: GaussianMoments) -> Tensor:
     if not shared:
         return covariance
     _check_bases(*shared)
-
-    missing = SharedNoise(shared[0].factor.new_zeros(()), "")
-    noises = [missing if noise is None else noise for noise in noises]
-    count = len(shared[0].factor)
-
-    def joined(lanes: list[Tensor]) -> Tensor:
-        shapes = [(count, *g.shape) for g in gaussians]
-        return torch.cat([f.expand(s) for f, s in zip(lanes, shapes, strict=True)], -1).movedim(0, -1)
-
-    return covariance + joined([n.factor for n in noises]) @ joined([n.other for n in noises]).mT
+    none = SharedNoise(torch.zeros_like(shared[0].factor[..., :1]), "")
+    given = [(noise or none, (-1, *g.shape)) for noise, g in zip(noises, gaussians, strict=True)]
+    factor = torch.cat([noise.factor.expand(shape) for noise, shape in given], -1).movedim(0, -1)
+    dual = torch.cat([noise.other.expand(shape) for noise, shape in given], -1).movedim(0, -1)
+    return covariance + factor @ dual.mT
 
 
 def _check_bases(*noises: SharedNoise) -> None:
@@ -250,7 +245,7 @@ class Followed:
     def __call__(self, func: Callable, args: tuple, kwargs: dict[str, Any], result: Any) -> Any:
         """Return the result with its shared noise, or refuse the function."""
         uncertain = [a for a in tree_leaves((args, kwargs)) if isinstance(a, GaussianMoments)]
-        found = [a for a in uncertain if isinstance(_gaussian(a), JointMoments)]
+        found = [a for a in uncertain if isinstance(gaussian_behind(a), JointMoments)]
         products = isinstance(result, JointMoments) and all(a.link is None for a in found)
         if not found or products or isinstance(result, Tensor):
             return result
@@ -266,15 +261,15 @@ class Followed:
             return _as(
                 result, [p.linked(replace(p.link, inner=i)) for p, i in zip(parts, inners, strict=True)]
             )
-        if alone and isinstance(_gaussian(parts[0]), JointMoments):
+        if alone and isinstance(gaussian_behind(parts[0]), JointMoments):
             return result  # a function of the Gaussian, which likelihoods integrate over
-        adds = entry.name.strip("_") in _SUMS and len({_gaussian(a).noise.sites for a in found}) == 1
-        noises = [a.noise for a in map(_gaussian, found) if a.of_weights or a.noise.between_outputs]
+        adds = entry.name.strip("_") in _SUMS and len({gaussian_behind(a).noise.sites for a in found}) == 1
+        noises = [a.noise for a in map(gaussian_behind, found) if a.of_weights or a.noise.between_outputs]
         if len(found) > 1 and (not noises or noises[0].base is not None):
             adds = False  # they may be of rows, or of examples, that are independent
         if all(a.link is None for a in found) and (adds or (alone and (moves or entry.kind is Kind.AFFINE))):
             return _as(result, _through(entry.rule, found, args, kwargs, parts))
-        return _refuse(_gaussian(first), f"enter {name_of(func)}")
+        return _refuse(gaussian_behind(first), f"enter {name_of(func)}")
 
 
 def _through(
@@ -322,8 +317,10 @@ def _as(like: Any, parts: list[Any]) -> Any:
     return parts[0] if isinstance(like, GaussianMoments) else type(like)(parts)
 
 
-def _gaussian(x: GaussianMoments) -> Any:
-    return x if x.link is None else x.link.inner
+def gaussian_behind(x: Any) -> Any:
+    """Return the Gaussian that moments are a function of, and anything else as it is."""
+    link = getattr(x, "link", None)
+    return x if link is None else link.inner
 
 
 def _refuse(joint: JointMoments, what: str) -> NoReturn:

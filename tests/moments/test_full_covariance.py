@@ -249,7 +249,7 @@ REFUSED = {
         "moved out of the rows",
     ),
     "columns": (lambda w: F.linear(network(X, w[:2]).t(), layers(4, 2)[0][0]), "moved out of the rows"),
-    "positions": (lambda w: F.linear(X.expand(2, 4, 3), *w[0]), r"each of \(4,\) positions"),
+    "positions": (lambda w: F.linear(X.expand(2, 4, 3), *w[0]), r"same weights at each of \(4,\) positions"),
     "on the right": (lambda w: torch.ones(4, 4) @ network(X, w[:2]), "as its second factor"),
     "a change in place": (lambda w: torch.tanh_(network(X, w)), "are changed in place"),
     "dropout": (lambda w: F.dropout(network(X, w)), "dropout"),

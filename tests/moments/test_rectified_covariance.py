@@ -170,9 +170,9 @@ def test_integrals_converge_with_the_nodes():
     covariance = torch.diag_embed(variance) + rho[:, None, None] * (1 - torch.eye(2))
     first, second = (i[:, 0, 1] for i in _Pairs(mu, variance, covariance).integrals())
     s = ((1 - rho) * (1 + rho)).sqrt()
-    a, b, rho, s = (t.numpy() for t in (a, b, rho, s))
-    owen = special.owens_t(a, (b - rho * a) / (a * s)) + special.owens_t(b, (a - rho * b) / (b * s))
-    excess = 0.5 * (special.ndtr(a) + special.ndtr(b)) - owen - 0.5 * (a * b < 0)
-    excess -= special.ndtr(a) * special.ndtr(b)
-    assert (second - torch.from_numpy(excess)).abs().max() < 1e-5
+    u, v, r, root = (t.numpy() for t in (a, b, rho, s))
+    owen = special.owens_t(u, (v - r * u) / (u * root)) + special.owens_t(v, (u - r * v) / (v * root))
+    both = 0.5 * (special.ndtr(u) + special.ndtr(v)) - owen - 0.5 * (u * v < 0)
+    excess = torch.from_numpy(both - special.ndtr(u) * special.ndtr(v))
+    assert (second - excess).abs().max() < 1e-5
     assert (first >= 0).all()
