@@ -229,6 +229,19 @@ def test_an_uncertain_input():
     torch.testing.assert_close(covariance, expected + torch.diag_embed(own))
 
 
+def test_the_same_on_a_device(device):
+    weights = layers(3, 6, 5, 2)
+    there = [tuple(GaussianMoments(g.loc.to(device), g.variance.to(device)) for g in w) for w in weights]
+    leaves = [w.loc.requires_grad_() for w, _ in weights], [w.loc.requires_grad_() for w, _ in there]
+    expected = covariance_of(propagated(X, weights))
+    found = covariance_of(propagated(X.to(device), there))
+    assert found.device.type == device.type
+    torch.testing.assert_close(found.cpu(), expected)
+    gradients = [torch.autograd.grad(c.sum(), own) for c, own in zip((expected, found), leaves, strict=True)]
+    for own, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(other.cpu(), own)
+
+
 # What is refused ------------------------------------------------------------------------------------------------
 
 IMAGES = torch.ones(2, 1, 4, 4, dtype=torch.float64)
