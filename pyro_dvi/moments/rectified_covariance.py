@@ -52,7 +52,7 @@ def rectified_covariance(mu: Tensor, variance: Tensor, covariance: Tensor) -> Te
 
     Example:
         >>> rectified_covariance(torch.zeros(2), torch.ones(2), torch.full((2, 2), 0.5))[0, 1]
-        tensor(0.1454)
+        tensor(0.1453)
     """
     found: Tensor = _RectifiedCovariance.apply(mu, variance, covariance)
     return found
