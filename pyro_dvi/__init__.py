@@ -56,6 +56,7 @@ from pyro_dvi.natural_gradients import IVON, OGN, VOGN, NaturalGradientELBO, Nat
 from pyro_dvi.objectives import SampledELBO, schedules
 from pyro_dvi.predictive import (
     AtMean,
+    FullCovariance,
     Linearised,
     Moments,
     ReverseDelta,
@@ -120,6 +121,7 @@ __all__ = [
     "AtMean",
     "Linearised",
     "Moments",
+    "FullCovariance",
     "ReverseDelta",
     "Samples",
     "metrics",

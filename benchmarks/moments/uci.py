@@ -15,14 +15,14 @@ import pyro
 import torch
 from torch import Tensor
 
-from benchmarks.moments.uci_methods import MNVI, MeanFieldMoments, Method, SampledVI
+from benchmarks.moments.uci_methods import MNVI, FullCovarianceMoments, MeanFieldMoments, Method, SampledVI
 from benchmarks.moments.uci_paper import AUTHORS_PROTOCOL, Paper
 from benchmarks.moments.uci_peers import MAP, Dropout
 from benchmarks.moments.uci_tables import tables
 from benchmarks.shared.benchmark import Benchmark, Budget, Row, Settings
 from benchmarks.shared.regressions import SETS, Rows, TrainingSets, folds, hold_out, load
 
-METHODS: tuple[type[Method], ...] = (MNVI, MeanFieldMoments, MAP, Dropout, SampledVI)
+METHODS: tuple[type[Method], ...] = (MNVI, MeanFieldMoments, FullCovarianceMoments, MAP, Dropout, SampledVI)
 NAMES = (AUTHORS_PROTOCOL, *(method.name for method in METHODS))
 SMALL = ("boston", "concrete", "energy", "wine-quality-red", "yacht")  # on which further seeds are cheap
 

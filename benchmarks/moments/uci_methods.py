@@ -22,7 +22,7 @@ from pyro_dvi.guides import MeanFieldGuide
 from pyro_dvi.links import GaussHermite
 from pyro_dvi.moment_propagation.elbo import MomentPropagationELBO, VarianceWeighted
 from pyro_dvi.moment_propagation.multiplicative_noise import MultiplicativeNoiseGuide
-from pyro_dvi.predictive import Moments, Samples
+from pyro_dvi.predictive import FullCovariance, Moments, Samples
 
 DRAWS = 100  # of weights or dropout masks, for methods that predict with samples
 Loss = Callable[[Minibatch], Tensor]
@@ -128,6 +128,7 @@ class MNVI(Method):
     candidates = (0.1, 0.3, 0.5, 1.0)
     rule = Moments(noise=GaussHermite(32))
     members = 5
+    full_covariance = False
 
     def model(self, num_inputs: int, sizes: Tensor, values: Tensor) -> Networks:
         return Networks(num_inputs, sizes, kl_weights=values)
@@ -139,7 +140,10 @@ class MNVI(Method):
     def posterior(self, model: Networks, init: Any) -> tuple[Any, Callable[..., Tensor]]:
         guide = self.guide(model, init)
         elbo = MomentPropagationELBO(
-            kl_weight=self.recipe.kl_schedule, weighting=self.recipe.weighting(), variance_floor=1e-8
+            kl_weight=self.recipe.kl_schedule,
+            weighting=self.recipe.weighting(),
+            full_covariance=self.full_covariance,
+            variance_floor=1e-8,
         )
         return guide, lambda x, y: elbo.differentiable_loss(model, guide, x, y)
 
@@ -151,6 +155,14 @@ class MeanFieldMoments(MNVI):
 
     def guide(self, model: Networks, init: Any) -> Any:
         return MeanFieldGuide(model, init_loc_fn=init)
+
+
+class FullCovarianceMoments(MeanFieldMoments):
+    """Mean-field Gaussians by moment propagation with the covariances between activations: deterministic VI (DVI)."""
+
+    name = "DVI (full covariance)"
+    rule = Moments(noise=GaussHermite(32), propagation=FullCovariance())
+    full_covariance = True
 
 
 class SampledVI(Method):

@@ -17,6 +17,7 @@ from pyro_dvi.errors import ArgumentError, ModelError, UnsupportedError, warn
 from pyro_dvi.expectations.logits import LogitEstimator
 from pyro_dvi.expectations.points import are_distinct, gaussian_of
 from pyro_dvi.moments import GaussianMoments
+from pyro_dvi.moments.full_covariance import full_covariances
 from pyro_dvi.moments.shared_noise import has_covariances
 from pyro_dvi.moments.value import variance_floor
 from pyro_dvi.moments.weight_uses import warned_of_repeated_uses
@@ -90,8 +91,8 @@ class MomentPropagationELBO(Objective):
     (:mod:`pyro_dvi.moments`), and the log-likelihood is averaged over the Gaussian outputs
     (:mod:`pyro_dvi.expectations`). The model is not rewritten. One pass costs two to three times a deterministic pass.
 
-    Status: as in the paper, units are treated as independent Gaussians. This is exact if every weight enters each
-    output once: for linear models ``x @ w``, and for the moments of networks with one hidden layer. Deeper networks,
+    Status: as in the paper, units are treated as independent Gaussians, unless ``full_covariance=True``. This is exact
+    if every weight enters each output once: for linear models ``x @ w``, and for the moments of networks with one hidden layer. Deeper networks,
     kernels that act at many positions and weights that are used twice lose covariances, and with them part of the
     variance; :func:`~pyro_dvi.diagnostics.compare_with_sampling` measures how much. Write ``(a - b) @ w``, not
     ``a @ w - b @ w``. Not a bound. The KL divergence is exact for Normal priors. Latents that set the prior of other
@@ -111,6 +112,8 @@ class MomentPropagationELBO(Objective):
         weighting: weights of the log-likelihood of single observations: ``VarianceWeighted()``, or a function of an
             observed site's distribution at the mean parameters and of the completed training steps; None: equal
             weights.
+        full_covariance: propagate the covariances between the activations of an example (DVI; without them dDVI),
+            through dense ReLU networks only. Memory and time grow with the square of the width.
         variance_floor: smallest variance of the inputs of nonlinearities; the paper uses 1e-5 (Appendix A).
         num_data: size of the data set, compared with the plate's scale; None skips the check.
         num_particles: runs to average if some latents are sampled.
@@ -155,6 +158,7 @@ class MomentPropagationELBO(Objective):
         temperature: float = 1.0,
         estimator: LogitEstimator | None = None,
         weighting: Callable[[Any, int], Tensor] | None = None,
+        full_covariance: bool = False,
         variance_floor: float | None = None,
         num_data: int | None = None,
         num_particles: int = 1,
@@ -171,6 +175,9 @@ class MomentPropagationELBO(Objective):
         self.estimator = estimator
         self.weighting = weighting
         self.variance_floor = variance_floor
+        self.full_covariance = full_covariance
+        if full_covariance:
+            self.prediction_rule = "FullCovariance"
 
     def recorded_for(self, guide: Any) -> Any:
         exponent = getattr(self.weighting, "exponent", None)
@@ -202,6 +209,7 @@ class MomentPropagationELBO(Objective):
     def _moments_taken(self, first: bool, given: Mapping[str, GaussianMoments]) -> Iterator[None]:
         with (
             nullcontext() if self.variance_floor is None else variance_floor(self.variance_floor),
+            full_covariances(self.full_covariance),
             uncertain_likelihoods(self.estimator),
             warned_of_repeated_uses(given) if first else nullcontext(),
         ):

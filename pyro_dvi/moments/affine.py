@@ -44,6 +44,8 @@ def linear(input: Any, weight: Any, bias: Any = None) -> GaussianMoments:
 class _Linear(Layer):
     """A linear layer of rows."""
 
+    of_rows = True
+
     def gradients(self, g: Tensor, x: Tensor, weight: Tensor, wanted: tuple) -> Gradients:
         rows = _rows(g)
         return (
@@ -55,6 +57,8 @@ class _Linear(Layer):
 
 class _Matmul(Layer):
     """A product of matrices, or of batches of them."""
+
+    of_rows = True
 
     def __call__(self, *factors: Any) -> Tensor:
         return torch.matmul(*factors[:2])  # a bias of None comes along

@@ -31,6 +31,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from pyro_dvi.errors import UnsupportedError
+from pyro_dvi.moments.full_covariance import are_followed, full_product
 from pyro_dvi.moments.shared_noise import JointMoments, joint_product
 from pyro_dvi.moments.value import GaussianMoments, loc_of, variance_of
 
@@ -85,6 +86,8 @@ class Layer(ABC):
         function: the map.
     """
 
+    of_rows = False  # True where the last dimension counts units, and each unit has weights of its own
+
     def __init__(self, function: Map) -> None:
         self.function = function
 
@@ -118,6 +121,8 @@ def bilinear_moments(
         raise UnsupportedError(
             "the product of uncertain x with itself (as outer(x, x)) has no rule: x.square().sum() sums squares"
         )
+    if are_followed():
+        return full_product(product, x, weight, bias)
     if any(isinstance(factor, JointMoments) for factor in (x, weight, bias)):
         return joint_product(product, x, weight, bias)
     noisy = alpha is not None and isinstance(weight, MultiplicativeMoments) and isinstance(x, GaussianMoments)

@@ -24,20 +24,55 @@ from pyro_dvi.moments.dispatch import Kind, observed_by
 from pyro_dvi.moments.tensor_like import ENTRIES, name_of
 from pyro_dvi.moments.value import GaussianMoments, loc_of, second_moment_of, variance_of
 
+NO_RULE = (
+    "which has no rule for full covariances: they pass through linear layers, products of matrices, ReLU, and "
+    "functions that shift, scale or move elements. The default, without full covariances, passes variances on"
+)
+
 
 @dataclass(frozen=True)
 class SharedNoise:
-    """The noise that dependent Gaussians share.
+    r"""The noise that dependent Gaussians share.
 
     Attributes:
         factor: F, ``[R, *shape]``.
         sites: the sites that it belongs to, for messages.
         between_outputs: True if the outputs of the layer share it; else every row of a weight has noise of its own.
+        dual: the factor times the covariance of :math:`\epsilon`, where that is not the identity: between activations,
+            each example has a covariance of its own.
+        base: the means of the activations that :math:`\epsilon` belongs to; None for weights.
+        in_rows: True if the last dimension counts units of one example.
     """
 
     factor: Tensor
     sites: str
     between_outputs: bool = True
+    dual: Tensor | None = None
+    base: Tensor | None = None
+    in_rows: bool = True
+
+    @property
+    def other(self) -> Tensor:
+        """The dual, or the factor where that is its own."""
+        return self.factor if self.dual is None else self.dual
+
+    @property
+    def variance(self) -> Tensor:
+        """Variance of the elements by this noise."""
+        return (
+            self.factor.square().sum(0)
+            if self.dual is None
+            else (self.factor * self.dual).sum(0).clamp_min(0)
+        )
+
+    def mapped(self, function: Callable[..., Any], *others: "SharedNoise") -> Any:
+        """Return the noise of a linear function of the lanes, or the noises of its results."""
+        noises = self, *others
+        factors = torch.vmap(function)(*[n.factor for n in noises])
+        duals = None if self.dual is None else torch.vmap(function)(*[n.dual for n in noises])
+        if isinstance(factors, Tensor):
+            return replace(self, factor=factors, dual=duals)
+        return [replace(self, factor=f, dual=duals and duals[k]) for k, f in enumerate(factors)]
 
 
 class JointMoments(GaussianMoments):
@@ -74,7 +109,7 @@ class JointMoments(GaussianMoments):
     def variance(self) -> Tensor:
         """Whole variances, computed when first asked for."""
         if self._variance is self._loc:
-            shared = self.noise.factor.square().sum(0)
+            shared = self.noise.variance
             self._variance = shared if self._rest is None else self._rest + shared
         return self._variance
 
@@ -102,7 +137,8 @@ def has_covariances(*gaussians: GaussianMoments) -> bool:
 
 def covariance_between(first: JointMoments, second: JointMoments) -> Tensor:
     """Return the covariance of each element with the same element of the other; both have the same noise."""
-    return (first.noise.factor * second.noise.factor).sum(0)
+    _check_bases(first.noise, second.noise)
+    return (first.noise.factor * second.noise.other).sum(0)
 
 
 def covariance_of(*gaussians: GaussianMoments) -> Tensor:
@@ -115,13 +151,23 @@ def covariance_of(*gaussians: GaussianMoments) -> Tensor:
     rests = [torch.zeros_like(g.loc) if r is None else r for g, r in zip(gaussians, own, strict=True)]
     covariance = torch.diag_embed(torch.cat(rests, -1))
     noises = [_noise_between_outputs(g) for g in gaussians]
-    count = max([0 if noise is None else len(noise.factor) for noise in noises])
-    lanes = [
-        g.loc.new_zeros(count, *g.shape) if noise is None else noise.factor
-        for g, noise in zip(gaussians, noises, strict=True)
-    ]
-    factor = torch.cat(lanes, -1).movedim(0, -1)
-    return covariance + factor @ factor.mT
+    shared = [noise for noise in noises if noise is not None]
+    if not shared:
+        return covariance
+    _check_bases(*shared)
+    none = SharedNoise(torch.zeros_like(shared[0].factor[..., :1]), "")
+    given = [(noise or none, (-1, *g.shape)) for noise, g in zip(noises, gaussians, strict=True)]
+    factor = torch.cat([noise.factor.expand(shape) for noise, shape in given], -1).movedim(0, -1)
+    dual = torch.cat([noise.other.expand(shape) for noise, shape in given], -1).movedim(0, -1)
+    return covariance + factor @ dual.mT
+
+
+def _check_bases(*noises: SharedNoise) -> None:
+    if any(noise.base is not noises[0].base for noise in noises):
+        raise UnsupportedError(
+            "numbers of one density come from different hidden layers, whose covariance is not followed: let one layer "
+            "make them, as for regressor(noise_scale=Heteroscedastic()), or leave out full_covariance=True"
+        )
 
 
 def _noise_between_outputs(x: Any) -> SharedNoise | None:
@@ -158,8 +204,8 @@ def joint_product(product: Callable[..., Tensor], x: Any, weight: Any, bias: Any
 
     mean, spread = loc_of(other), variance_of(other)
     shifts = () if bias is None else (loc_of(bias),)
-    lanes = (bias.noise.factor,) if isinstance(bias, JointMoments) else ()
-    factor = torch.vmap(lambda f, *shift: of(f, mean, *shift))(joint.noise.factor, *lanes)
+    lanes = (bias.noise,) if isinstance(bias, JointMoments) else ()
+    noise = joint.noise.mapped(lambda f, *shift: of(f, mean, *shift), *lanes)
     rest = None if joint.rest is None else of(joint.rest, second_moment_of(other))
     if spread is not None:
         rest = _sum(rest, of(joint.loc.square() + joint.noise.factor.square().sum(0), spread))
@@ -167,15 +213,16 @@ def joint_product(product: Callable[..., Tensor], x: Any, weight: Any, bias: Any
     if own is not None:  # added where the product adds a bias
         zeros = torch.zeros_like(joint.loc), torch.zeros_like(mean)
         rest = _sum(rest, of(*zeros, own))
-    return _outputs(of(joint.loc, mean, *shifts), rest, replace(joint.noise, factor=factor))
+    return outputs_with(of(joint.loc, mean, *shifts), rest, noise)
 
 
 def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     return a if b is None else b if a is None else a + b
 
 
-def _outputs(loc: Tensor, rest: Tensor | None, noise: SharedNoise) -> JointMoments:
-    return JointMoments(loc, rest, noise, variance=_sum(noise.factor.square().sum(0), rest))
+def outputs_with(loc: Tensor, rest: Tensor | None, noise: SharedNoise) -> JointMoments:
+    """Return outputs of a layer, whose variance autograd computes once."""
+    return JointMoments(loc, rest, noise, variance=_sum(noise.variance, rest))
 
 
 # Through other functions --------------------------------------------------------------------------------------
@@ -186,18 +233,19 @@ _SUMS = frozenset("add sub subtract rsub radd".split())
 @contextmanager
 def joint_noise_followed() -> Iterator[None]:
     """Let functions that shift, scale or move dependent Gaussians keep their shared noise, and refuse others."""
-    with observed_by(_Followed()):
+    with observed_by(Followed()):
         yield
 
 
-class _Followed:
+class Followed:
     """Observe functions of dependent Gaussians."""
 
     outermost = True
 
     def __call__(self, func: Callable, args: tuple, kwargs: dict[str, Any], result: Any) -> Any:
+        """Return the result with its shared noise, or refuse the function."""
         uncertain = [a for a in tree_leaves((args, kwargs)) if isinstance(a, GaussianMoments)]
-        found = [a for a in uncertain if isinstance(_gaussian(a), JointMoments)]
+        found = [a for a in uncertain if isinstance(gaussian_behind(a), JointMoments)]
         products = isinstance(result, JointMoments) and all(a.link is None for a in found)
         if not found or products or isinstance(result, Tensor):
             return result
@@ -213,14 +261,15 @@ class _Followed:
             return _as(
                 result, [p.linked(replace(p.link, inner=i)) for p, i in zip(parts, inners, strict=True)]
             )
-        if alone and isinstance(_gaussian(parts[0]), JointMoments):
+        if alone and isinstance(gaussian_behind(parts[0]), JointMoments):
             return result  # a function of the Gaussian, which likelihoods integrate over
-        adds = entry.name.strip("_") in _SUMS and len({_gaussian(a).noise.sites for a in found}) == 1
-        if len(found) > 1 and not any(a.of_weights or a.noise.between_outputs for a in map(_gaussian, found)):
-            adds = False  # they may be of rows that are independent
+        adds = entry.name.strip("_") in _SUMS and len({gaussian_behind(a).noise.sites for a in found}) == 1
+        noises = [a.noise for a in map(gaussian_behind, found) if a.of_weights or a.noise.between_outputs]
+        if len(found) > 1 and (not noises or noises[0].base is not None):
+            adds = False  # they may be of rows, or of examples, that are independent
         if all(a.link is None for a in found) and (adds or (alone and (moves or entry.kind is Kind.AFFINE))):
             return _as(result, _through(entry.rule, found, args, kwargs, parts))
-        return _refuse(_gaussian(first), f"enter {name_of(func)}")
+        return _refuse(gaussian_behind(first), f"enter {name_of(func)}")
 
 
 def _through(
@@ -236,7 +285,10 @@ def _through(
         return tuple(p.loc for p in ([result] if isinstance(result, GaussianMoments) else result))
 
     zeros = lanes(*[torch.zeros_like(a.loc) for a in joint])
-    factors = torch.vmap(lanes)(*[a.noise.factor for a in joint])
+    first, *others = [a.noise for a in joint]
+    noises = first.mapped(
+        lambda *values: tuple(v - z for v, z in zip(lanes(*values), zeros, strict=True)), *others
+    )
     given, owns = args, any(a.rest is not None for a in joint)
     for old in joint:
         rest = torch.zeros_like(old.loc) if old.rest is None else old.rest
@@ -247,9 +299,8 @@ def _through(
     alone = rule(*given, **kwargs) if owns else [None] * len(parts)
     rests = [alone] if isinstance(alone, GaussianMoments) else alone
     results = []
-    for part, zero, factor, rest in zip(parts, zeros, factors, rests, strict=True):
-        noise = replace(joint[0].noise, factor=factor - zero)
-        variance = part.variance if len(joint) == 1 else _sum(noise.factor.square().sum(0), variance_of(rest))
+    for part, noise, rest in zip(parts, noises, rests, strict=True):
+        variance = part.variance if len(joint) == 1 else _sum(noise.variance, variance_of(rest))
         new = JointMoments(
             part.loc, variance_of(rest), noise, of_weights=joint[0].of_weights, variance=variance
         )
@@ -266,11 +317,15 @@ def _as(like: Any, parts: list[Any]) -> Any:
     return parts[0] if isinstance(like, GaussianMoments) else type(like)(parts)
 
 
-def _gaussian(x: GaussianMoments) -> Any:
-    return x if x.link is None else x.link.inner
+def gaussian_behind(x: Any) -> Any:
+    """Return the Gaussian that moments are a function of, and anything else as it is."""
+    link = getattr(x, "link", None)
+    return x if link is None else link.inner
 
 
 def _refuse(joint: JointMoments, what: str) -> NoReturn:
+    if joint.noise.base is not None:
+        raise UnsupportedError(f"activations {what}, {NO_RULE}")
     subject = "weights" if joint.of_weights else "outputs of the layer"
     raise UnsupportedError(
         f"the posterior of {joint.noise.sites} has covariances, and its {subject} {what}. Only a last layer may have "

@@ -21,7 +21,7 @@ from pyro_dvi.predictive.engine.model_runs import check_observation, evaluation_
 from pyro_dvi.predictive.engine.posterior_values import check_posterior, example_latents, members_of
 from pyro_dvi.predictive.prediction import Prediction
 from pyro_dvi.predictive.predictive_mixture import Mixture, Part
-from pyro_dvi.predictive.rules.analytic import Moments
+from pyro_dvi.predictive.rules.analytic import Moments, Propagation
 from pyro_dvi.predictive.rules.rule import AtMean, OfMembers, PredictionRule, Samples
 from pyro_dvi.runs.explained import explained_errors
 from pyro_dvi.runs.sites import responses
@@ -187,7 +187,7 @@ def rule_of(method: Any, guide: Any) -> PredictionRule:
 def default_rule(guide: Any) -> PredictionRule:
     """Return the default rule of a guide.
 
-    The attribute ``prediction_rule`` of the guide, a rule or the name of a rule, has priority; in a
+    The attribute ``prediction_rule`` of the guide, a rule or the name of a rule or of a propagation, has priority; in a
     :class:`~pyro_dvi.LaplaceGuide`, it is :class:`~pyro_dvi.Linearised`. An ``AutoDelta`` predicts with
     :class:`AtMean`. Other guides use the rule of their training objective: :class:`AtMean` after ``TaylorELBO``,
     :class:`Moments` after ``MomentPropagationELBO``, 30 :class:`Samples` after ``NaturalGradientELBO`` and Pyro's
@@ -212,6 +212,8 @@ def default_rule(guide: Any) -> PredictionRule:
     from pyro_dvi import predictive  # when it is complete
 
     named = getattr(predictive, str(rule), None)
+    if isinstance(named, type) and issubclass(named, Propagation):
+        return Moments(propagation=named())
     if not (isinstance(named, type) and issubclass(named, PredictionRule)):
         raise GuideError(
             f"the prediction_rule of {type(guide).__name__} is {rule!r}, not an object such as AtMean() or its name"

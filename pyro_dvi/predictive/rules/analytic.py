@@ -27,6 +27,7 @@ from pyro_dvi.links.families import joint_if_dependent, predictive_distribution
 from pyro_dvi.links.noise_links import NoiseLink
 from pyro_dvi.moments import GaussianMoments
 from pyro_dvi.moments.dispatch import observed_by
+from pyro_dvi.moments.full_covariance import full_covariances
 from pyro_dvi.moments.weight_uses import warned_of_repeated_uses
 from pyro_dvi.predictive.engine.model_runs import Respond, Response
 from pyro_dvi.predictive.engine.posterior_values import posterior_gaussians, posterior_mean
@@ -76,6 +77,23 @@ class Independent(Propagation):
     def respond(self, weights: Mapping[str, GaussianMoments], run: Callable[[], Response]) -> Response:
         """Run the model."""
         return run()
+
+
+@dataclass(frozen=True)
+class FullCovariance(Propagation):
+    """Pass on the covariances between the activations of each example, as training with ``full_covariance`` does.
+
+    Status: exact moments for one hidden layer, and covariances of its outputs; in deeper networks activations count as
+    jointly Gaussian. For networks of linear layers and ReLU; a function that would lose covariances is an error. Cost
+    grows with the square of the width.
+
+    Source: Wu et al. (2019), "Deterministic variational inference for robust Bayesian neural networks".
+    """
+
+    def respond(self, weights: Mapping[str, GaussianMoments], run: Callable[[], Response]) -> Response:
+        """Run the model."""
+        with full_covariances():
+            return run()
 
 
 @dataclass(frozen=True)
@@ -160,8 +178,8 @@ class Moments(PredictionRule):
         link: from moments of logits to probabilities: ``SobolSoftmax()`` or ``Probit()`` of :mod:`pyro_dvi.links`.
         noise: from an uncertain noise scale to a predictive distribution: ``MomentMatched()``, a Normal, or
             ``GaussHermite(n)``, a mixture, which is more accurate and keeps the heavier tails.
-        propagation: of the variances through the network: ``Independent()``, as in training, or ``ReverseDelta()``,
-            which keeps covariances.
+        propagation: of the variances through the network: ``Independent()``, as in training; ``FullCovariance()`` and
+            ``ReverseDelta()`` keep covariances.
 
     Raises:
         ArgumentError: ``link``, ``noise`` or ``propagation`` is not an object of the required kind.

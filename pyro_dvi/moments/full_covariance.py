@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Covariances between the activations of each example, through a network of linear layers and rectifiers.
+
+Within :func:`full_covariances`, activations are :class:`~pyro_dvi.moments.shared_noise.JointMoments`, whose lanes are
+the units of the hidden layer that they are linear in. For a hidden layer with means :math:`\bar h` and covariance C,
+and a layer of independent weights with means M and variances S,
+
+.. math::
+    \mathrm{Cov}[y_o, y_p] = (M C M^\top)_{op} + \delta_{op}\sum_k S_{ok}\,(C_{kk} + \bar h_k^2).
+
+Status: exact for the linear layer, whatever the distribution of its inputs, if each weight has one use in an example.
+Rectifiers take Gaussians (:mod:`pyro_dvi.moments.rectified_covariance`).
+
+Source: Wu et al. (2019), "Deterministic variational inference for robust Bayesian neural networks", Eq. 4-10.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from pyro_dvi.errors import UnsupportedError
+from pyro_dvi.moments.dispatch import Kind, observed_by
+from pyro_dvi.moments.rectified_covariance import rectified_covariance
+from pyro_dvi.moments.shared_noise import (
+    NO_RULE,
+    Followed,
+    JointMoments,
+    SharedNoise,
+    covariance_of,
+    gaussian_behind,
+    has_covariances,
+    outputs_with,
+)
+from pyro_dvi.moments.tensor_like import ENTRIES, name_of
+from pyro_dvi.moments.value import GaussianMoments, loc_of, raised, second_moment_of, variance_of
+from pyro_dvi.moments.weight_uses import parts_of
+
+
+class _Local(threading.local):
+    """Whether this thread follows covariances."""
+
+    on = False
+
+
+_LOCAL = _Local()
+_KEEP_ROWS = frozenset("reshape view flatten squeeze unsqueeze".split())
+
+
+@contextmanager
+def full_covariances(on: bool = True) -> Iterator[None]:
+    """Follow the covariances between the activations of each example; a function that would lose them is an error."""
+    if not on:
+        yield
+        return
+    before, _LOCAL.on = _LOCAL.on, True
+    try:
+        with observed_by(_FullCovariance()):
+            yield
+    finally:
+        _LOCAL.on = before
+
+
+def are_followed() -> bool:
+    """Return whether covariances between activations are followed."""
+    return _LOCAL.on
+
+
+def independent(x: GaussianMoments) -> JointMoments:
+    """Return activations that are independent in each example."""
+    noise = SharedNoise(torch.zeros_like(x.loc).unsqueeze(0), "", between_outputs=False, base=x.loc)
+    result = JointMoments(x.loc, x.variance, noise, variance=x.variance)
+    result.link, result.origin = x.link, x.origin
+    return result
+
+
+def full_product(product: Callable[..., Tensor], x: Any, weight: Any, bias: Any = None) -> JointMoments:
+    """Moments of ``product(x, weight)``, or with a bias, for activations x and independent weights.
+
+    Args:
+        product: of rows: the last dimension of x and of the result counts units.
+        x: activations; anything else that is uncertain counts as independent. Or a tensor.
+        weight: moments or a tensor.
+        bias: likewise, or None.
+
+    Raises:
+        UnsupportedError: x has lost its covariances or its rows, outputs share weights, or weights have covariances.
+    """
+    _check(product, x, weight, bias)
+    mean, spread, own = loc_of(weight), variance_of(weight), variance_of(bias)
+    loc = product(loc_of(x), mean, *() if bias is None else (loc_of(bias),))
+    rest = own if own is None else own.expand_as(loc)
+    if spread is not None:
+        rest = product(second_moment_of(x), spread, *() if own is None else (own,))
+    if not isinstance(x, GaussianMoments):
+        return independent(GaussianMoments(loc, torch.zeros_like(loc) if rest is None else rest))
+
+    def through(lanes: Tensor) -> Tensor:
+        return torch.vmap(lambda lane: product(lane, mean))(lanes).expand(-1, *loc.shape)
+
+    if has_covariances(x):
+        noise = x.noise if x.rest is None else _noise(x.loc, covariance_of(x))  # type: ignore[attr-defined]
+        return outputs_with(
+            loc, rest, replace(noise, factor=through(noise.factor), dual=through(noise.other))
+        )
+    factor = through(_units(x.loc))
+    variance = x.variance.expand(*loc.shape[:-1], -1).movedim(-1, 0).unsqueeze(-1)
+    return outputs_with(loc, rest, SharedNoise(factor, "", dual=factor * variance, base=x.loc))
+
+
+def _check(product: Any, x: Any, weight: Any, bias: Any) -> None:
+    link = getattr(x, "link", None)
+    if not getattr(product, "of_rows", False):
+        function = getattr(product, "function", product)
+        name = name_of(getattr(function, "func", function))
+        _refuse(f"{name} with arguments of shapes {tuple(x.shape)} and {tuple(weight.shape)}")
+    if x.dim() > max(2, weight.dim()):
+        _refuse(f"a layer with the same weights at each of {tuple(x.shape[1:-1])} positions of an example")
+    if any(isinstance(gaussian_behind(factor), JointMoments) for factor in (weight, bias)):
+        _refuse("a product with activations, or with weights that have covariances, as its second factor")
+    if link is not None and has_covariances(link.inner):
+        _refuse(f"{link.name or 'a function'} of dependent activations")
+    if isinstance(x, JointMoments) and not x.noise.in_rows:
+        _refuse("a product of elements that were moved out of the rows of their examples")
+
+
+def _noise(base: Tensor, covariance: Tensor) -> SharedNoise:
+    """Return the noise of activations whose lanes are these activations."""
+    dual = covariance.movedim(-1, 0)
+    return SharedNoise(_units(base).expand_as(dual), "", dual=dual, base=base)
+
+
+def _units(base: Tensor) -> Tensor:
+    """Return a lane for each unit, that is one at this unit and does not differ between examples."""
+    size = base.shape[-1]
+    lanes = torch.eye(size, dtype=base.dtype, device=base.device)
+    return lanes.reshape(size, *[1] * (base.dim() - 1), size)
+
+
+class _FullCovariance(Followed):
+    """Observe functions of activations."""
+
+    def __call__(self, func: Callable, args: tuple, kwargs: dict[str, Any], result: Any) -> Any:
+        """Return activations with their covariances, or refuse the function."""
+        x: Any = args[0] if args else None
+        entry = ENTRIES[func]
+        if isinstance(result, JointMoments):
+            return result
+        if isinstance(x, JointMoments) and entry.kind is Kind.ELEMENTWISE:
+            if not x.noise.between_outputs:
+                return independent(result)
+            if entry.name == "relu" and x.noise.in_rows:
+                covariance = rectified_covariance(x.loc, raised(x.variance), covariance_of(x))
+                covariance = covariance.diagonal_scatter(result.variance, dim1=-2, dim2=-1)
+                noise = _noise(result.loc, covariance)
+                return JointMoments(result.loc, None, noise, variance=result.variance)
+        results = super().__call__(func, args, kwargs, result)
+        for part in parts_of(results):
+            if isinstance(part, JointMoments) and entry.kind is Kind.REARRANGEMENT:
+                kept = entry.name in _KEEP_ROWS and part.shape[-1:] == x.shape[-1:]
+                kept = kept or not part.noise.between_outputs
+                part.noise = replace(part.noise, in_rows=part.noise.in_rows and kept)
+        return results
+
+
+def _refuse(what: str) -> NoReturn:
+    raise UnsupportedError(f"the model has {what}, {NO_RULE}")
