@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pyro_dvi.core.autograd_graph import graph_of
 from pyro_dvi.errors import ArgumentError, GuideError, UnsupportedError
 from pyro_dvi.natural_gradients.drawn_run import DrawnRun, SquareMeasurement
-from pyro_dvi.natural_gradients.estimates import NaturalSite
+from pyro_dvi.natural_gradients.estimates import Estimate, NaturalSite
 from pyro_dvi.natural_gradients.optimizer import wanted_by
 from pyro_dvi.objectives.objective import Objective
 from pyro_dvi.runs.latents import Latent
@@ -104,12 +104,15 @@ class NaturalGradientELBO(Objective):
             Squares(at_mean=True)
         """
         _check_guide(guide)
-        guide.natural_step.wanted = wanted_by(optimizer)
+        wanted = wanted_by(optimizer)
+        _check_estimate(guide, wanted)
+        guide.natural_step.wanted = wanted
         guide.natural_step.drop()
 
     def evaluate(self, call: Call, kl_weight: float, training: bool) -> dict[str, Tensor]:
         _check_guide(call.guide)
         step = call.guide.natural_step
+        _check_estimate(call.guide, step.wanted)
         run = DrawnRun.measuring(step.measured if training else step.wanted, call)
         observed = self.observed(run.model_trace)
         log_likelihood = observed.log_likelihood()
@@ -167,6 +170,16 @@ def _check_guide(guide: Any) -> None:
         raise GuideError(
             f"NaturalGradientELBO needs a NaturalGradientGuide, got {type(guide).__name__}: take "
             "pyro_dvi.NaturalGradientGuide(model), or another objective for this guide"
+        )
+
+
+def _check_estimate(guide: Any, estimate: Estimate) -> None:
+    if estimate.factored != hasattr(guide, "layers"):
+        raise GuideError(
+            "NoisyKFAC needs KroneckerGuide(model), which holds the factors of its layers"
+            if estimate.factored
+            else f"a {type(guide).__name__} holds Kronecker factors: train it with NoisyKFAC, or take "
+            "NaturalGradientGuide(model) for VOGN, OGN or IVON"
         )
 
 
