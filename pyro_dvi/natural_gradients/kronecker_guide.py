@@ -51,16 +51,24 @@ class LayerFisher(Estimate):
     factored: ClassVar[bool] = True
 
     def measure(self, run: DrawnRun, sites: Sequence[ObservedSite], squares: SquareMeasurement) -> None:
-        drawn, number = run.drawn, {one.name: k for k, one in enumerate(run.drawn)}
+        number = {one.name: k for k, one in enumerate(run.drawn)}
         found = run.guide.guide.layers.items()
         layers = {number[weight]: [number[n] for n in (weight, bias) if n] for weight, bias in found}
         inside = [k for tensors in layers.values() for k in tensors]
+        if layers:
+            self._measure_layers(run, sites, layers, squares.num_particles)
+        squares.measure(run, sites, inside)
+
+    def _measure_layers(
+        self, run: DrawnRun, sites: Sequence[ObservedSite], layers: dict[int, list[int]], num_particles: int
+    ) -> None:
+        drawn = run.drawn
         # Labels of several sites are drawn independently, so that products of their gradients vanish on average.
         terms = [site.log_prob(site.value if self.observed else site.sample_labels()) for site in sites]
         roots = [torch.as_tensor(s.scale).to(t).sqrt() for s, t in zip(sites, terms, strict=True)]
         total = sum_of([(term * root).sum() for term, root in zip(terms, roots, strict=True)])
         rows, served = _rows_of_examples(run.recorder, terms)
-        served = {k: served[k] for k in inside if k in served}
+        served = {k: served[k] for tensors in layers.values() for k in tensors if k in served}
         examples = ExampleGradients(run.recorder, (total / rows).expand(rows, 1), served=served)
         whole = max(map(num_data_of, sites)) / rows
         for k, tensors in layers.items():
@@ -70,14 +78,13 @@ class LayerFisher(Estimate):
                 layer.add(examples)
                 factors = [layer.deltas / layer.positions / whole, layer.inputs * whole]
                 parts = flattened(*(factors[::-1] if outer.inputs_first else factors))
-                measured = parts.to(measured) / squares.num_particles
+                measured = parts.to(measured) / num_particles
             elif drawn[k].value.grad_fn in graph_of([total]):
                 raise ModelError(
                     f"site {drawn[k].name!r} was the weight of a layer in the first run, and now "
                     f"{run.recorder.obstacle(k)}: train this model with NaturalGradientGuide and VOGN"
                 )
             drawn[k].measurement.add(measured)
-        squares.measure(run, sites, inside)
 
 
 def _rows_of_examples(recorder: SquaredGradients, terms: Sequence[Tensor]) -> tuple[int, Any]:
