@@ -43,7 +43,7 @@ class LayerFisher(Estimate):
         observed: gradients :math:`\delta` are of the observed labels. By default they are of labels drawn from the
             model at the same weights, one for each example, which takes one more backward pass as well.
 
-    Source: Zhang et al. (2018), "Noisy natural gradient as variational inference", Eq. 5; Martens & Grosse (2015).
+    Source: Zhang et al. (2018), "Noisy natural gradient as variational inference"; Martens & Grosse (2015).
     """
 
     at_mean: bool = False
@@ -119,7 +119,7 @@ class KroneckerGuide(NaturalGradientGuide):
     Raises:
         ModelError: in the first call: nothing is observed, a latent is discrete, or a prior is no Normal.
 
-    Source: Zhang, Sun, Duvenaud & Grosse (2018), "Noisy natural gradient as variational inference", section 3.4.
+    Source: Zhang, Sun, Duvenaud & Grosse (2018), "Noisy natural gradient as variational inference".
     """
 
     _constraints = {"precisions": constraints.real, "factors": constraints.real}  # noqa: RUF012

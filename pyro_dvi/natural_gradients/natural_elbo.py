@@ -22,7 +22,7 @@ from pyro_dvi.runs.structure import check_gradients
 
 
 class NaturalGradientELBO(Objective):
-    r"""Objective of VOGN, OGN and IVON: the loss at draws of the weights, and the curvature that they need.
+    r"""Objective of VOGN, OGN, IVON and NoisyKFAC: the loss at draws of the weights, and the curvature they need.
 
     .. math::
         \mathrm{loss} = -\frac1K\sum_k \sum_s \mathrm{scale}_s \log p_s(y_s \mid w_k)
@@ -37,7 +37,7 @@ class NaturalGradientELBO(Objective):
     site's batch shape; where batch normalisation in training mode couples examples, squares are taken over each
     layer's own rows, as in the paper. Latents that no layer with a rule uses cost a backward pass per example.
 
-    Needs :class:`~pyro_dvi.NaturalGradientGuide`, Normal priors whose parameters depend on no latent, and one of the
+    Needs :class:`~pyro_dvi.NaturalGradientGuide`, or :class:`~pyro_dvi.KroneckerGuide` for NoisyKFAC, Normal priors whose parameters depend on no latent, and one of the
     optimizers above. Parameters that are no latents (batch normalisation, a learned noise scale, a learned prior scale)
     get an ordinary Adam step from the same optimizer.
 

@@ -54,7 +54,7 @@ class NoisyKFACOptimizer(VOGNOptimizer):
             options.
         NotPositiveDefiniteError: factors are singular to rounding.
 
-    Source: Zhang, Sun, Duvenaud & Grosse (2018), "Noisy natural gradient as variational inference", section 3.4 and the
+    Source: Zhang, Sun, Duvenaud & Grosse (2018), "Noisy natural gradient as variational inference", the
     algorithm of noisy K-FAC. Own code from the equations.
     """
 
