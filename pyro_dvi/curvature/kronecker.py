@@ -98,7 +98,8 @@ def damped_factors(rows: Tensor, columns: Tensor, prior: Tensor) -> tuple[Tensor
 
     .. math::
         \Bigl(B + \frac{1}{\pi} \operatorname{diag}(r)\Bigr) \otimes \bigl(A + \pi \operatorname{diag}(c)\bigr), \qquad
-        \pi^2 = \frac{\operatorname{tr} A / \sum_j c_j}{\operatorname{tr} B / \sum_i r_i}, \qquad \delta \approx r c^\top
+        \delta \approx r c^\top, \qquad
+        \pi^2 = \frac{\operatorname{tr} A / \sum_j c_j}{\operatorname{tr} B / \sum_i r_i}
 
     For one prior precision :math:`\delta = \gamma` it is the paper's, with :math:`r = c = \sqrt\gamma`.
 

@@ -119,7 +119,9 @@ class MatrixNormal(dist.Normal):
         dims: number of dimensions of the matrix in ``loc``; with 1, q is 1.
 
     Example:
-        >>> q = MatrixNormal(torch.zeros(2, 1), torch.tensor([[1.0, 0.0], [1.0, 1.0]]), torch.eye(1), 2)
+        >>> q = MatrixNormal(
+        ...     torch.zeros(2, 1), torch.tensor([[1.0, 0.0], [1.0, 1.0]]), torch.eye(1), 2
+        ... )
         >>> q.variance.flatten(), float(total_correlation(q))
         (tensor([1.0000, 2.0000]), 0.3465...)
     """

@@ -70,7 +70,9 @@ class _Draw(Function):
     """A draw, whose noise is a constant of the graph."""
 
     @staticmethod
-    def forward(ctx: Any, loc: Tensor, precision: Tensor, base: td.Normal, measurement: Measurement) -> Tensor:
+    def forward(
+        ctx: Any, loc: Tensor, precision: Tensor, base: td.Normal, measurement: Measurement
+    ) -> Tensor:
         ctx.measurement = measurement
         if measurement.estimate.at_mean:
             return loc.clone()

@@ -153,7 +153,8 @@ class NaturalStep:
         if any(site.precision.grad is not None for site in self.sites):
             raise GuideError(
                 "the gradients of the last step were not used by a natural-gradient optimizer: train with VOGN, OGN, "
-                "IVON or NoisyKFAC, and take a step after each backward pass, or else call elbo.prepare(guide, optimizer)"
+                "IVON or NoisyKFAC, and take a step after each backward pass, or else call elbo.prepare(guide, "
+                "optimizer)"
             )
         self.measured = self.wanted
 

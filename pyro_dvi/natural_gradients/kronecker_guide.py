@@ -100,9 +100,9 @@ class KroneckerGuide(NaturalGradientGuide):
     .. math:: q(W) = \mathcal{MN}(W; M, \Lambda_B^{-1}, \Lambda_A^{-1}), \qquad
         \Lambda_B \otimes \Lambda_A \approx \frac{N}{\beta T} (B \otimes A + \tilde\delta)
 
-    W are the weights ``[out, in]`` of a dense or convolutional layer, with its bias as the last column where that is the
-    next site of the model. The first run of the model finds the layers: weights that one function uses once. All other
-    sites have precisions as in a :class:`~pyro_dvi.NaturalGradientGuide`.
+    W are the weights ``[out, in]`` of a dense or convolutional layer, with its bias as the last column where that is
+    the next site of the model. The first run of the model finds the layers: weights that one function uses once. All
+    other sites have precisions as in a :class:`~pyro_dvi.NaturalGradientGuide`.
 
     Args:
         model: a Pyro model whose latents have Normal priors (in unconstrained space).
@@ -123,6 +123,7 @@ class KroneckerGuide(NaturalGradientGuide):
     """
 
     _constraints = {"precisions": constraints.real, "factors": constraints.real}  # noqa: RUF012
+    trained_by: ClassVar[str] = "NoisyKFAC"
 
     def __init__(
         self,
@@ -144,8 +145,7 @@ class KroneckerGuide(NaturalGradientGuide):
         return None if self.layers else self
 
     def roots(self, weight: str) -> tuple[Tensor, Tensor]:
-        r"""Return the lower roots :math:`L_r, L_c` of a layer, with the covariance
-        :math:`L_r L_r^\top \otimes L_c L_c^\top`."""
+        r"""Return the lower roots of a layer's covariance :math:`L_r L_r^\top \otimes L_c L_c^\top`."""
         site = self._seen[weight]
         return unflattened(site.spread, site.loc.shape[0])
 

@@ -37,9 +37,9 @@ class NaturalGradientELBO(Objective):
     site's batch shape; where batch normalisation in training mode couples examples, squares are taken over each
     layer's own rows, as in the paper. Latents that no layer with a rule uses cost a backward pass per example.
 
-    Needs :class:`~pyro_dvi.NaturalGradientGuide`, or :class:`~pyro_dvi.KroneckerGuide` for NoisyKFAC, Normal priors whose parameters depend on no latent, and one of the
-    optimizers above. Parameters that are no latents (batch normalisation, a learned noise scale, a learned prior scale)
-    get an ordinary Adam step from the same optimizer.
+    Needs :class:`~pyro_dvi.NaturalGradientGuide` (for NoisyKFAC :class:`~pyro_dvi.KroneckerGuide`), Normal priors whose
+    parameters depend on no latent, and one of the optimizers above. Parameters that are no latents (batch
+    normalisation, a learned noise scale, a learned prior scale) get an ordinary Adam step from the same optimizer.
 
     Args:
         kl_weight: :math:`\beta`; positive; a float or a schedule of the training steps done. It divides the
@@ -176,10 +176,8 @@ def _check_guide(guide: Any) -> None:
 def _check_estimate(guide: Any, estimate: Estimate) -> None:
     if estimate.factored != hasattr(guide, "layers"):
         raise GuideError(
-            "NoisyKFAC needs KroneckerGuide(model), which holds the factors of its layers"
-            if estimate.factored
-            else f"a {type(guide).__name__} holds Kronecker factors: train it with NoisyKFAC, or take "
-            "NaturalGradientGuide(model) for VOGN, OGN or IVON"
+            f"train a {type(guide).__name__} with {guide.trained_by}: VOGN, OGN and IVON set the precisions of a "
+            "NaturalGradientGuide(model), and NoisyKFAC the Kronecker factors of a KroneckerGuide(model)"
         )
 
 

@@ -25,8 +25,9 @@ class NoisyKFACOptimizer(VOGNOptimizer):
 
     .. math::
         V = \hat m, \qquad
-        M \leftarrow M - \alpha\,\bigl[B^{\tilde\delta + \gamma}\bigr]^{-1} V \bigl[A^{\tilde\delta + \gamma}\bigr]^{-1},
-        \qquad A^\gamma = A + \pi\sqrt\gamma\, I, \quad B^\gamma = B + \tfrac1\pi\sqrt\gamma\, I,
+        M \leftarrow M - \alpha\,\bigl[B^{\tilde\delta + \gamma}\bigr]^{-1} V
+        \bigl[A^{\tilde\delta + \gamma}\bigr]^{-1}, \qquad
+        A^\gamma = A + \pi\sqrt\gamma\, I, \quad B^\gamma = B + \tfrac1\pi\sqrt\gamma\, I,
         \quad \pi^2 = \frac{\operatorname{tr} A / \dim A}{\operatorname{tr} B / \dim B},
 
     where :math:`\hat m` is the average of :math:`\hat g + \tilde\delta(M - M_0)`, and the posterior is
@@ -34,8 +35,8 @@ class NoisyKFACOptimizer(VOGNOptimizer):
     biases outside of layers move as by :class:`VOGNOptimizer`. K-FAC, which has no noise, is
     ``NoisyKFAC({"estimate": LayerFisher(at_mean=True)})``.
 
-    Status: a stochastic natural-gradient step whose curvature is the Fisher information, taken to be a Kronecker product
-    in each layer. The split of :math:`\tilde\delta` over the factors adds
+    Status: a stochastic natural-gradient step whose curvature is the Fisher information, taken to be a Kronecker
+    product in each layer. The split of :math:`\tilde\delta` over the factors adds
     :math:`\sqrt{\tilde\delta}(\pi\, B \otimes I + \tfrac1\pi I \otimes A)` to the precision, which narrows the
     posterior. Priors of several scales in a layer enter by the nearest :math:`r c^\top`, and exactly in the gradient.
 
@@ -63,7 +64,9 @@ class NoisyKFACOptimizer(VOGNOptimizer):
     def __init__(
         self, params: Iterable[Any], *, lr: float = 1.0, estimate: Estimate | None = None, **options: Any
     ) -> None:
-        check_choice("estimate", self.estimate if estimate is None else estimate, LayerFisher, "LayerFisher()")
+        check_choice(
+            "estimate", self.estimate if estimate is None else estimate, LayerFisher, "LayerFisher()"
+        )
         if not isinstance(options.get("formulation"), Consistent | None):
             raise ArgumentError("NoisyKFAC has one formulation, Consistent()")
         if options.get("initial_curvature") is not None:

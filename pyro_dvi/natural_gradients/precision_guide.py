@@ -40,6 +40,7 @@ class NaturalGradientGuide(FactorisedGuide):
         locs: module of means, ``guide.locs.<site>``.
         precisions: module of precisions, ``guide.precisions.<site>``.
         natural_step: the last step, by which objective and optimizer meet.
+        trained_by: the optimizers that go with it.
 
     Raises:
         ModelError: in the first call: a latent is discrete, or its prior is no Normal in unconstrained space.
@@ -49,6 +50,7 @@ class NaturalGradientGuide(FactorisedGuide):
     """
 
     _constraints = {"precisions": constraints.real}  # noqa: RUF012 (positive by the optimizer's update)
+    trained_by: ClassVar[str] = "VOGN, OGN or IVON"
 
     def __init__(
         self,
@@ -80,7 +82,7 @@ class NaturalGradientGuide(FactorisedGuide):
         if not getattr(objective, "moves_precisions", False):
             raise GuideError(
                 f"{'a loss function' if objective is None else type(objective).__name__} cannot train a "
-                f"{type(self).__name__}: train it with NaturalGradientELBO and VOGN, OGN or IVON, or use MeanFieldGuide"
+                f"{type(self).__name__}: train it with NaturalGradientELBO and {self.trained_by}, or use MeanFieldGuide"
             )
 
     def _factor_of(self, name: str, site: Any, loc: Tensor) -> Factor:

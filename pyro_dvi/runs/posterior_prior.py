@@ -83,7 +83,7 @@ def posterior_prior(
         if not real or not isinstance(base, td.Normal) or isinstance(base, MatrixNormal):
             reason = f"posterior of site {name!r} is {type(base).__name__}" if real else None
             raise UnsupportedError(
-                f"the {reason or f'values of site {name!r} are constrained'}, which is no factorised Gaussian over its values: "
+                f"the {reason or f'values of site {name!r} are constrained'}, which is no factorised Gaussian there: "
                 f"leave it with the prior of the model, as_prior(exclude=[{name!r}]), or give it a mean-field posterior"
             )
         loc, scale = torch.broadcast_tensors(base.loc.detach(), base.scale.detach())
