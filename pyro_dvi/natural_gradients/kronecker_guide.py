@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The posterior of noisy K-FAC: one matrix normal for each layer, and how its layers are found and measured."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isqrt
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -11,7 +12,6 @@ from pyro.distributions import constraints
 from pyro.poutine.block_messenger import BlockMessenger
 from torch import Tensor
 
-from pyro_dvi.bayesian import init_to_module
 from pyro_dvi.core.autograd_graph import graph_of
 from pyro_dvi.core.distributions import strip_event_dims
 from pyro_dvi.core.undisturbed import preserve_buffers
@@ -24,7 +24,7 @@ from pyro_dvi.gaussians.normals import MatrixNormal
 from pyro_dvi.guides.base import FactorisedGuide
 from pyro_dvi.guides.factors import Factor, GuideSite, owner_of
 from pyro_dvi.natural_gradients.drawn_run import DrawnRun, SquareMeasurement
-from pyro_dvi.natural_gradients.estimates import Estimate, NaturalStep
+from pyro_dvi.natural_gradients.estimates import Estimate
 from pyro_dvi.natural_gradients.precision_guide import NaturalGradientGuide
 from pyro_dvi.runs.latents import is_real
 from pyro_dvi.runs.observed import num_data_of, observed_sites
@@ -124,20 +124,8 @@ class KroneckerGuide(NaturalGradientGuide):
 
     _constraints = {"precisions": constraints.real, "factors": constraints.real}  # noqa: RUF012
     trained_by: ClassVar[str] = "NoisyKFAC"
-
-    def __init__(
-        self,
-        model: Callable,
-        *,
-        init_loc_fn: Callable = init_to_module,
-        initial_scale: float = 0.05,
-        create_plates: Callable | None = None,
-    ) -> None:
-        super().__init__(
-            model, init_loc_fn=init_loc_fn, initial_scale=initial_scale, create_plates=create_plates
-        )
-        self.natural_step = NaturalStep(LayerFisher())
-        self.layers: dict[str, str | None] = {}
+    _first_estimate: ClassVar[Estimate] = LayerFisher()
+    layers: Mapping[str, str | None] = MappingProxyType({})
 
     @property
     def factorised(self) -> Any:
@@ -198,14 +186,13 @@ class KroneckerGuide(NaturalGradientGuide):
     def _check_sites(self, sites: dict[str, Any]) -> None:
         """Find the layers, in what was loaded or by a run of the model."""
         if any(owner_of(self.locs, name) is not None for name in sites):
-            shapes = {name: site["value"].shape for name, site in sites.items()}
-            loaded = {n: o for n in sites if (o := owner_of(self.factors, n)) is not None}
-            following = dict(zip(sites, [*list(sites)[1:], None], strict=True))
-            self.layers = {}
-            for name, owner in loaded.items():
-                _, columns = unflattened(getattr(owner, name.rpartition(".")[2]), shapes[name][0])
-                wider = len(columns) > shapes[name].numel() // shapes[name][0]
-                self.layers[name] = following[name] if wider else None
+            layers: dict[str, str | None] = {}
+            for name, following in zip(sites, [*list(sites)[1:], None], strict=True):
+                if (owner := owner_of(self.factors, name)) is not None:
+                    shape = sites[name]["value"].shape
+                    _, columns = unflattened(getattr(owner, name.rpartition(".")[2]), shape[0])
+                    layers[name] = following if len(columns) > shape.numel() // shape[0] else None
+            self.layers = layers
         else:
             with preserve_buffers(), torch.enable_grad(), BlockMessenger():
                 self.layers = self._found(sites)

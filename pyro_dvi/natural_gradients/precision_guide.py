@@ -13,7 +13,7 @@ from pyro_dvi.bayesian import init_to_module
 from pyro_dvi.errors import ArgumentError, GuideError
 from pyro_dvi.guides.base import FactorisedGuide
 from pyro_dvi.guides.factors import Factor
-from pyro_dvi.natural_gradients.estimates import NaturalStep, Squares
+from pyro_dvi.natural_gradients.estimates import Estimate, NaturalStep, Squares
 from pyro_dvi.runs.divergences import normal_in_unconstrained_space, refuse_not_normal
 from pyro_dvi.runs.latents import unconstraining_transform
 
@@ -51,6 +51,7 @@ class NaturalGradientGuide(FactorisedGuide):
 
     _constraints = {"precisions": constraints.real}  # noqa: RUF012 (positive by the optimizer's update)
     trained_by: ClassVar[str] = "VOGN, OGN or IVON"
+    _first_estimate: ClassVar[Estimate] = Squares()
 
     def __init__(
         self,
@@ -66,7 +67,7 @@ class NaturalGradientGuide(FactorisedGuide):
             )
         super().__init__(model, init_loc_fn=init_loc_fn, create_plates=create_plates)
         self.initial_scale = float(initial_scale)
-        self.natural_step = NaturalStep(Squares())
+        self.natural_step = NaturalStep(self._first_estimate)
 
     def precision_parameter(self, name: str) -> Tensor:
         """Return the parameter that holds the precisions of a site, for the optimizer to write to."""
