@@ -64,6 +64,7 @@ GUIDES: dict[str, Callable[[Any], Any]] = {
     "MeanFieldGuide": dvi.MeanFieldGuide,
     "MultiplicativeNoiseGuide": dvi.MultiplicativeNoiseGuide,
     "NaturalGradientGuide": dvi.NaturalGradientGuide,
+    "KroneckerGuide": dvi.KroneckerGuide,
     "LastLayerGuide": partial(dvi.LastLayerGuide, layer="net.2"),
     "LaplaceGuide": dvi.LaplaceGuide,
     "EnsembleGuide": ensemble,
@@ -91,6 +92,7 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "VOGN": partial(dvi.VOGN, {}),
     "OGN": partial(dvi.OGN, {}),
     "IVON": partial(dvi.IVON, {}),
+    "NoisyKFAC": partial(dvi.NoisyKFAC, {}),
 }
 RULES: dict[str, Any] = {
     "AtMean()": dvi.AtMean(),
@@ -156,7 +158,8 @@ def train(guide: str, objective: str, optimizer: str = "") -> Any:
     """Train a new model; without an optimizer, by the one that the objective needs."""
     model = build()
     posterior = GUIDES[guide](model)
-    suited = "VOGN" if objective == "NaturalGradientELBO" else "dvi.optim.Adam"
+    natural = "NoisyKFAC" if guide == "KroneckerGuide" else "VOGN"
+    suited = natural if objective == "NaturalGradientELBO" else "dvi.optim.Adam"
     step(model, posterior, objective, optimizer or suited)
     return model, posterior
 
@@ -165,6 +168,7 @@ TRAINED_BY = {
     "MeanFieldGuide": "TaylorELBO",
     "MultiplicativeNoiseGuide": "MomentPropagationELBO",
     "NaturalGradientGuide": "NaturalGradientELBO",
+    "KroneckerGuide": "NaturalGradientELBO",
     "LastLayerGuide": "MomentPropagationELBO",
     "LaplaceGuide": "TaylorELBO",
 }
@@ -204,11 +208,8 @@ def tables() -> list[Table]:
         first.cells[guide, objective] = outcome(partial(train, guide, objective))
     second = Table("Optimizer and objective", "optimizer")
     for optimizer, objective in product(OPTIMIZERS, OBJECTIVES):
-        guide = (
-            "NaturalGradientGuide"
-            if objective == "NaturalGradientELBO"
-            else "MeanFieldGuide"
-        )
+        natural = "KroneckerGuide" if optimizer == "NoisyKFAC" else "NaturalGradientGuide"
+        guide = natural if objective == "NaturalGradientELBO" else "MeanFieldGuide"
         second.cells[optimizer, objective] = outcome(
             partial(train, guide, objective, optimizer)
         )

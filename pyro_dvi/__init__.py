@@ -52,7 +52,15 @@ from pyro_dvi.guides import MeanFieldGuide
 from pyro_dvi.laplace import LaplaceGuide
 from pyro_dvi.methods import MAP, Ensemble, Laplace, MomentPropagation, NaturalGradients, VariationalLaplace
 from pyro_dvi.moment_propagation import LastLayerGuide, MomentPropagationELBO, MultiplicativeNoiseGuide
-from pyro_dvi.natural_gradients import IVON, OGN, VOGN, NaturalGradientELBO, NaturalGradientGuide
+from pyro_dvi.natural_gradients import (
+    IVON,
+    OGN,
+    VOGN,
+    KroneckerGuide,
+    NaturalGradientELBO,
+    NaturalGradientGuide,
+    NoisyKFAC,
+)
 from pyro_dvi.objectives import SampledELBO, schedules
 from pyro_dvi.predictive import (
     AtMean,
@@ -97,10 +105,12 @@ __all__ = [
     "MomentPropagationELBO",
     # Natural gradients
     "NaturalGradientGuide",
+    "KroneckerGuide",
     "NaturalGradientELBO",
     "VOGN",
     "OGN",
     "IVON",
+    "NoisyKFAC",
     # Laplace's approximation; its methods are in ``laplace``
     "laplace",
     "LaplaceGuide",

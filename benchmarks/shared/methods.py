@@ -131,10 +131,13 @@ def _moments(guide: Callable[[Any], Any], model: Any, training: Training) -> tup
     return training.run(model, guide(model), dvi.MomentPropagationELBO)
 
 
-def _natural(optimizer: Callable[[dict], Any], model: Any, training: Training) -> tuple[Any, Any]:
-    return training.run(
-        model, dvi.NaturalGradientGuide(model), dvi.NaturalGradientELBO, optimizer(training.natural)
-    )
+def _natural(
+    optimizer: Callable[[dict], Any],
+    model: Any,
+    training: Training,
+    guide: Callable[[Any], Any] = dvi.NaturalGradientGuide,
+) -> tuple[Any, Any]:
+    return training.run(model, guide(model), dvi.NaturalGradientELBO, optimizer(training.natural))
 
 
 def _kronecker(model: Any, training: Training) -> tuple[Any, Any]:
@@ -174,6 +177,7 @@ METHODS = {
     "VOGN, at the mean": Method(partial(_natural, dvi.VOGN), AtMean()),
     "OGN": Method(partial(_natural, dvi.OGN), AtMean()),
     "IVON": Method(partial(_natural, dvi.IVON), SAMPLED),
+    "Noisy K-FAC": Method(partial(_natural, dvi.NoisyKFAC, guide=dvi.KroneckerGuide), SAMPLED),
     "Laplace, last layer": Method(_laplace),
     "Laplace, Kronecker": Method(_kronecker),
 }

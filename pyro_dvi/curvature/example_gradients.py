@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_dvi.curvature.per_example.example_rules import Contribution, Rows, Use, at_least_single
-from pyro_dvi.curvature.per_example.proof import warn_of_disproved
+from pyro_dvi.curvature.per_example.proof import Served, warn_of_disproved
 from pyro_dvi.curvature.products import LinearMap, gradients_at, vectors_together
 from pyro_dvi.curvature.squared_gradients import SquaredGradients, squares_of, squares_without_rules
 
@@ -115,6 +115,7 @@ class ExampleGradients:
         entries: the entries of flat tensors that rows are to have, by the number of the tensor; None, as for tensors
             that are left out: all.
         names: of the tensors, for a warning.
+        served: the uses of tensors with rules, where they need no proof.
     """
 
     def __init__(
@@ -123,13 +124,16 @@ class ExampleGradients:
         outputs: Tensor,
         entries: Mapping[int, Tensor] | None = None,
         names: Sequence[str] = (),
+        served: Served | None = None,
     ) -> None:
         self.recorder, self.values, self.outputs = recorder, list(recorder.values.values()), outputs
         self._entries = {} if entries is None else entries
-        served = recorder.served(len(outputs))
-        found = recorder.examined(served, outputs)
-        self._uses = found.kept(served)
-        warn_of_disproved(served, found.wrong, names)
+        if served is None:
+            served = recorder.served(len(outputs))
+            found = recorder.examined(served, outputs)
+            warn_of_disproved(served, found.wrong, names)
+            served = found.kept(served)
+        self._uses = served
 
     @property
     def sizes(self) -> list[int]:

@@ -60,14 +60,14 @@ class KroneckerLayer:
 
     Attributes:
         tensors: the numbers of the weight, and of the bias where there is one; its input is the last of the q.
-        places: of W in a flat vector, ``[p, q]``.
+        places: of W in a flat vector, ``[p, q]``; None where nobody asks.
         inputs: A, the sum of :math:`a a^\top` over examples and positions, ``[q, q]``.
         deltas: the sum of :math:`\delta \delta^\top` over these, ``[p, p]``; B is this divided by ``positions``.
         positions: number of terms in A.
     """
 
     tensors: tuple[int, ...]
-    places: Tensor
+    places: Any = None
     inputs: Any = 0.0
     deltas: Any = 0.0
     positions: int = 0
@@ -84,6 +84,38 @@ class KroneckerLayer:
             self.positions += a[..., 0].numel()
             self.inputs = self.inputs + _gram(a)
             self.deltas = self.deltas + _gram(delta)
+
+
+def nearest_product(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Return r ``[p, 1]`` and c ``[q]`` whose product is the nearest to a positive matrix, in logarithms."""
+    logs = matrix.log()
+    r = (logs.mean(1, keepdim=True) - logs.mean() / 2).exp()
+    return r, (logs.mean(0) - logs.mean() / 2).exp()
+
+
+def damped_factors(rows: Tensor, columns: Tensor, prior: Tensor) -> tuple[Tensor, Tensor]:
+    r"""Return factors whose Kronecker product stands for that of two factors plus a prior precision.
+
+    .. math::
+        \Bigl(B + \frac{1}{\pi} \operatorname{diag}(r)\Bigr) \otimes \bigl(A + \pi \operatorname{diag}(c)\bigr), \qquad
+        \delta \approx r c^\top, \qquad
+        \pi^2 = \frac{\operatorname{tr} A / \sum_j c_j}{\operatorname{tr} B / \sum_i r_i}
+
+    For one prior precision :math:`\delta = \gamma` it is the paper's, with :math:`r = c = \sqrt\gamma`.
+
+    Args:
+        rows: B, ``[p, p]``.
+        columns: A, ``[q, q]``.
+        prior: :math:`\delta`, ``[p, q]``.
+
+    Source: Martens & Grosse (2015), section 6.3.
+    """
+    r, c = nearest_product(prior)
+    r = r.squeeze(-1)
+    tiny = torch.finfo(rows.dtype).tiny ** 0.5  # where no gradient has arrived
+    ratio = (columns.trace() / c.sum()).clamp_min(tiny) / (rows.trace() / r.sum()).clamp_min(tiny)
+    pi = ratio.sqrt()
+    return rows + (r / pi).diag(), columns + (pi * c).diag()
 
 
 def _gram(rows: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Gaussian vectors with covariances, and the Gaussian whose standard deviation is proportional to its mean.
+r"""Gaussians with covariances, and the Gaussian whose standard deviation is proportional to its mean.
 
 Vectors have the form :math:`w_i = \bar w_i + \sum_r F_{ri}\,\epsilon_r + \sqrt{d_i}\,\delta_i` with standard Gaussian
 :math:`\epsilon, \delta`: dense, of low rank, or dense within each output of a layer, where each output has an
@@ -101,8 +101,96 @@ def total_correlation(fn: Any) -> Tensor:
         ... )
         tensor(0.2231)
     """
-    alone = fn.variance.log().sum() + fn.event_shape[0] * math.log(2 * math.pi * math.e)
-    return 0.5 * alone - fn.entropy()
+    variance = fn.variance
+    alone = variance.log().sum() + variance.numel() * math.log(2 * math.pi * math.e)
+    return 0.5 * alone - fn.entropy().sum()
+
+
+class MatrixNormal(dist.Normal):
+    r"""A matrix whose covariance is a Kronecker product, :math:`W = M + L_r Z L_c^\top` with standard Gaussian Z.
+
+    To what reads single elements it is the Normal of its marginals; draws and the sum of ``log_prob`` over the elements
+    are those of the matrix.
+
+    Args:
+        loc: M, ``[*, p, ...]``; dimensions after p are flattened to the q columns.
+        rows: :math:`L_r` ``[p, p]``, lower triangular.
+        columns: :math:`L_c` ``[n, n]`` with n of at least q, likewise; the first q columns of a wider matrix are meant.
+        dims: number of dimensions of the matrix in ``loc``; with 1, q is 1.
+
+    Example:
+        >>> q = MatrixNormal(
+        ...     torch.zeros(2, 1), torch.tensor([[1.0, 0.0], [1.0, 1.0]]), torch.eye(1), 2
+        ... )
+        >>> q.variance.flatten(), float(total_correlation(q))
+        (tensor([1.0000, 2.0000]), 0.3465...)
+    """
+
+    arg_constraints = {"loc": constraints.real}  # noqa: RUF012
+
+    def __init__(self, loc: Tensor, rows: Tensor, columns: Tensor, dims: int) -> None:
+        self.loc, self.rows, self.columns, self.dims = loc, rows, columns, dims
+        td.Distribution.__init__(self, loc.shape, validate_args=False)
+
+    @property
+    def _own(self) -> Tensor:
+        """The factor of these columns alone."""
+        q = self.loc.shape[-self.dims :].numel() // len(self.rows)
+        return self.columns[:q, :q]
+
+    @property
+    def scale(self) -> Tensor:  # type: ignore[override]
+        """Marginal standard deviations."""
+        deviations = torch.outer(*(torch.linalg.vector_norm(x, dim=1) for x in (self.rows, self._own)))
+        return deviations.reshape(self.loc.shape[-self.dims :]).expand_as(self.loc)
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> "MatrixNormal":
+        """Return independent matrices."""
+        return MatrixNormal(self.loc.expand(torch.Size(batch_shape)), self.rows, self.columns, self.dims)
+
+    def matrix(self, values: Tensor) -> Tensor:
+        """Return values ``[*, p, ...]`` as ``[*, p, q]``."""
+        return values.unflatten(-1, (-1, 1)) if self.dims == 1 else values.flatten(1 - self.dims)
+
+    def coloured(self, noise: Tensor) -> Tensor:
+        """Return the deviation from the mean that standard Gaussian noise makes."""
+        return (self.rows @ self.matrix(noise) @ self._own.mT).reshape(noise.shape)
+
+    def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:  # noqa: B008 (as torch's)
+        """Draw matrices."""
+        shape = self._extended_shape(sample_shape)
+        return self.loc + self.coloured(torch.randn(shape, dtype=self.loc.dtype, device=self.loc.device))
+
+    def sample(self, sample_shape: Any = torch.Size()) -> Tensor:  # noqa: B008
+        """Draw matrices, without a graph."""
+        with torch.no_grad():
+            return self.rsample(sample_shape)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Terms whose sum over the elements is the log density of the matrix."""
+        left = torch.linalg.solve_triangular(self.rows, self.matrix(value - self.loc), upper=False)
+        noise = torch.linalg.solve_triangular(self._own, left.mT, upper=False).mT
+        return 0.5 - 0.5 * noise.reshape(value.shape).square() - self.entropy()
+
+    def entropy(self) -> Tensor:
+        """Terms whose sum over the elements is the entropy of the matrix."""
+        logs = self.rows.diagonal().log().mean() + self._own.diagonal().log().mean()
+        return (logs + 0.5 * math.log(2 * math.pi * math.e)).expand_as(self.loc)
+
+    def next_column(self, loc: Tensor, value: Tensor | None = None) -> "MatrixNormal":
+        """Return the column after these in the wider matrix; conditional where the value of these is given.
+
+        Args:
+            loc: its mean ``[p]``.
+            value: of these columns.
+        """
+        q = len(self._own)
+        spread = self.columns[q, : q + 1]
+        if value is None:
+            return MatrixNormal(loc, self.rows, torch.linalg.vector_norm(spread).reshape(1, 1), 1)
+        weights = torch.linalg.solve_triangular(self._own.mT, spread[:-1].unsqueeze(-1), upper=True)
+        shift = (self.matrix(value - self.loc).detach() @ weights).squeeze(-1)
+        return MatrixNormal(loc + shift, self.rows, spread[-1].reshape(1, 1), 1)
 
 
 class MultiplicativeNormal(dist.Normal):

@@ -11,7 +11,7 @@ and a layer of independent weights with means M and variances S,
 Status: exact for the linear layer, whatever the distribution of its inputs, if each weight has one use in an example.
 Rectifiers take Gaussians (:mod:`pyro_dvi.moments.rectified_covariance`).
 
-Source: Wu et al. (2019), "Deterministic variational inference for robust Bayesian neural networks", Eq. 4-10.
+Source: Wu et al. (2019), "Deterministic variational inference for robust Bayesian neural networks".
 """
 
 import threading

@@ -23,7 +23,7 @@ Status: by Gauss-Legendre, in units of :math:`\sigma_x\sigma_y`: exact to roundi
 (float64) or 1e-6 (float32) for all others, 1 and -1 among them. Slopes to rounding and to 1e-5 (1e-3).
 
 Source: Price (1958), "A useful theorem for nonlinear devices having Gaussian inputs"; Plackett (1954), "A reduction
-formula for normal multivariate integrals". Wu et al. (2019), Eq. 8-10, approximate the same covariance.
+formula for normal multivariate integrals". Wu et al. (2019) approximate the same covariance.
 """
 
 import math

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Natural gradients: VOGN, its deterministic version OGN, and IVON."""
+"""Natural gradients: VOGN, its deterministic version OGN, IVON, and noisy K-FAC."""
 
 from pyro_dvi.natural_gradients.estimates import Estimate
+from pyro_dvi.natural_gradients.kronecker_guide import KroneckerGuide, LayerFisher
 from pyro_dvi.natural_gradients.natural_elbo import NaturalGradientELBO
+from pyro_dvi.natural_gradients.noisy_kfac import NoisyKFAC, NoisyKFACOptimizer
 from pyro_dvi.natural_gradients.precision_guide import NaturalGradientGuide
 from pyro_dvi.natural_gradients.updates import (
     IVON,
@@ -19,8 +21,12 @@ __all__ = [
     "Estimate",
     "IVON",
     "IVONOptimizer",
+    "KroneckerGuide",
+    "LayerFisher",
     "NaturalGradientELBO",
     "NaturalGradientGuide",
+    "NoisyKFAC",
+    "NoisyKFACOptimizer",
     "OGN",
     "OGNOptimizer",
     "VOGN",

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One run of guide and model at draws of the weights, and its measurements for the optimizer."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -19,6 +19,7 @@ from pyro_dvi.curvature.per_example.example_rules import with_rows_of_examples
 from pyro_dvi.curvature.per_example.proof import Proofs, Served
 from pyro_dvi.curvature.squared_gradients import SquaredGradients, squares_without_rules
 from pyro_dvi.errors import GuideError, ModelError, UnsupportedError, warn
+from pyro_dvi.gaussians.normals import MatrixNormal
 from pyro_dvi.natural_gradients.estimates import Estimate, NaturalSite
 from pyro_dvi.runs.divergences import normal_prior, refuse_not_normal
 from pyro_dvi.runs.latents import GaussianSite, Latent
@@ -69,11 +70,14 @@ class _Draw(Function):
     """A draw, whose noise is a constant of the graph."""
 
     @staticmethod
-    def forward(ctx: Any, loc: Tensor, precision: Tensor, scale: Tensor, measurement: Measurement) -> Tensor:
+    def forward(
+        ctx: Any, loc: Tensor, precision: Tensor, base: td.Normal, measurement: Measurement
+    ) -> Tensor:
         ctx.measurement = measurement
         if measurement.estimate.at_mean:
             return loc.clone()
-        shift = torch.randn_like(loc).mul_(scale)
+        noise = torch.randn_like(loc)
+        shift = base.coloured(noise) if isinstance(base, MatrixNormal) else noise.mul_(base.scale)
         if not measurement.estimate.keeps_noise:
             return shift.add_(loc)
         measurement.shift, measurement.precision = shift, precision.detach()
@@ -102,7 +106,7 @@ class _Draws(GuideRun):
             )
         precision = self.guide.precision_parameter(name.removesuffix("_unconstrained"))
         measurement = Measurement(self.estimate)
-        value = _Draw.apply(base.loc, precision, base.scale, measurement)
+        value = _Draw.apply(base.loc, precision, base, measurement)
         return Drawn(
             name, value, base, transforms, leaf=leaves[0], precision=precision, measurement=measurement
         )
@@ -226,8 +230,13 @@ class SquareMeasurement:
         self._proofs = Proofs()
         self._warned: set[str] = set()
 
-    def measure(self, run: DrawnRun, sites: Sequence[ObservedSite]) -> None:
+    def measure(self, run: DrawnRun, sites: Sequence[ObservedSite], without: Collection[int] = ()) -> None:
         """Add the squares of one draw to its measurements, now or in the next backward pass of the loss.
+
+        Args:
+            run: of the guide and the model.
+            sites: observed sites and factors.
+            without: numbers of draws whose curvature is measured otherwise.
 
         Raises:
             UnsupportedError: the model uses reentrant checkpointing.
@@ -242,8 +251,9 @@ class SquareMeasurement:
                 "function does with weights: pass use_reentrant=False"
             )
         wanted = {k for k, one in enumerate(drawn) if one.value.grad_fn in graph}
-        for k in set(range(len(drawn))) - wanted:  # no observation depends on it
+        for k in set(range(len(drawn))) - wanted - set(without):  # no observation depends on it
             drawn[k].measurement.add(torch.zeros_like(drawn[k].value))
+        wanted -= set(without)
         site = sites[0]
         # Squares follow from the gradients of the loss where examples form one dimension and have one weight.
         plain = len(site.fn.batch_shape) == 1 and not torch.is_tensor(site.scale) and site.scale > 0

@@ -38,10 +38,12 @@ class Estimate:
     Attributes:
         at_mean: gradients are taken at the mean instead of at draws.
         keeps_noise: ``curvature`` needs the noise of the draws.
+        factored: it measures Kronecker factors, of the layers of a :class:`~pyro_dvi.natural_gradients.KroneckerGuide`.
     """
 
     at_mean: bool = False
     keeps_noise: ClassVar[bool] = False
+    factored: ClassVar[bool] = False
 
     def measure(self, run: "DrawnRun", sites: Sequence[ObservedSite], squares: "SquareMeasurement") -> None:
         """Measure before the backward pass of the loss, or let it measure; by default nothing.
@@ -151,8 +153,9 @@ class NaturalStep:
         """
         if any(site.precision.grad is not None for site in self.sites):
             raise GuideError(
-                "the gradients of the last step were not used by a natural-gradient optimizer: train with VOGN, OGN or "
-                "IVON, and take a step after each backward pass, or else call elbo.prepare(guide, optimizer)"
+                "the gradients of the last step were not used by a natural-gradient optimizer: train with VOGN, OGN, "
+                "IVON or NoisyKFAC, and take a step after each backward pass, or else call elbo.prepare(guide, "
+                "optimizer)"
             )
         self.measured = self.wanted
 

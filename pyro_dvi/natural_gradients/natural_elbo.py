@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pyro_dvi.core.autograd_graph import graph_of
 from pyro_dvi.errors import ArgumentError, GuideError, UnsupportedError
 from pyro_dvi.natural_gradients.drawn_run import DrawnRun, SquareMeasurement
-from pyro_dvi.natural_gradients.estimates import NaturalSite
+from pyro_dvi.natural_gradients.estimates import Estimate, NaturalSite
 from pyro_dvi.natural_gradients.optimizer import wanted_by
 from pyro_dvi.objectives.objective import Objective
 from pyro_dvi.runs.latents import Latent
@@ -22,7 +22,7 @@ from pyro_dvi.runs.structure import check_gradients
 
 
 class NaturalGradientELBO(Objective):
-    r"""Objective of VOGN, OGN and IVON: the loss at draws of the weights, and the curvature for the optimizer.
+    r"""Objective of VOGN, OGN, IVON and NoisyKFAC: the loss at draws of the weights, and the curvature they need.
 
     .. math::
         \mathrm{loss} = -\frac1K\sum_k \sum_s \mathrm{scale}_s \log p_s(y_s \mid w_k)
@@ -38,8 +38,8 @@ class NaturalGradientELBO(Objective):
     example when gradients are squared, as in the paper. Latents that are used outside layers with a rule cost one
     backward pass per example.
 
-    Needs :class:`~pyro_dvi.NaturalGradientGuide`, Normal priors whose parameters do not depend on latents, and one of
-    the optimizers above. The same optimizer updates deterministic parameters (batch normalisation, a learned noise
+    Needs :class:`~pyro_dvi.NaturalGradientGuide` (for NoisyKFAC :class:`~pyro_dvi.KroneckerGuide`), Normal priors whose
+    parameters do not depend on latents, and one of the optimizers above. The same optimizer updates deterministic parameters (batch normalisation, a learned noise
     scale, a learned prior scale) with Adam.
 
     Args:
@@ -105,12 +105,15 @@ class NaturalGradientELBO(Objective):
             Squares(at_mean=True)
         """
         _check_guide(guide)
-        guide.natural_step.wanted = wanted_by(optimizer)
+        wanted = wanted_by(optimizer)
+        _check_estimate(guide, wanted)
+        guide.natural_step.wanted = wanted
         guide.natural_step.drop()
 
     def evaluate(self, call: Call, kl_weight: float, training: bool) -> dict[str, Tensor]:
         _check_guide(call.guide)
         step = call.guide.natural_step
+        _check_estimate(call.guide, step.wanted)
         run = DrawnRun.measuring(step.measured if training else step.wanted, call)
         observed = self.observed(run.model_trace)
         log_likelihood = observed.log_likelihood()
@@ -168,6 +171,14 @@ def _check_guide(guide: Any) -> None:
         raise GuideError(
             f"NaturalGradientELBO needs a NaturalGradientGuide, got {type(guide).__name__}: take "
             "pyro_dvi.NaturalGradientGuide(model), or another objective for this guide"
+        )
+
+
+def _check_estimate(guide: Any, estimate: Estimate) -> None:
+    if estimate.factored != hasattr(guide, "layers"):
+        raise GuideError(
+            f"train a {type(guide).__name__} with {guide.trained_by}: VOGN, OGN and IVON set the precisions of a "
+            "NaturalGradientGuide(model), and NoisyKFAC the Kronecker factors of a KroneckerGuide(model)"
         )
 
 

@@ -69,7 +69,8 @@ class Update:
 
     def __post_init__(self) -> None:
         self.locs = [site.loc for site in self.sites]
-        self.precisions = [site.precision for site in self.sites]
+        # The tensors of a layer share one, and come in an update of their own.
+        self.precisions = list({id(site.precision): site.precision for site in self.sites}.values())
         self.gradients: Any = [loc.grad for loc in self.locs]
         self.measured: Any = [precision.grad for precision in self.precisions]
         data_augmentation = self.group["data_augmentation"]
@@ -80,17 +81,19 @@ class Update:
         # A curvature that starts with the measurement of this minibatch does not count it again.
         self.is_start = self.count == 1 and not self.has_start
         start = (self.group["initial_curvature"] or 0.0) * self.step.num_data
-        for site, memory, measured in zip(self.sites, self.memories, self.measured, strict=True):
-            if "curvature" not in memory:
-                memory["momentum"] = torch.zeros_like(measured)
-                memory["curvature"] = torch.full_like(measured, start) if self.has_start else measured.clone()
-                memory["unit"] = _unit(site)
+        for site, memory in zip(self.sites, self.memories, strict=True):
+            if "momentum" not in memory:
+                memory["momentum"], memory["unit"] = torch.zeros_like(site.loc), _unit(site)
             elif "unit" not in memory:
                 raise CheckpointError(
                     "the optimizer's state is that of another version: begin with a new optimizer"
                 )
+        holders = self.memories[: len(self.measured)]
+        for memory, measured in zip(holders, self.measured, strict=True):
+            if "curvature" not in memory:
+                memory["curvature"] = torch.full_like(measured, start) if self.has_start else measured.clone()
         self.momenta = [memory["momentum"] for memory in self.memories]
-        self.curvatures = [memory["curvature"] for memory in self.memories]
+        self.curvatures = [memory["curvature"] for memory in holders]
 
     def add_priors(self, gradients: Tensors, factor: float = 1.0) -> None:
         """Add the gradient of the prior, times a factor, in place."""
@@ -241,20 +244,25 @@ class NaturalGradientOptimizer(Optimizer):
         rise = warm_up(count, group["warmup_steps"], total)
         self.rate_factor = cosine(count, total) * rise
         tempering = rise if total is None or not group["warmup_steps"] else min(1.0, 2 * count / total) ** 2
-        self._move(
-            Update(
-                sites,
-                [self.state[site.loc] for site in sites],
-                group,
-                step,
-                count,
-                factor=self.rate_factor,
-                kl_weight=step.kl_weight * tempering,
+        for part in self._parts(sites):
+            self._move(
+                Update(
+                    part,
+                    [self.state[site.loc] for site in part],
+                    group,
+                    step,
+                    count,
+                    factor=self.rate_factor,
+                    kl_weight=step.kl_weight * tempering,
+                )
             )
-        )
         for site in sites:
             site.precision.grad = None
         step.wanted = self.wanted
+
+    def _parts(self, sites: list[NaturalSite]) -> Iterable[list[NaturalSite]]:
+        """Return the sites in the lists that are moved together."""
+        return [sites]
 
     @abstractmethod
     def _move(self, update: Update) -> None:
@@ -315,7 +323,8 @@ def wanted_by(optimizer: Any) -> Estimate:
     if not (isinstance(constructor, type) and issubclass(constructor, NaturalGradientOptimizer)):
         raise GuideError(
             f"{getattr(constructor, '__name__', 'unknown')} cannot train with NaturalGradientELBO: take VOGN, OGN or "
-            "IVON of pyro_dvi.natural_gradients (VOGNOptimizer, OGNOptimizer or IVONOptimizer for elbo(model, guide)); "
+            "IVON of pyro_dvi.natural_gradients, or NoisyKFAC with a KroneckerGuide (VOGNOptimizer and its like for "
+            "elbo(model, guide)); "
             "an optimizer that wraps one of them must pass on its attribute 'wanted'"
         )
     options = {} if callable(optimizer.pt_optim_args) else optimizer.pt_optim_args

@@ -13,7 +13,7 @@ from pyro_dvi.bayesian import init_to_module
 from pyro_dvi.errors import ArgumentError, GuideError
 from pyro_dvi.guides.base import FactorisedGuide
 from pyro_dvi.guides.factors import Factor
-from pyro_dvi.natural_gradients.estimates import NaturalStep, Squares
+from pyro_dvi.natural_gradients.estimates import Estimate, NaturalStep, Squares
 from pyro_dvi.runs.divergences import normal_in_unconstrained_space, refuse_not_normal
 from pyro_dvi.runs.latents import unconstraining_transform
 
@@ -41,6 +41,7 @@ class NaturalGradientGuide(FactorisedGuide):
         locs: module of means, ``guide.locs.<site>``.
         precisions: module of precisions, ``guide.precisions.<site>``.
         natural_step: the last step, through which objective and optimizer communicate.
+        trained_by: the optimizers that this guide is trained with.
 
     Raises:
         ModelError: in the first call: a latent is discrete, or its prior is not Normal in unconstrained space.
@@ -50,6 +51,8 @@ class NaturalGradientGuide(FactorisedGuide):
     """
 
     _constraints = {"precisions": constraints.real}  # noqa: RUF012 (positive by the optimizer's update)
+    trained_by: ClassVar[str] = "VOGN, OGN or IVON"
+    _first_estimate: ClassVar[Estimate] = Squares()
 
     def __init__(
         self,
@@ -65,7 +68,7 @@ class NaturalGradientGuide(FactorisedGuide):
             )
         super().__init__(model, init_loc_fn=init_loc_fn, create_plates=create_plates)
         self.initial_scale = float(initial_scale)
-        self.natural_step = NaturalStep(Squares())
+        self.natural_step = NaturalStep(self._first_estimate)
 
     def precision_parameter(self, name: str) -> Tensor:
         """Return the parameter that holds the precisions of a site, for the optimizer to write to."""
@@ -81,7 +84,7 @@ class NaturalGradientGuide(FactorisedGuide):
         if not getattr(objective, "moves_precisions", False):
             raise GuideError(
                 f"{'a loss function' if objective is None else type(objective).__name__} cannot train a "
-                f"{type(self).__name__}: train it with NaturalGradientELBO and VOGN, OGN or IVON, or use MeanFieldGuide"
+                f"{type(self).__name__}: train it with NaturalGradientELBO and {self.trained_by}, or use MeanFieldGuide"
             )
 
     def _factor_of(self, name: str, site: Any, loc: Tensor) -> Factor:

@@ -26,7 +26,7 @@ from pyro_dvi.gaussians.normal_divergence import (
     multiplicative_divergence,
     normal_divergence,
 )
-from pyro_dvi.gaussians.normals import MultiplicativeNormal, total_correlation
+from pyro_dvi.gaussians.normals import MatrixNormal, MultiplicativeNormal, total_correlation
 from pyro_dvi.runs.latents import GaussianSite, Latent, elementary, unconstraining_transform
 
 _NODES = 32
@@ -45,7 +45,7 @@ def kl_to_priors(latents: Iterable[Latent]) -> Tensor:
     where multiplicative noise has :math:`\sigma^2 = \alpha\mu^2 + \varepsilon`. Such sites are summed together in
     few passes over the weights (:mod:`pyro_dvi.gaussians.normal_divergence`), all others one by one.
 
-    A Gaussian vector with covariances adds its :func:`~pyro_dvi.gaussians.normals.total_correlation`.
+    A Gaussian with covariances adds its :func:`~pyro_dvi.gaussians.normals.total_correlation`.
 
     Status: exact for Normal and transformed Normal priors; Gauss-Hermite with 32 nodes for other factorised priors
     (exact to rounding for smooth ones, about 1 % for kinks such as Laplace's); otherwise an unbiased sample.
@@ -54,7 +54,7 @@ def kl_to_priors(latents: Iterable[Latent]) -> Tensor:
         latents: posterior marginals and priors of the sites.
     """
     latents = list(latents)
-    sources = {id(a.source): a.source for a in latents if a.shared is not None and a.source is not None}
+    sources = {id(a.source): a.source for a in latents if _has_covariances(a) and a.source is not None}
     terms = [_kl_of_covariances(s, [a for a in latents if a.source is s]) for s in sources.values()]
     together: dict[Any, list[tuple[Any, ...]]] = {}
     for latent in latents:
@@ -92,7 +92,7 @@ def entropy(latents: Iterable[Latent]) -> Tensor:
                 "entropy is not known here: write it as a Normal there, or leave temperature at 1"
             )
     terms = [scale_and_mask(_entropy(latent), latent.guide_scale, latent.mask).sum() for latent in latents]
-    sources = {id(a.source): a for a in latents if a.shared is not None}
+    sources = {id(a.source): a for a in latents if _has_covariances(a)}
     for latent in sources.values():
         assert latent.source is not None
         terms.append(-total_correlation(latent.source.base) * latent.guide_scale)
@@ -136,6 +136,11 @@ def _has_free_scale(part: Any) -> bool:
         getattr(part, name) for name in names if name not in ("loc", "_unbroadcasted_loc", "probs", "logits")
     ]
     return any(torch.is_tensor(value) and value.requires_grad for value in values)
+
+
+def _has_covariances(latent: Latent) -> bool:
+    matrix = latent.source is not None and isinstance(latent.source.base, MatrixNormal)
+    return latent.shared is not None or matrix
 
 
 def _kl_of_covariances(source: GaussianSite, latents: list[Latent]) -> Tensor:

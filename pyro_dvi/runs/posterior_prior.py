@@ -14,6 +14,7 @@ from torch import distributions as td
 
 from pyro_dvi.core.distributions import strip_event_dims
 from pyro_dvi.errors import ArgumentError, ModelError, UnsupportedError
+from pyro_dvi.gaussians.normals import MatrixNormal
 from pyro_dvi.runs.latents import is_real
 from pyro_dvi.runs.sites import sites_named
 
@@ -79,10 +80,10 @@ def posterior_prior(
         if name in excluded:
             continue
         base = strip_event_dims(posterior)
-        if not real or not isinstance(base, td.Normal):
+        if not real or not isinstance(base, td.Normal) or isinstance(base, MatrixNormal):
             reason = f"posterior of site {name!r} is {type(base).__name__}" if real else None
             raise UnsupportedError(
-                f"the {reason or f'values of site {name!r} are constrained'}, which is no Gaussian over its values: "
+                f"the {reason or f'values of site {name!r} are constrained'}, which is no factorised Gaussian there: "
                 f"leave it with the prior of the model, as_prior(exclude=[{name!r}]), or give it a mean-field posterior"
             )
         loc, scale = torch.broadcast_tensors(base.loc.detach(), base.scale.detach())

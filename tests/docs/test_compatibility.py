@@ -41,7 +41,7 @@ def test_what_the_library_recommends_works(compatibility, tables):
     assert {pair: objectives[pair] for pair in compatibility.TRAINED_BY.items() if objectives[pair]} == {}
     for objective in OBJECTIVES:
         suited = (
-            ("VOGN", "OGN", "IVON")
+            ("VOGN", "OGN", "IVON", "NoisyKFAC")
             if objective == "NaturalGradientELBO"
             else ("dvi.optim.Adam", "dvi.optim.SGD")
         )
@@ -50,6 +50,7 @@ def test_what_the_library_recommends_works(compatibility, tables):
         "MultiplicativeNoiseGuide": "Moments()",
         "LaplaceGuide": "Linearised()",
         "NaturalGradientGuide": "Samples(n)",
+        "KroneckerGuide": "Samples(n)",
     }
     for guide in ("MeanFieldGuide", "LastLayerGuide", "EnsembleGuide"):
         default[guide] = "Moments()" if guide == "LastLayerGuide" else "AtMean()"
@@ -65,10 +66,10 @@ def test_natural_gradients_and_other_training_do_not_mix(compatibility, tables):
     """Where only one of objective, guide and optimizer is of natural gradients, nothing is trained."""
     objectives, optimizers, _ = (table.cells for table in tables)
     for (guide, objective), said in objectives.items():
-        if (guide == "NaturalGradientGuide") != (objective == "NaturalGradientELBO"):
+        if (guide in ("NaturalGradientGuide", "KroneckerGuide")) != (objective == "NaturalGradientELBO"):
             assert said.startswith("refused: "), (guide, objective)
     for (optimizer, objective), said in optimizers.items():
-        if (optimizer in ("VOGN", "OGN", "IVON")) != (objective == "NaturalGradientELBO"):
+        if (optimizer in ("VOGN", "OGN", "IVON", "NoisyKFAC")) != (objective == "NaturalGradientELBO"):
             assert said.startswith("refused: "), (optimizer, objective)
 
 

@@ -17,7 +17,7 @@ import pyro_dvi as dvi
 from pyro_dvi.bayesian import LearnedScale, init_to_module
 from pyro_dvi.curvature import EmpiricalFisher, Fisher, GGNDiagonal
 from pyro_dvi.errors import ArgumentError, DataError, NonFiniteError, UnsupportedError
-from pyro_dvi.natural_gradients import IVON, OGN, VOGN
+from pyro_dvi.natural_gradients import IVON, OGN, VOGN, NoisyKFAC
 from pyro_dvi.objectives import Captured, SampledELBO
 from pyro_dvi.objectives.schedules import LinearWarmup
 from tests.objectives.captured_steps import (
@@ -49,6 +49,7 @@ CASES = {
     "VOGN": (dvi.NaturalGradientGuide, natural, VOGN),
     "OGN": (dvi.NaturalGradientGuide, natural, OGN),
     "IVON": (dvi.NaturalGradientGuide, natural, IVON),
+    "NoisyKFAC": (dvi.KroneckerGuide, natural, NoisyKFAC),
 }
 
 
@@ -73,7 +74,7 @@ def test_what_a_step_leaves_with_the_guide():
     assert replays(training) > 10
 
 
-@pytest.mark.parametrize("name", ["Fisher", "two draws", "IVON"])
+@pytest.mark.parametrize("name", ["Fisher", "two draws", "IVON", "NoisyKFAC"])
 def test_float64(name, double):
     options = dict(zip(("guide", "elbo", "optimizer"), CASES[name], strict=True))
     training = both(lambda t: steps(t, 30, batches(torch.float64)), dtype=torch.float64, **options)

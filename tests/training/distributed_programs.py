@@ -20,6 +20,7 @@ from pyro_dvi.curvature import GGNDiagonal
 from pyro_dvi.errors import DataError, NonFiniteError, PyroDviError, UnsupportedError
 from pyro_dvi.guides import MeanFieldGuide
 from pyro_dvi.moment_propagation.multiplicative_noise import MultiplicativeNoiseGuide
+from pyro_dvi.natural_gradients.kronecker_guide import LayerFisher
 from pyro_dvi.natural_gradients.precision_guide import NaturalGradientGuide
 from pyro_dvi.natural_gradients.updates import IVON, OGN, VOGN, VOGNOptimizer
 from pyro_dvi.training.data_parallel import DataParallel
@@ -71,6 +72,11 @@ CASES = {
     ),
     "OGN": (NaturalGradientGuide, dvi.NaturalGradientELBO, lambda: OGN({"lr": 0.05})),
     "IVON": (NaturalGradientGuide, dvi.NaturalGradientELBO, lambda: IVON({"lr": 0.05})),
+    "NoisyKFAC": (
+        dvi.KroneckerGuide,
+        lambda: dvi.NaturalGradientELBO(num_particles=2),
+        lambda: dvi.NoisyKFAC({"lr": 0.05, "estimate": LayerFisher(observed=True)}),
+    ),
     "Taylor": (
         MeanFieldGuide,
         lambda: dvi.TaylorELBO(curvature=GGNDiagonal(), kl_weight=dvi.schedules.LinearWarmup(5)),

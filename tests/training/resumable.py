@@ -28,6 +28,7 @@ METHODS: dict[str, Any] = {
     "MomentPropagationELBO": (dvi.MultiplicativeNoiseGuide, dvi.MomentPropagationELBO, adam),
     "VOGN": (dvi.NaturalGradientGuide, dvi.NaturalGradientELBO, lambda: VOGN({})),
     "IVON": (dvi.NaturalGradientGuide, dvi.NaturalGradientELBO, lambda: IVON({})),
+    "NoisyKFAC": (dvi.KroneckerGuide, dvi.NaturalGradientELBO, lambda: dvi.NoisyKFAC({})),
     "MAP and LaplaceGuide": (dvi.LaplaceGuide, Trace_ELBO, adam),
 }
 

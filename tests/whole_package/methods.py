@@ -67,6 +67,9 @@ METHODS: dict[str, Callable[[Any], SVI]] = {
     "VOGN": natural(VOGN),
     "OGN": natural(OGN),
     "IVON": natural(IVON),
+    "NoisyKFAC": lambda model: SVI(
+        model, dvi.KroneckerGuide(model), dvi.NoisyKFAC({"lr": 0.05}), dvi.NaturalGradientELBO()
+    ),
 }
 
 

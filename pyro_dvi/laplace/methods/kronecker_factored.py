@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_dvi.curvature.example_gradients import ExampleGradients, OuterGradients
-from pyro_dvi.curvature.kronecker import KroneckerFactors, KroneckerLayer
+from pyro_dvi.curvature.kronecker import KroneckerFactors, KroneckerLayer, nearest_product
 from pyro_dvi.errors import NotPositiveDefiniteError, UnsupportedError, warn
 from pyro_dvi.laplace.energy.energy import LocalEnergy
 from pyro_dvi.laplace.energy.precision import (
@@ -141,9 +141,7 @@ def _eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 def _block(layer: KroneckerLayer, prior: Tensor) -> KroneckerBlock:
     """Return the layer's block of the precision, given the prior's."""
-    logs = prior[layer.places].log()
-    r = (logs.mean(1, keepdim=True) - logs.mean() / 2).exp()
-    c = (logs.mean(0) - logs.mean() / 2).exp()
+    r, c = nearest_product(prior[layer.places])
     beta, left = _eigen(layer.deltas / layer.positions / (r * r.mT).sqrt())
     alpha, right = _eigen(layer.inputs / (c.unsqueeze(-1) * c).sqrt())
     values = 1 + beta.unsqueeze(-1) * alpha

@@ -136,8 +136,9 @@ def posterior_gaussians(guide: Any, inputs: tuple[Any, ...]) -> tuple[dict[str, 
     factorised = getattr(guide, "factorised", guide)
     if factorised is None:
         raise GuideError(
-            f"the Gaussian of this {type(guide).__name__} has covariances: predict with Linearised(), or fit "
-            "Diagonal(); of an ensemble, take one of guide.members within its in_store()"
+            f"the Gaussian of this {type(guide).__name__} has covariances: predict by Samples(30), or by "
+            "Linearised() of a LaplaceGuide, whose Diagonal() has none; of an ensemble, take one of guide.members "
+            "within its in_store()"
         )
     with torch.enable_grad(), AllRows():
         means = Call(factorised, factorised, _arguments(guide, inputs)).run_guide(PosteriorMeans())

@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The posterior of noisy K-FAC: one matrix normal for each layer, and how its layers are found and measured."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import isqrt
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+import torch
+from pyro.distributions import constraints
+from pyro.poutine.block_messenger import BlockMessenger
+from torch import Tensor
+
+from pyro_dvi.core.autograd_graph import graph_of
+from pyro_dvi.core.distributions import strip_event_dims
+from pyro_dvi.core.undisturbed import preserve_buffers
+from pyro_dvi.curvature.example_gradients import ExampleGradients
+from pyro_dvi.curvature.kronecker import KroneckerFactors, KroneckerLayer, nearest_product
+from pyro_dvi.curvature.linearisation import ObservedSite, sum_of
+from pyro_dvi.curvature.squared_gradients import SquaredGradients
+from pyro_dvi.errors import ModelError
+from pyro_dvi.gaussians.normals import MatrixNormal
+from pyro_dvi.guides.base import FactorisedGuide
+from pyro_dvi.guides.factors import Factor, GuideSite, owner_of
+from pyro_dvi.natural_gradients.drawn_run import DrawnRun, SquareMeasurement
+from pyro_dvi.natural_gradients.estimates import Estimate
+from pyro_dvi.natural_gradients.precision_guide import NaturalGradientGuide
+from pyro_dvi.runs.latents import is_real
+from pyro_dvi.runs.observed import num_data_of, observed_sites
+from pyro_dvi.runs.posterior_run import Call
+
+
+@dataclass(frozen=True)
+class LayerFisher(Estimate):
+    r"""Kronecker factors of the Fisher information of each layer; of all other latents, sums of squared gradients.
+
+    .. math:: A = \sum_i \sum_t a_{it} a_{it}^\top, \qquad
+        B = \frac{1}{NT} \sum_i \sum_t \delta_{it} \delta_{it}^\top
+
+    Args:
+        at_mean: take them at the mean, and not at draws: K-FAC without noise.
+        observed: gradients :math:`\delta` are of the observed labels. By default they are of labels drawn from the
+            model at the same weights, one for each example, which takes one more backward pass as well.
+
+    Source: Zhang et al. (2018), "Noisy natural gradient as variational inference"; Martens & Grosse (2015).
+    """
+
+    at_mean: bool = False
+    observed: bool = False
+    factored: ClassVar[bool] = True
+
+    def measure(self, run: DrawnRun, sites: Sequence[ObservedSite], squares: SquareMeasurement) -> None:
+        number = {one.name: k for k, one in enumerate(run.drawn)}
+        found = run.guide.guide.layers.items()
+        layers = {number[weight]: [number[n] for n in (weight, bias) if n] for weight, bias in found}
+        inside = [k for tensors in layers.values() for k in tensors]
+        if layers:
+            self._measure_layers(run, sites, layers, squares.num_particles)
+        squares.measure(run, sites, inside)
+
+    def _measure_layers(
+        self, run: DrawnRun, sites: Sequence[ObservedSite], layers: dict[int, list[int]], num_particles: int
+    ) -> None:
+        drawn = run.drawn
+        # Labels of several sites are drawn independently, so that products of their gradients vanish on average.
+        terms = [site.log_prob(site.value if self.observed else site.sample_labels()) for site in sites]
+        roots = [torch.as_tensor(s.scale).to(t).sqrt() for s, t in zip(sites, terms, strict=True)]
+        total = sum_of([(term * root).sum() for term, root in zip(terms, roots, strict=True)])
+        rows, served = _rows_of_examples(run.recorder, terms)
+        served = {k: served[k] for tensors in layers.values() for k in tensors if k in served}
+        examples = ExampleGradients(run.recorder, (total / rows).expand(rows, 1), served=served)
+        whole = max(map(num_data_of, sites)) / rows
+        for k, tensors in layers.items():
+            measured, outer = torch.zeros_like(drawn[k].precision), examples.outer(k)
+            if outer is not None:
+                layer = KroneckerLayer(tuple(tensors))
+                layer.add(examples)
+                factors = [layer.deltas / layer.positions / whole, layer.inputs * whole]
+                parts = flattened(*(factors[::-1] if outer.inputs_first else factors))
+                measured = parts.to(measured) / num_particles
+            elif drawn[k].value.grad_fn in graph_of([total]):
+                raise ModelError(
+                    f"site {drawn[k].name!r} was the weight of a layer in the first run, and now "
+                    f"{run.recorder.obstacle(k)}: train this model with NaturalGradientGuide and VOGN"
+                )
+            drawn[k].measurement.add(measured)
+
+
+def _rows_of_examples(recorder: SquaredGradients, terms: Sequence[Tensor]) -> tuple[int, Any]:
+    """Return the number of examples, as which most tensors are served, and the uses of these."""
+    sizes = dict.fromkeys(size for term in terms for size in term.shape) or {1: None}
+    found = [(size, recorder.served(size)) for size in sizes]
+    return max(found, key=lambda pair: len(pair[1]))
+
+
+class KroneckerGuide(NaturalGradientGuide):
+    r"""Matrix normals over the layers of a network, and independent Gaussians over the rest, for ``NoisyKFAC``.
+
+    .. math:: q(W) = \mathcal{MN}(W; M, \Lambda_B^{-1}, \Lambda_A^{-1}), \qquad
+        \Lambda_B \otimes \Lambda_A \approx \frac{N}{\beta T} (B \otimes A + \tilde\delta)
+
+    W are the weights ``[out, in]`` of a dense or convolutional layer, with its bias as the last column where that is
+    the next site of the model. The first run of the model finds the layers: weights that one function uses once. All
+    other sites have precisions as in a :class:`~pyro_dvi.NaturalGradientGuide`.
+
+    Args:
+        model: a Pyro model whose latents have Normal priors (in unconstrained space).
+        init_loc_fn: Pyro initialisation strategy of the means.
+        initial_scale: standard deviation at the start, as a fraction of the prior's; the first step replaces it.
+        create_plates: as in Pyro's guides.
+
+    Attributes:
+        layers: the site of each layer's bias, or None, by the site of its weights; filled by the first run.
+        locs: module of means.
+        precisions: module of precisions of the rest.
+        factors: module of the factors of layers, see :meth:`roots`.
+
+    Raises:
+        ModelError: in the first call: nothing is observed, a latent is discrete, or a prior is no Normal.
+
+    Source: Zhang, Sun, Duvenaud & Grosse (2018), "Noisy natural gradient as variational inference".
+    """
+
+    _constraints = {"precisions": constraints.real, "factors": constraints.real}  # noqa: RUF012
+    trained_by: ClassVar[str] = "NoisyKFAC"
+    _first_estimate: ClassVar[Estimate] = LayerFisher()
+    layers: Mapping[str, str | None] = MappingProxyType({})
+
+    @property
+    def factorised(self) -> Any:
+        """None where weights have covariances: rules of prediction that need independent weights refuse it."""
+        return None if self.layers else self
+
+    def roots(self, weight: str) -> tuple[Tensor, Tensor]:
+        r"""Return the lower roots of a layer's covariance :math:`L_r L_r^\top \otimes L_c L_c^\top`."""
+        site = self._seen[weight]
+        return unflattened(site.spread, site.loc.shape[0])
+
+    def precision_parameter(self, name: str) -> Tensor:
+        """Return the parameter that the curvature of a site belongs to; a layer has one for weights and bias."""
+        return super().precision_parameter(self._weight_of().get(name, name))
+
+    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Draw every latent site once; Pyro calls it with the arguments of the model."""
+        self.initialize(*args, **kwargs)
+        return self._within_plates(self._drawing(lambda site, fn: site.sample(fn)), *args, **kwargs)
+
+    @torch.no_grad()
+    def sample(self, sample_shape: Sequence[int] | int = ()) -> dict[str, Tensor]:
+        """Draw all sites at once, without running the model; see :meth:`FactorisedGuide.sample`."""
+        shape = torch.Size([sample_shape] if isinstance(sample_shape, int) else sample_shape)
+
+        def draw(site: GuideSite, fn: Any) -> Tensor:
+            return site.constrained(fn.expand(shape + site.posterior().batch_shape).sample())
+
+        drawing = self._drawing(draw)
+        return {site.name: drawing(site) for site in self._sites()}
+
+    def _drawing(self, draw: Callable[[GuideSite, Any], Tensor]) -> Callable[[GuideSite], Tensor]:
+        """Return a function that draws site after site: biases given the weights of their layer."""
+        given: dict[str, Callable[[Tensor], Any]] = {}
+
+        def drawn(site: GuideSite) -> Tensor:
+            fn = given[site.name](site.loc) if site.name in given else site.posterior()
+            value = draw(site, fn)
+            if bias := self.layers.get(site.name):
+                weights = strip_event_dims(fn)
+                given[bias] = lambda loc: weights.next_column(loc, value).to_event(1)
+            return value
+
+        return drawn
+
+    def _weight_of(self) -> dict[str, str]:
+        return {bias: weight for weight, bias in self.layers.items() if bias}
+
+    # Finding layers --------------------------------------------------------------------------------------------------
+
+    def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
+        self._arguments = args, kwargs
+        try:
+            super()._setup_prototype(*args, **kwargs)
+        finally:
+            del self._arguments
+
+    def _check_sites(self, sites: dict[str, Any]) -> None:
+        """Find the layers, in what was loaded or by a run of the model."""
+        if any(owner_of(self.locs, name) is not None for name in sites):
+            layers: dict[str, str | None] = {}
+            for name, following in zip(sites, [*list(sites)[1:], None], strict=True):
+                if (owner := owner_of(self.factors, name)) is not None:
+                    shape = sites[name]["value"].shape
+                    _, columns = unflattened(getattr(owner, name.rpartition(".")[2]), shape[0])
+                    layers[name] = following if len(columns) > shape.numel() // shape[0] else None
+            self.layers = layers
+        else:
+            with preserve_buffers(), torch.enable_grad(), BlockMessenger():
+                self.layers = self._found(sites)
+
+    def _found(self, sites: dict[str, Any]) -> dict[str, str | None]:
+        """Return the layers that a run of the model has."""
+        trace: Any = self.prototype_trace
+        trace, names = trace.copy(), []
+        for name, site in sites.items():
+            if is_real(site["fn"].support) and not site["cond_indep_stack"]:
+                names.append(name)
+                value = site["value"].detach().clone().requires_grad_()
+                trace.nodes[name] = {**site, "value": value}
+        args, kwargs = self._arguments
+        with SquaredGradients([trace.nodes[name]["value"] for name in names]) as recorder:
+            run = Call(self.model.__wrapped__, self, args, kwargs).trace_model(trace)
+        terms = [site.log_prob(site.value) for site in observed_sites(run).terms]
+        rows, _ = _rows_of_examples(recorder, terms)
+        columns = [
+            term.movedim(term.shape.index(rows), 0).reshape(rows, -1) for term in terms if rows in term.shape
+        ]
+        if not names or not columns:
+            return {}
+        examples = ExampleGradients(recorder, torch.cat(columns, 1).sum(1, keepdim=True), names=names)
+        layers: dict[str, str | None] = {}
+        following = dict(zip(sites, list(sites)[1:], strict=False))
+        for layer in KroneckerFactors(examples).layers:
+            weight, *rest = (names[k] for k in layer.tensors)
+            outer = examples.outer(layer.tensors[0])
+            if sites[weight]["value"].dim() > 1 and outer is not None:
+                bias = rest[0] if rest and following[weight] == rest[0] and not outer.inputs_first else None
+                layers[weight] = bias
+        return layers
+
+    def _factor_of(self, name: str, site: Any, loc: Tensor) -> Factor:
+        factor = super()._factor_of(name, site, loc)
+        if name in self.layers:
+            return _Weights(self.initial_scale, self.layers[name] is not None)
+        weight = self._weight_of().get(name)
+        return factor if weight is None else _Bias(self, weight)
+
+
+@dataclass(frozen=True)
+class _Weights(Factor):
+    """The weights of a layer, whose factors are one vector."""
+
+    initial_scale: float
+    has_bias: bool
+    store: ClassVar[str] = "factors"
+
+    def initial(self, loc: Tensor, prior_scale: Tensor, event_dim: int) -> Tensor:
+        r, c = nearest_product(prior_scale.expand_as(loc).flatten(1))
+        c = torch.cat([c, c.mean().expand(int(self.has_bias))])
+        return flattened(r.squeeze(-1).diag(), self.initial_scale * c.diag())
+
+    def distribution(self, loc: Tensor, spread: Tensor | None) -> MatrixNormal:
+        assert spread is not None
+        return MatrixNormal(loc, *unflattened(spread.detach(), loc.shape[0]), loc.dim())
+
+
+@dataclass(frozen=True)
+class _Bias(Factor):
+    """The bias of a layer, whose spread is a part of that of the weights."""
+
+    guide: FactorisedGuide
+    weight: str
+
+    def distribution(self, loc: Tensor, spread: Tensor | None) -> MatrixNormal:
+        weights: Any = strip_event_dims(self.guide._seen[self.weight].posterior())
+        return weights.next_column(loc)  # type: ignore[no-any-return]
+
+
+def flattened(rows: Tensor, columns: Tensor) -> Tensor:
+    """Return both factors of a layer as the vector that the guide stores."""
+    return torch.cat([rows.flatten(), columns.flatten()])
+
+
+def unflattened(factors: Tensor, p: int) -> tuple[Tensor, Tensor]:
+    """Return the factors ``[p, p]`` and ``[n, n]`` from that vector."""
+    rows, columns = factors.split([p * p, len(factors) - p * p])
+    n = isqrt(len(columns))
+    return rows.reshape(p, p), columns.reshape(n, n)
