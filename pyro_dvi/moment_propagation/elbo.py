@@ -92,12 +92,12 @@ class MomentPropagationELBO(Objective):
     (:mod:`pyro_dvi.expectations`). The model is not rewritten. One pass costs two to three times a deterministic pass.
 
     Status: as in the paper, units are treated as independent Gaussians, unless ``full_covariance=True``. This is exact
-    if every weight enters each output once: for linear models ``x @ w``, and for the moments of networks with one hidden layer. Deeper networks,
-    kernels that act at many positions and weights that are used twice lose covariances, and with them part of the
-    variance; :func:`~pyro_dvi.diagnostics.compare_with_sampling` measures how much. Write ``(a - b) @ w``, not
-    ``a @ w - b @ w``. Not a bound. The KL divergence is exact for Normal priors. Latents that set the prior of other
-    latents, and latents with a constrained support (such as a positive noise scale), are sampled with
-    reparameterisation.
+    if every weight enters each output once: for linear models ``x @ w``, and for the moments of networks with one
+    hidden layer. Deeper networks, kernels that act at many positions and weights that are used twice lose covariances,
+    and with them part of the variance; :func:`~pyro_dvi.diagnostics.compare_with_sampling` measures how much. Write
+    ``(a - b) @ w``, not ``a @ w - b @ w``. Not a bound. The KL divergence is exact for Normal priors. Latents that set
+    the prior of other latents, and latents with a constrained support (such as a positive noise scale), are sampled
+    with reparameterisation.
 
     Needs a guide of independent Gaussians: :class:`~pyro_dvi.MultiplicativeNoiseGuide` (MNVI),
     :class:`~pyro_dvi.MeanFieldGuide`, Pyro's ``AutoNormal`` or ``AutoDiagonalNormal`` (mean-field), or hand-written

@@ -39,8 +39,8 @@ class NaturalGradientELBO(Objective):
     backward pass per example.
 
     Needs :class:`~pyro_dvi.NaturalGradientGuide` (for NoisyKFAC :class:`~pyro_dvi.KroneckerGuide`), Normal priors whose
-    parameters do not depend on latents, and one of the optimizers above. The same optimizer updates deterministic parameters (batch normalisation, a learned noise
-    scale, a learned prior scale) with Adam.
+    parameters do not depend on latents, and one of the optimizers above. The same optimizer updates deterministic
+    parameters (batch normalisation, a learned noise scale, a learned prior scale) with Adam.
 
     Args:
         kl_weight: :math:`\beta > 0`, a float or a schedule of the completed training steps. Like the papers'
