@@ -3,11 +3,11 @@ r"""Moments of dependent Gaussians: the weights of one layer, and the outputs th
 
 .. math:: x_i = \bar x_i + \sum_r F_{ri}\,\epsilon_r + \sqrt{d_i}\,\delta_i, \qquad \epsilon_r, \delta_i \sim N(0, 1)
 
-The weights of a posterior with a Cholesky factor or a low-rank factor have this form, and so has everything that is
-linear in them: a function that moves or scales a weight does so to each row of F. A layer :math:`y = Wh + b` with
-certain :math:`h` has exact covariances. With uncertain :math:`h`, independent of the weights, variances are exact;
-covariances between outputs that share the noise of :math:`h` are dropped, as in all other layers. A layer that is used
-twice shares :math:`\epsilon` in both uses, while d counts as independent in each.
+The weights of a posterior with a Cholesky factor or a low-rank factor have this form, and so does everything that is
+linear in them: a function that moves or scales a weight does the same to each row of F. For a layer :math:`y = Wh + b`
+with deterministic :math:`h`, covariances are exact. With uncertain :math:`h`, independent of the weights, variances are
+exact; covariances between outputs that share the noise of :math:`h` are dropped, as in all other layers. If a layer is
+used twice, both uses share :math:`\epsilon`, but the noise :math:`\delta` is treated as independent in each use.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,12 +27,12 @@ from pyro_dvi.moments.value import GaussianMoments, loc_of, second_moment_of, va
 
 @dataclass(frozen=True)
 class SharedNoise:
-    """The noise that dependent Gaussians share.
+    """The noise shared by dependent Gaussians.
 
     Attributes:
         factor: F, ``[R, *shape]``.
-        sites: the sites that it belongs to, for messages.
-        between_outputs: True if the outputs of the layer share it; else every row of a weight has noise of its own.
+        sites: the sites that the noise belongs to, for messages.
+        between_outputs: True if the outputs of the layer share the noise; False if every row of a weight has its own.
     """
 
     factor: Tensor
@@ -48,7 +48,7 @@ class JointMoments(GaussianMoments):
         rest: variance that is not shared; None for zero.
         noise: the shared noise.
         of_weights: True for weights; False for outputs that are linear in weights.
-        variance: the whole variance if it is known.
+        variance: the total variance, if known.
     """
 
     __slots__ = ("_rest", "noise", "of_weights")
@@ -72,7 +72,7 @@ class JointMoments(GaussianMoments):
 
     @property
     def variance(self) -> Tensor:
-        """Whole variances, computed when first asked for."""
+        """Total variances, computed on first access."""
         if self._variance is self._loc:
             shared = self.noise.factor.square().sum(0)
             self._variance = shared if self._rest is None else self._rest + shared
@@ -106,10 +106,10 @@ def covariance_between(first: JointMoments, second: JointMoments) -> Tensor:
 
 
 def covariance_of(*gaussians: GaussianMoments) -> Tensor:
-    """Return the covariance ``[*batch, n, n]`` of the numbers along the last dimensions, one after the other.
+    """Return the covariance ``[*batch, n, n]`` of the last dimensions of all arguments, concatenated.
 
     Args:
-        gaussians: ``[*batch, n_k]``, with the same noise where they share any.
+        gaussians: ``[*batch, n_k]``; all that share noise share the same noise.
     """
     own = [g.rest if isinstance(g, JointMoments) and has_covariances(g) else g.variance for g in gaussians]
     rests = [torch.zeros_like(g.loc) if r is None else r for g, r in zip(gaussians, own, strict=True)]
@@ -134,8 +134,8 @@ def joint_product(product: Callable[..., Tensor], x: Any, weight: Any, bias: Any
     .. math::
         F'_r = F_r h, \qquad d' = d\,(\bar h^2 + v) + \Bigl(\bar W^2 + \sum_r F_r^2\Bigr) v
 
-    Status: exact means and variances for :math:`h` that is independent of the weights; the covariance of outputs that
-    common noise v of :math:`h` causes is dropped.
+    Status: exact means and variances if :math:`h` is independent of the weights; covariances of outputs caused by the
+    variance v of :math:`h` are dropped.
 
     Args:
         product: as for :func:`~pyro_dvi.moments.bilinear.bilinear_moments`.
@@ -144,7 +144,7 @@ def joint_product(product: Callable[..., Tensor], x: Any, weight: Any, bias: Any
         bias: likewise, or None.
 
     Raises:
-        UnsupportedError: two factors share noise, a bias has the noise of another layer, or outputs enter a further
+        UnsupportedError: if both factors share noise, a bias has the noise of another layer, or outputs enter a further
             layer.
     """
     joint, other = (weight, x) if isinstance(weight, JointMoments) else (x, weight)
@@ -164,7 +164,7 @@ def joint_product(product: Callable[..., Tensor], x: Any, weight: Any, bias: Any
     if spread is not None:
         rest = _sum(rest, of(joint.loc.square() + joint.noise.factor.square().sum(0), spread))
     own = bias.rest if isinstance(bias, JointMoments) else variance_of(bias)
-    if own is not None:  # added where the product adds a bias
+    if own is not None:  # added like a bias
         zeros = torch.zeros_like(joint.loc), torch.zeros_like(mean)
         rest = _sum(rest, of(*zeros, own))
     return _outputs(of(joint.loc, mean, *shifts), rest, replace(joint.noise, factor=factor))
@@ -185,7 +185,7 @@ _SUMS = frozenset("add sub subtract rsub radd".split())
 
 @contextmanager
 def joint_noise_followed() -> Iterator[None]:
-    """Let functions that shift, scale or move dependent Gaussians keep their shared noise, and refuse others."""
+    """Let functions that shift, scale or move dependent Gaussians keep their shared noise; other functions raise."""
     with observed_by(_Followed()):
         yield
 
@@ -206,7 +206,7 @@ class _Followed:
         parts: list[Any] = [result] if isinstance(result, GaussianMoments) else list(result)
         if alone and first.link is not None and moves:
             inners: list[Any] = [part.link.inner for part in parts]
-            if not isinstance(inners[0], JointMoments):  # moved by the rule alone
+            if not isinstance(inners[0], JointMoments):  # already moved by the rule
                 inners = _through(
                     entry.rule, [first.link.inner], _with(args, first, first.link.inner), kwargs, inners
                 )
@@ -214,10 +214,10 @@ class _Followed:
                 result, [p.linked(replace(p.link, inner=i)) for p, i in zip(parts, inners, strict=True)]
             )
         if alone and isinstance(_gaussian(parts[0]), JointMoments):
-            return result  # a function of the Gaussian, which likelihoods integrate over
+            return result  # a function of the Gaussian over which likelihoods integrate
         adds = entry.name.strip("_") in _SUMS and len({_gaussian(a).noise.sites for a in found}) == 1
         if len(found) > 1 and not any(a.of_weights or a.noise.between_outputs for a in map(_gaussian, found)):
-            adds = False  # they may be of rows that are independent
+            adds = False  # the terms may belong to independent rows
         if all(a.link is None for a in found) and (adds or (alone and (moves or entry.kind is Kind.AFFINE))):
             return _as(result, _through(entry.rule, found, args, kwargs, parts))
         return _refuse(_gaussian(first), f"enter {name_of(func)}")
@@ -273,7 +273,7 @@ def _gaussian(x: GaussianMoments) -> Any:
 def _refuse(joint: JointMoments, what: str) -> NoReturn:
     subject = "weights" if joint.of_weights else "outputs of the layer"
     raise UnsupportedError(
-        f"the posterior of {joint.noise.sites} has covariances, and its {subject} {what}. Only a last layer may have "
-        "them: a linear layer with only shifts, scaling and views between it and the likelihood. Use LastLayerGuide, "
+        f"the posterior of {joint.noise.sites} has covariances, and its {subject} {what}. Only a last layer may "
+        "have covariances: a linear layer, followed only by shifts, scaling and views. Use LastLayerGuide, "
         "or train with Pyro's Trace_ELBO and predict with Samples(n)."
     )
