@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What continual_learning.py compares with: learners that maximise, with and without a memory of earlier tasks."""
+"""Baselines for continual_learning.py: point estimates, with and without a memory of earlier tasks."""
 
 import copy
 import math
@@ -14,14 +14,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 __all__ = ["EWC", "AllData", "Budget", "FineTuning", "Learner", "Pair"]
 
-FINAL_LR = 0.03  # of Adam's first learning rate; it falls by the same factor in every step
+FINAL_LR = 0.03  # Adam's final learning rate relative to its first; the decay is exponential
 PRIOR_WEIGHT = 0.1
 Pair = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What every learner is given for each task."""
+    """Training budget of every learner for each task."""
 
     epochs: int
     batch_size: int
@@ -32,17 +32,17 @@ class Budget:
         return DataLoader(TensorDataset(*data), self.batch_size, shuffle=True)
 
     def decay(self, num_data: int) -> float:
-        """Factor of Adam's learning rate in each step."""
+        """Factor by which Adam's learning rate decays in each step."""
         return FINAL_LR ** (1 / (self.epochs * math.ceil(num_data / self.batch_size)))
 
 
 class Learner(ABC):
-    """Meets tasks one after the other.
+    """Learns tasks one after the other.
 
     Args:
         network: the network before the first task; it is copied.
-        strength: KL weight, or of the penalty; each learner says what it is.
-        budget: for each task.
+        strength: weight of the KL divergence or of the penalty; see each learner.
+        budget: training budget for each task.
     """
 
     def __init__(self, network: nn.Sequential, strength: float, budget: Budget) -> None:
@@ -58,17 +58,17 @@ class Learner(ABC):
 
 
 class EWC(Learner):
-    r"""Maximum a posteriori under a quadratic penalty, of which ``strength`` multiplies the information.
+    r"""Maximum a posteriori with a quadratic penalty, in which ``strength`` multiplies the Fisher information.
 
     .. math::
         -\sum_i \log p(y_i \mid x_i, \theta) + \tfrac12 \sum_\lambda P_\lambda (\theta_\lambda - \theta^*_\lambda)^2,
         \qquad P \leftarrow P + \mathrm{strength} \cdot F(\theta^*)
 
-    with the solution :math:`\theta^*` of the last task and the diagonal Fisher information F of all its examples; at
-    first with zero and the weighted precision of the prior.
+    with the solution :math:`\theta^*` of the last task and the diagonal Fisher information F, summed over its examples.
+    Before the first task, :math:`\theta^* = 0` and P is the weighted precision of the prior.
 
-    Source: Kirkpatrick et al. (2017), "Overcoming catastrophic forgetting in neural networks"; with one penalty around
-    the last solution instead of one for each task, as Huszár (2018) derives it.
+    Source: Kirkpatrick et al. (2017), "Overcoming catastrophic forgetting in neural networks"; with a single penalty
+    around the last solution instead of one for each task, as derived by Huszár (2018).
     """
 
     def __init__(self, network: nn.Sequential, strength: float, budget: Budget) -> None:
@@ -80,7 +80,7 @@ class EWC(Learner):
         }
 
     def learn(self, data: Pair) -> None:
-        """Minimise, and measure the information at the minimum."""
+        """Minimise the penalised loss, and compute the Fisher information at the minimum."""
         adam = torch.optim.Adam(self.network.parameters(), self.budget.lr)
         decay = torch.optim.lr_scheduler.ExponentialLR(adam, self.budget.decay(len(data[0])))
         for _ in range(self.budget.epochs):
@@ -101,7 +101,7 @@ class EWC(Learner):
         return 0.5 * torch.stack(terms).sum()
 
     def remember(self, data: Pair) -> None:
-        """Move the centre to the solution and add the information there."""
+        """Move the centre of the penalty to the solution and add the Fisher information there."""
         information = fisher(self.network, data[0])
         for name, p in self.parameters.items():
             self.centre[name] = p.detach().clone()
@@ -109,33 +109,33 @@ class EWC(Learner):
 
     @torch.no_grad()
     def probabilities(self, x: Tensor) -> Tensor:
-        """Predict with the weights as they are."""
+        """Predict with the current weights."""
         return self.network(x).softmax(1)
 
 
 class FineTuning(EWC):
-    """Remembers nothing but its weights; ``strength`` has no meaning."""
+    """Continues from the weights of the last task, without a penalty; ``strength`` is not used."""
 
     def remember(self, data: Pair) -> None:
-        """Leave the penalty what it was, the prior."""
+        """Leave the penalty unchanged: it is the prior."""
 
 
 class AllData(FineTuning):
-    """Keeps the data of all tasks, and trains on with them; ``strength`` has no meaning."""
+    """Keeps the data of all tasks and trains on all of them; ``strength`` is not used."""
 
     def __init__(self, network: nn.Sequential, strength: float, budget: Budget) -> None:
         super().__init__(network, strength, budget)
         self.kept: list[Pair] = []
 
     def learn(self, data: Pair) -> None:
-        """Train on everything so far."""
+        """Train on the data of all tasks so far."""
         self.kept.append(data)
         xs, ys = zip(*self.kept, strict=True)
         super().learn((torch.cat(xs), torch.cat(ys)))
 
 
 def prior_precision(parameter: Tensor) -> float:
-    """Return that of ``fan_in``, variance two over the number of inputs, and 1 for biases."""
+    """Return the precision of ``fan_in``: half the number of inputs for weights, 1 for biases."""
     return parameter.shape[1] / 2 if parameter.dim() > 1 else 1.0
 
 

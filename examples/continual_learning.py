@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Learn several tasks one after the other without the data of the earlier ones, and see what is forgotten.
+"""Learn several tasks one after the other without the data of earlier tasks, and measure forgetting.
 
-All tasks are the same images of digits, each with its pixels in an order of its own, and all share one network with one
-head. Nothing says to which task an image belongs. Five learners meet the tasks in turn:
+All tasks use the same images of digits, each task with its own permutation of the pixels. All tasks share one network
+with one head, and the network is not told which task an image belongs to. Five learners are compared:
 
   VOGN           NaturalGradientGuide, NaturalGradientELBO, VOGN; the posterior of one task is the prior of the next
   VCL            variational continual learning: the same with MeanFieldGuide, SampledELBO and Adam
   EWC            elastic weight consolidation: maximum a posteriori with a quadratic penalty around the last solution
   fine-tuning    maximum a posteriori, task after task
-  all data       maximum a posteriori with the data of all tasks so far, which shows what there is to lose
+  all data       maximum a posteriori with the data of all tasks so far: accuracy without forgetting
 
-"The posterior is the next prior" is one line, `model = guide.as_prior()(model)`, and works with every factorised
-guide and objective of the library. Then it prints, for each learner, the accuracy on each task after each task, and
-draws it into a file.
+Turning the posterior into the next prior takes one line, `model = guide.as_prior()(model)`, and works with every
+factorised guide and objective of the library. The script prints, for each learner, the accuracy on each task after each
+task, and plots it to a file.
 
-The data are scikit-learn's digits of 8 x 8 pixels. With --data-dir they are images of MNIST, from a folder with
-MNIST/raw/*-ubyte.gz or, where there is none, downloaded there by torchvision. The default KL
-weights and the strength of EWC (on digits) were chosen on validation images by `python -m benchmarks run
-continual_learning`, which repeats both data sets with several seeds.
+The data are scikit-learn's digits of 8 x 8 pixels. With --data-dir, the script uses MNIST from a folder with
+MNIST/raw/*-ubyte.gz; if the files are missing, torchvision downloads them there. The default KL weights and the
+strength of EWC (on digits) were chosen on validation images by `python -m benchmarks run continual_learning`, which
+repeats the comparison on both data sets with several seeds.
 """
 
 import argparse
@@ -41,7 +41,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 import pyro_dvi as dvi
 
-matplotlib.use("Agg")  # draws into files: no display is needed
+matplotlib.use("Agg")  # plots to files; no display is needed
 import matplotlib.pyplot as plt  # noqa: E402
 
 # Tasks ----------------------------------------------------------------------------------------------------------
@@ -77,7 +77,7 @@ def mnist(folder: Path, train: bool) -> Pair:
 
 
 def permuted(images: Task, count: int, seed: int) -> list[Task]:
-    """Return the images themselves, and then with their pixels in other orders."""
+    """Return the images themselves as the first task, and with permuted pixels as the other tasks."""
     generator = torch.Generator().manual_seed(seed)
     pixels = images.train[0].shape[1]
     orders = [torch.arange(pixels), *(torch.randperm(pixels, generator=generator) for _ in range(count - 1))]
@@ -106,10 +106,10 @@ class PosteriorAsPrior(Learner):
 
     @abstractmethod
     def inference(self, num_data: int) -> tuple[Any, SVI]:
-        """Return a guide of the model and how it is trained."""
+        """Return a guide for the model, and the SVI object that trains it."""
 
     def learn(self, data: Pair) -> None:
-        """Train a posterior; then it takes the place of the prior."""
+        """Train a posterior, with the posterior of the last task as the prior."""
         if self.guide is None:
             self.model = dvi.classifier(self.network, num_data=len(data[0]))
         else:
@@ -127,20 +127,20 @@ class NaturalGradient(PosteriorAsPrior):
     """Variational online Gauss-Newton."""
 
     def inference(self, num_data: int) -> tuple[Any, SVI]:
-        """Means and precisions by the optimizer."""
+        """Means and precisions, updated by the optimizer."""
         guide = dvi.NaturalGradientGuide(self.model)
         elbo = dvi.NaturalGradientELBO(kl_weight=self.strength)
         return guide, SVI(self.model, guide, dvi.VOGN({}), loss=elbo)
 
 
 class VCL(PosteriorAsPrior):
-    """Mean-field variational inference by gradients of reparameterised draws, with the KL divergence in closed form.
+    """Mean-field variational inference with reparameterised draws, and the KL divergence in closed form.
 
     Source: Nguyen, Li, Bui & Turner (2018), "Variational continual learning", without coresets.
     """
 
     def inference(self, num_data: int) -> tuple[Any, SVI]:
-        """Means and standard deviations by Adam; from the second task on they start at the prior."""
+        """Means and standard deviations, trained with Adam; from the second task on, they start at the prior."""
         scale = dvi.guides.PerWeight() if self.guide is None else dvi.guides.PerWeight(log_offset=0.0)
         guide = dvi.MeanFieldGuide(self.model, scale=scale)
         schedule = partial(ExponentialLR, gamma=FINAL_LR ** (1 / self.budget.epochs))
@@ -162,7 +162,7 @@ LEARNERS: dict[str, type[Learner]] = {
 
 @dataclass(frozen=True)
 class Setting:
-    """A data set with its budget, and strengths that did best on validation images."""
+    """A data set with its budget, and the strengths that scored best on validation images."""
 
     name: str
     num_train: int
@@ -184,10 +184,11 @@ def course(
     device: str,
     part: str = "test",
 ) -> np.ndarray:
-    """Let a learner meet all tasks.
+    """Train a learner on all tasks in turn.
 
     Returns:
-        Accuracies ``[tasks, tasks]``: on task k after task t in row t and column k; NaN above the diagonal.
+        Accuracies ``[tasks, tasks]``: row t and column k hold the accuracy on task k after task t; NaN above the
+        diagonal.
     """
     pyro.set_rng_seed(seed)
     network = make_network(tasks[0].train[0].shape[1], setting.hidden).to(device)
@@ -211,7 +212,7 @@ def print_table(name: str, accuracies: np.ndarray) -> None:
         print(f"after task {t:<4} {shown}{np.nanmean(row):8.1%}")
 
 
-# The colours of Okabe and Ito, which stay apart under colour blindness; markers say it again.
+# The colour-blind-safe palette of Okabe and Ito; markers repeat the distinction.
 STYLES = {
     "VOGN": ("#0072B2", "o"),
     "VCL": ("#E69F00", "s"),
@@ -222,12 +223,12 @@ STYLES = {
 
 
 def draw(axes: Any, results: dict[str, np.ndarray], title: str) -> None:
-    """Draw the mean accuracy on the tasks so far, and that on the first, over the number of tasks.
+    """Plot the mean accuracy on the tasks so far, and the accuracy on the first task, against the number of tasks.
 
     Args:
-        axes: two.
-        results: accuracies ``[seeds, tasks, tasks]`` by learner; the standard deviation over seeds becomes a band.
-        title: of the data.
+        axes: two axes.
+        results: accuracies ``[seeds, tasks, tasks]`` by learner; the band is one standard deviation over seeds.
+        title: name of the data.
     """
     panels = ("mean accuracy on the tasks so far", "accuracy on the first task")
     for ax, label in zip(axes, panels, strict=True):
@@ -251,21 +252,26 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--data-dir", type=Path, help="folder of MNIST; the digits need none")
-    parser.add_argument("--tasks", type=int, choices=range(2, 11), default=5, help="how many (default: 5)")
+    parser.add_argument("--data-dir", type=Path, help="folder with MNIST (default: scikit-learn's digits)")
+    parser.add_argument(
+        "--tasks", type=int, choices=range(2, 11), default=5, help="number of tasks (default: 5)"
+    )
     parser.add_argument(
         "--learners", nargs="+", choices=LEARNERS, default=list(LEARNERS), help="default: all"
     )
     parser.add_argument("--epochs", type=int, help="passes over the data of each task")
     parser.add_argument(
-        "--kl-weight", type=float, help="temperature of VOGN and VCL (default: by validation)"
+        "--kl-weight", type=float, help="temperature of VOGN and VCL (default: chosen on validation data)"
     )
     parser.add_argument(
-        "--seed", type=int, default=0, help="of images, orders, weights and batches (default: 0)"
+        "--seed",
+        type=int,
+        default=0,
+        help="random seed for images, permutations, weights and batches (default: 0)",
     )
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ... (default: cpu)")
     parser.add_argument(
-        "--output-dir", type=Path, default=Path("outputs"), help="for the plot (default: %(default)s)"
+        "--output-dir", type=Path, default=Path("outputs"), help="folder for the plot (default: %(default)s)"
     )
     options = parser.parse_args(arguments)
     for name in ("epochs", "kl_weight"):
@@ -276,14 +282,14 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> dict[str, np.ndarray]:
-    """Run every learner, print and draw."""
+    """Run every learner; print and plot the accuracies."""
     options = parse(arguments)
     setting = DIGITS if options.data_dir is None else MNIST
     if options.epochs is not None:
         setting = replace(setting, budget=replace(setting.budget, epochs=options.epochs))
     images = load_images(options.data_dir, setting.num_train, options.seed)
     tasks = permuted(images, options.tasks, options.seed)
-    print(f"{setting.name}: {len(tasks)} tasks, each of {len(images.train[0])} training images")
+    print(f"{setting.name}: {len(tasks)} tasks with {len(images.train[0])} training images each")
     results = {}
     for name in options.learners:
         strength = setting.strengths.get(name, 0.0)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train a Bayesian classifier with VOGN in several processes, which act as one with their joint minibatch.
+"""Train a Bayesian classifier with VOGN in several processes, as one process would with the joint minibatch.
 
-Start it with torchrun, one process for each GPU, or for each core::
+Start it with torchrun, with one process per GPU or per core::
 
     torchrun --nproc-per-node 2 examples/distributed.py
 
-Without torchrun it trains the same model in one process, with minibatches of the same joint size.
+Without torchrun, the script trains the same model in one process, with minibatches of the same total size.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from pyro_dvi.training import DataParallel
 
 
 def spirals(count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Three arms of a spiral, two inputs and a class."""
+    """Return points on three spiral arms, and the arm as the label."""
     generator = torch.Generator().manual_seed(seed)
     y = torch.arange(count) % 3
     radius = torch.rand(count, generator=generator)
@@ -33,12 +33,14 @@ def spirals(count: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def main() -> None:
-    """Train, and score on the process that prints."""
+    """Train, and print test scores in the first process."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--epochs", type=int, default=30)
-    parser.add_argument("--batch-size", type=int, default=100, help="examples in the joint minibatch")
+    parser.add_argument(
+        "--batch-size", type=int, default=100, help="examples in the joint minibatch of all processes"
+    )
     parser.add_argument("--num-data", type=int, default=3000)
     parser.add_argument("--kl-weight", type=float, default=0.3, help="temperature of the posterior")
     parser.add_argument("--lr", type=float, default=0.01)
@@ -56,7 +58,7 @@ def main() -> None:
     pyro.set_rng_seed(rank)
     network = nn.Sequential(nn.Linear(2, 50), nn.ReLU(), nn.Linear(50, 50), nn.ReLU(), nn.Linear(50, 3))
     network = dvi.to_bayesian_(network, prior_scale=dvi.bayesian.fan_in).to(device)
-    model = dvi.classifier(network, num_data=args.num_data)  # its plate says how large the whole data set is
+    model = dvi.classifier(network, num_data=args.num_data)  # size of the whole data set, for the plate
     guide = dvi.NaturalGradientGuide(model)
     elbo = DataParallel(dvi.NaturalGradientELBO(kl_weight=args.kl_weight))
     svi = SVI(model, guide, dvi.VOGN({"lr": args.lr}), loss=elbo)

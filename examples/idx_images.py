@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MNIST and Fashion-MNIST for the examples, from files that are there or from torchvision's download."""
+"""MNIST and Fashion-MNIST for the examples, from local files or downloaded by torchvision."""
 
 import gzip
 from pathlib import Path
@@ -16,8 +16,8 @@ def idx_images(name: str, folder: Path, train: bool) -> tuple[Tensor, Tensor]:
 
     Args:
         name: "MNIST" or "FashionMNIST".
-        folder: with ``<name>/raw/*-ubyte.gz``; if there are none, torchvision puts them there.
-        train: the 60,000 training images, or the 10,000 test images.
+        folder: folder with ``<name>/raw/*-ubyte.gz``; if the files are missing, torchvision downloads them there.
+        train: whether to return the 60,000 training images or the 10,000 test images.
     """
     stem = folder / name / "raw" / ("train" if train else "t10k")
     if not Path(f"{stem}-images-idx3-ubyte.gz").exists():

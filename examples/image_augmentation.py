@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train VOGN on augmented images, and tell it how many images augmentation is worth.
+"""Train VOGN on augmented images, with the data set counted as a chosen number of images.
 
-Random crops and flips show a network other images in every epoch. A posterior counts images: its precision is that of
-the prior plus N times the curvature of one image. Augmented copies are more than N images but fewer than as many
-independent ones, so the number that counts is set by hand, by a factor rho:
+With random crops and flips, a network sees different images in every epoch. The precision of the posterior is the
+prior's precision plus N times the curvature of one image. Augmented images carry more information than N images, but
+less than as many independent ones. A factor rho, set by hand, gives the effective number:
 
   N -> rho N        dvi.VOGN({"data_augmentation": rho})
 
 The precision of a weight is rho N s / tau + delta, with the average squared gradient s, the temperature tau and the
-prior's precision delta: a larger rho narrows the posterior and weakens the prior. Only rho / tau counts. The two are
-kept apart because they answer different questions: how many images there are, and how much the posterior of
-that many is cooled.
+prior's precision delta: a larger rho narrows the posterior and weakens the prior. Only the ratio rho / tau matters.
+There are two options because they describe different things: rho the effective number of images, tau how much the
+posterior given these images is cooled.
 
 One small convolutional network with batch normalisation is trained on images of Fashion-MNIST several times,
 
-  plain                  the images as they are
-  augmented              random crops and flips by torchvision's transforms
-  augmented, rho = 5     the same, counted five times (--rho)
+  plain                  without augmentation
+  augmented              random crops and flips with torchvision's transforms
+  augmented, rho = 5     the same, with each image counted five times (--rho)
 
-with the same temperature, and a table shows scores and how wide the posterior is. Needs torchvision.
+with the same temperature. A table shows the scores and the width of the posterior. Needs torchvision.
 """
 
 import argparse
@@ -42,13 +42,13 @@ MEAN, STD = [0.286], [0.353]
 
 
 class Images(Dataset):
-    """Images that go through a transform each time they are read."""
+    """Images that are transformed each time they are read."""
 
     def __init__(self, images: Tensor, labels: Tensor, transform: Any) -> None:
         self.images, self.labels, self.transform = images, labels, transform
 
     def __len__(self) -> int:
-        """Return the number of images: without their augmented copies."""
+        """Return the number of images, not counting augmented copies."""
         return len(self.images)
 
     def __getitem__(self, k: int) -> tuple[Tensor, Tensor]:
@@ -58,7 +58,7 @@ class Images(Dataset):
 
 @dataclass
 class Result:
-    """What one way of training gives; ``scale`` is the median posterior standard deviation over that of the prior."""
+    """Result of one training run; ``scale`` is the median ratio of posterior to prior standard deviation."""
 
     name: str
     scores: dict[str, float]
@@ -94,10 +94,12 @@ def make_network(width: int) -> nn.Sequential:
 
 def train(name: str, dataset: Images, rho: float, test: Images, options: argparse.Namespace) -> Result:
     """Train one network and score it."""
-    pyro.clear_param_store()  # the networks have parameters of the same names
+    pyro.clear_param_store()  # the networks share parameter names
     pyro.set_rng_seed(options.seed)
     net = dvi.to_bayesian_(make_network(options.width), prior_scale=dvi.bayesian.fan_in)
-    model = dvi.classifier(net, num_data=len(dataset))  # N counts images; rho is the optimizer's
+    model = dvi.classifier(
+        net, num_data=len(dataset)
+    )  # N without augmentation; the optimizer multiplies it by rho
     guide = dvi.NaturalGradientGuide(model)
     vogn = dvi.VOGN({"data_augmentation": rho})
     svi = SVI(model, guide, vogn, loss=dvi.NaturalGradientELBO(kl_weight=options.kl_weight))
@@ -114,7 +116,7 @@ def train(name: str, dataset: Images, rho: float, test: Images, options: argpars
 
 
 def median_scale(guide: Any) -> float:
-    """Return the median over weights of the posterior's standard deviation in units of the prior's."""
+    """Return the median over weights of the ratio of posterior to prior standard deviation."""
     ratios = []
     for name, (_, scale) in guide.as_prior().gaussians.items():
         if name.endswith("weight"):
@@ -145,8 +147,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--data-dir",
         type=Path,
         default=Path(os.environ.get("PYRO_DVI_DATA", "data")),
-        help="folder with FashionMNIST/raw/*-ubyte.gz, or where torchvision shall download them; by default the "
-        "variable PYRO_DVI_DATA, or data",
+        help="folder with FashionMNIST/raw/*-ubyte.gz, or where torchvision downloads them (default: the "
+        "environment variable PYRO_DVI_DATA, or data)",
     )
     parser.add_argument("--num-train", type=int, default=2000, help="training images (default: 2000)")
     parser.add_argument("--num-test", type=int, default=5000, help="test images (default: 5000)")
@@ -158,12 +160,14 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         type=float,
         nargs="+",
         default=[1.0, 5.0],
-        help="how many images an augmented one counts for: the posterior is that of rho N (default: 1 5)",
+        help="factors rho: the posterior counts rho N images (default: 1 5)",
     )
     parser.add_argument(
         "--kl-weight", type=float, default=0.03, help="temperature tau of the posterior (default: 0.03)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of images, weights and batches (default: 0)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="random seed for images, weights and batches (default: 0)"
+    )
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ... (default: cpu)")
     options = parser.parse_args(arguments)
     for name in ("num_train", "num_test", "epochs", "batch_size", "width", "kl_weight"):
@@ -177,7 +181,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> list[Result]:
-    """Train all and print the table."""
+    """Train all variants and print the table."""
     options = parse(arguments)
     plain, augmented = make_transforms()
     images, labels = idx_images("FashionMNIST", options.data_dir, train=True)

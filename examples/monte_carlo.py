@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hamiltonian Monte Carlo with many chains in one batch, as a reference for small networks.
 
-Pyro's NUTS runs one chain at a time, and its draws from the posterior of the quickstart's network had not converged
-after half a minute.
+Pyro's NUTS runs one chain at a time. On the network of the quickstart, it had not converged after half a minute.
 """
 
 from collections.abc import Callable
@@ -12,12 +11,12 @@ from torch import Tensor
 
 
 def monte_carlo(energy: Callable[[Tensor], Tensor], start: Tensor, draws: int = 100) -> Tensor:
-    """Draw from the density exp(-energy), after a warm-up as long, which adapts the step size of each chain.
+    """Draw from the density exp(-energy), after a warm-up of the same length that adapts the step size of each chain.
 
     Args:
-        energy: from points ``[chains, D]`` to a number for each chain.
-        start: points from which 1,000 steps of Adam lead to where the density is high.
-        draws: of each chain.
+        energy: maps points ``[chains, D]`` to one energy per chain.
+        start: initial points; 1,000 steps of Adam move them to regions of high density.
+        draws: number of draws per chain.
 
     Returns:
         Points of shape ``[draws, chains, D]``.

@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Give a trained network error bars, and compare Bayesian training with tuned baselines.
 
-A curve with a gap in its data. A torch network is trained as usual. LaplaceGuide then puts a Gaussian around its
-weights, and Hamiltonian Monte Carlo shows the posterior of the same model for reference.
+The first task is regression with a gap in the data. A torch network is trained as usual. LaplaceGuide then puts a
+Gaussian around its weights, and Hamiltonian Monte Carlo samples the posterior of the same model for reference.
 
-Noisy digits. scikit-learn's handwritten digits under so much pixel noise that nobody reads all of them, by
+The second task is classification of scikit-learn's handwritten digits, with so much pixel noise that some digits cannot
+be recognised. The methods are
 
   MAP                  the most probable weights: Pyro's AutoDelta
-  MAP, scaled          with its logits divided by a temperature that suits the validation data
-  ensemble of 5 MAP    five of these networks, whose probabilities are averaged
-  Laplace              LaplaceGuide: a Gaussian around the MAP weights; validation data choose its width
-  Variational Laplace  MeanFieldGuide and TaylorELBO: no draws, predicted at the posterior mean
-  VOGN                 NaturalGradientGuide and NaturalGradientELBO: one draw a step, predicted by draws
+  MAP, scaled          MAP with logits divided by a temperature fitted on validation data
+  ensemble of 5 MAP    five MAP networks, with averaged probabilities
+  Laplace              LaplaceGuide: a Gaussian around the MAP weights; its width is chosen on validation data
+  Variational Laplace  MeanFieldGuide and TaylorELBO: trained without draws, predicts at the posterior mean
+  VOGN                 NaturalGradientGuide and NaturalGradientELBO: one draw per step, predicts with draws
 
-`python -m benchmarks run quickstart` chose step size, prior scale and temperature of every method on validation data
-with a seed that is not shown here, and repeats the tables for five seeds.
+`python -m benchmarks run quickstart` chose the step size, prior scale and temperature of every method on validation
+data, with a seed not used here, and repeats the tables for five seeds.
 """
 
 import argparse
@@ -39,7 +40,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_dvi as dvi
 
-matplotlib.use("Agg")  # draws into a file: no display is needed
+matplotlib.use("Agg")  # plots to a file; no display is needed
 import matplotlib.pyplot as plt  # noqa: E402
 
 Pair = tuple[Tensor, Tensor]
@@ -59,7 +60,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Data:
-    """Inputs and observations in three parts, and inputs of other kinds, by name."""
+    """Inputs and observations for training, validation and testing, and named sets of other inputs."""
 
     train: Pair
     validation: Pair
@@ -112,7 +113,7 @@ def with_error_bars(net: nn.Sequential, data: Data, prior: float) -> tuple[Any, 
 
 
 def functions(u: Tensor, x: Tensor, prior: float) -> Tensor:
-    """Return the network's outputs, ``[*batch, inputs]``; u is weights in units of their prior, ``[*batch, 91]``."""
+    """Return the network's outputs ``[*batch, inputs]``; u are weights divided by prior scales, ``[*batch, 91]``."""
     scales = prior * torch.tensor([LAYERS["0"]] * 2 * HIDDEN + [LAYERS["2"]] * (HIDDEN + 1))
     first, bias, last, shift = (u * scales).split((HIDDEN, HIDDEN, HIDDEN, 1), -1)
     hidden = torch.tanh(first.unsqueeze(-1) * x.squeeze(-1) + bias.unsqueeze(-1))
@@ -120,7 +121,7 @@ def functions(u: Tensor, x: Tensor, prior: float) -> Tensor:
 
 
 def energy(u: Tensor, data: Data, prior: float) -> Tensor:
-    """Return the negative logarithm of the posterior density, up to a constant: a number for each chain."""
+    """Return the negative log posterior density of each chain, up to a constant."""
     x, y = data.train
     return 0.5 * ((y - functions(u, x, prior)) / NOISE).square().sum(-1) + 0.5 * u.square().sum(-1)
 
@@ -129,7 +130,7 @@ Curve = Callable[[Tensor], dict[str, Tensor]]
 
 
 def curves(seed: int, epochs: int | None = None, draws: int = 100) -> tuple[Data, dict[str, Curve], Tensor]:
-    """Return the data, mean and variances by each method as functions of the input, and Monte Carlo's weights."""
+    """Return the data, each method's mean and variances as functions of the input, and the Monte Carlo draws."""
     data, prior = curve(seed), SETTINGS["curve"]["prior"]
     pyro.clear_param_store()
     pyro.set_rng_seed(seed)
@@ -154,7 +155,7 @@ def curves(seed: int, epochs: int | None = None, draws: int = 100) -> tuple[Data
 
 
 def curve_scores(data: Data, predict: Curve) -> Row:
-    """Return the NLL of test data, and the standard deviation of the function there and in the gap."""
+    """Return the test NLL, and the standard deviation of the function at the test inputs and in the gap."""
     (x, y), found = data.test, predict(data.test[0])
     density = torch.distributions.Normal(found["mean"], found["variance"].sqrt())
     row = {"nll": float(-density.log_prob(y).mean())}
@@ -167,7 +168,7 @@ def curve_scores(data: Data, predict: Curve) -> Row:
 
 
 def noisy_digits(seed: int) -> Data:
-    """600 of the 8 x 8 digits for training and 897 for testing, with noise on each pixel of a range from 0 to 1."""
+    """Return 600 of the 8 x 8 digits for training and 897 for testing, with noise on pixels in the range 0 to 1."""
     images, labels = load_digits(return_X_y=True)
     x, y = torch.tensor(images / 16).float(), torch.tensor(labels)
     fixed = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
@@ -182,7 +183,7 @@ def noisy_digits(seed: int) -> Data:
 
 @dataclass
 class Training:
-    """Data with the length of training and the device; its methods are those that are compared."""
+    """Data, number of epochs and device; one method per compared method."""
 
     data: Data
     epochs: int = 120
@@ -198,7 +199,7 @@ class Training:
         return dvi.classifier(net, num_data=600)
 
     def run(self, guide: Any, model: Any, elbo: Any, optimizer: Any) -> tuple[Any, Any]:
-        """Train; a number as optimizer is the step size of Adam, which falls to zero."""
+        """Train; a float as optimizer is Adam's initial learning rate, which decays to zero."""
         if isinstance(optimizer, float):
             schedule = partial(CosineAnnealingLR, T_max=self.epochs)
             optimizer = dvi.optim.Adam(dvi.optim.learning_rates(optimizer), scheduler=schedule)
@@ -212,21 +213,21 @@ class Training:
         return self.run(guide, self.build(prior), dvi.SampledELBO(), lr)
 
     def ensemble(self, lr: float, prior: float) -> tuple[Any, Any]:
-        """Five of them."""
+        """An ensemble of five MAP networks."""
         train = partial(self.point, lr, prior)
         return dvi.train_ensemble(train, 5, seed=torch.initial_seed(), progress=False)
 
     def laplace(self, lr: float, prior: float, weights: str) -> tuple[Any, Any]:
-        """A Gaussian around maximum a posteriori, over the last layer or, with Kronecker factors, all weights."""
+        """A Gaussian around the MAP weights: of the last layer or, with Kronecker factors, of all weights."""
         model, guide = self.run(dvi.LaplaceGuide, self.build(prior), dvi.SampledELBO(), lr)
         ggn = dvi.laplace.GGN()
         method = dvi.laplace.Dense(ggn) if weights == "last layer" else dvi.laplace.KroneckerFactored(ggn)
         subset = "net.2.*" if weights == "last layer" else None
-        # Where training ended is good enough for the Gauss-Newton matrix.
+        # The Gauss-Newton matrix does not require an exact minimum.
         guide.fit(self.loader, method, subset=subset, unconverged="accept")
         criterion = dvi.laplace.ByValidation([self.data.validation])
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", dvi.errors.DviWarning)  # that the narrowest Gaussian is the best
+            warnings.simplefilter("ignore", dvi.errors.DviWarning)  # that the narrowest Gaussian is best
             guide.tune(self.loader, criterion=criterion, unconverged="accept", progress=False)
         return model, guide
 
@@ -235,7 +236,7 @@ class Training:
         return self.run(dvi.MeanFieldGuide, self.build(prior), dvi.TaylorELBO(temperature=temperature), lr)
 
     def vogn(self, max_step: float, prior: float, temperature: float) -> tuple[Any, Any]:
-        """A factorised Gaussian by natural gradients."""
+        """A factorised Gaussian, trained with natural gradients."""
         elbo, optimizer = dvi.NaturalGradientELBO(temperature=temperature), dvi.VOGN({"max_step": max_step})
         return self.run(dvi.NaturalGradientGuide, self.build(prior), elbo, optimizer)
 
@@ -252,7 +253,7 @@ SCALED = "MAP, scaled"
 
 
 def probabilities(name: str, model: Any, guide: Any, x: Tensor) -> Tensor:
-    """Return class probabilities by the rule of the method."""
+    """Return class probabilities, predicted with the rule of the method."""
     return dvi.predict(model, guide, x, RULES.get(name), seed=0).probabilities.cpu()
 
 
@@ -262,7 +263,7 @@ def nll(p: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:
 
 
 def digit_scores(name: str, training: Training) -> tuple[dict[str, Row], Any, Any]:
-    """Train at the chosen settings; return test scores, of MAP also after temperature scaling, model and guide."""
+    """Train with the chosen settings; return test scores (for MAP also after temperature scaling), model and guide."""
     data, (x, labels) = training.data, training.data.test
     model, guide = METHODS[name](training, **SETTINGS[name])
     predict = partial(probabilities, name, model, guide)
@@ -293,13 +294,17 @@ def main(arguments: list[str] | None = None) -> dict[str, dict[str, Row]]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--epochs", type=int, help="of training (default: 1000 and 120)")
-    parser.add_argument("--draws", type=int, default=100, help="of each Monte Carlo chain (default: 100)")
-    parser.add_argument("--seed", type=int, default=0, help="of data, weights and batches (default: 0)")
     parser.add_argument(
-        "--device", default="cpu", help="of the digits; the curve stays on the CPU (default: cpu)"
+        "--epochs", type=int, help="training epochs (default: 1000 for the curve, 120 for the digits)"
     )
-    parser.add_argument("--output-dir", type=Path, default=Path("quickstart_output"), help="for the files")
+    parser.add_argument("--draws", type=int, default=100, help="draws per Monte Carlo chain (default: 100)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="random seed for data, weights and batches (default: 0)"
+    )
+    parser.add_argument(
+        "--device", default="cpu", help="device for the digits; the curve stays on the CPU (default: cpu)"
+    )
+    parser.add_argument("--output-dir", type=Path, default=Path("quickstart_output"), help="output folder")
     options = parser.parse_args(arguments)
     try:
         torch.zeros((), device=options.device)
@@ -307,7 +312,7 @@ def main(arguments: list[str] | None = None) -> dict[str, dict[str, Row]]:
         parser.error(f"--device {options.device} is not available here: {str(error).splitlines()[0]}")
     options.output_dir.mkdir(parents=True, exist_ok=True)
     picture, file = options.output_dir / "quickstart.png", options.output_dir / "posterior.nc"
-    torch.set_num_threads(1)  # networks as small as these are slower with more
+    torch.set_num_threads(1)  # networks this small are slower with more
 
     figure = plt.figure(figsize=(13, 4.4), layout="constrained")
     parts: Any = figure.subfigures(1, 2, width_ratios=(3, 1.3))
@@ -326,7 +331,7 @@ def main(arguments: list[str] | None = None) -> dict[str, dict[str, Row]]:
 
     training = Training(noisy_digits(options.seed), options.epochs or 120, options.device)
     for name in METHODS:
-        pyro.clear_param_store()  # the models have parameters of the same names
+        pyro.clear_param_store()  # the models share parameter names
         pyro.set_rng_seed(options.seed)
         print(f"digits: {name}")
         rows, model, guide = digit_scores(name, training)
@@ -353,8 +358,8 @@ def print_tables(scores: dict[str, dict[str, Row]]) -> None:
         estimate = f"{row['nll'].value:.3f} ± {row['nll'].standard_error:.3f}"
         print(f"{name:27} | {estimate} {row['accuracy']:>9.1%} {row['ece']:>6.1%} {row['auroc']:>6.3f}")
     print(
-        "\nNLL in nats, lower is better, ± its standard error. AUROC: digits with shuffled pixels, recognised by the\n"
-        "entropy. sd: of the function, where data are and in the gap. docs/benchmarks/index.md has five seeds."
+        "\nNLL in nats ± standard error; lower is better. AUROC: detection of digits with shuffled pixels by entropy.\n"
+        "sd: standard deviation of the function, on the data and in the gap. docs/benchmarks/index.md has five seeds."
     )
 
 

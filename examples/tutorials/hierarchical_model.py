@@ -3,8 +3,8 @@
 A hierarchical model with a network inside
 ==========================================
 
-Laboratories measure the same response curve. Each has its own offset, and half of them have measured only once. The
-model is written in Pyro's own syntax: a network for the curve, a plate of offsets, and a noise that is learnt.
+Laboratories measure the same response curve. Each has its own offset, and half of them took a single measurement. The
+model is written in Pyro's own syntax: a network for the curve, a plate of offsets, and a learned noise scale.
 """
 
 # sphinx_gallery_thumbnail_number = 1
@@ -22,8 +22,8 @@ from torch import nn
 import pyro_dvi as dvi
 
 # %%
-# The data are made up, so that the true offsets are known. The last laboratory has no data: it stands for any new
-# one. Of the 200 measurements that are held out for it, each comes from another laboratory with an offset of its own.
+# The data are simulated, so the true offsets are known. The last laboratory has no data and stands for any new
+# laboratory. Each of its 200 held-out measurements comes from a different laboratory with its own offset.
 
 NUM_LABS, SPREAD, NOISE = 25, 0.5, 0.4
 random = torch.Generator().manual_seed(1)
@@ -53,9 +53,9 @@ new_labs = measure(
 # The model
 # ---------
 #
-# ``to_bayesian_`` puts priors on the weights of the network and keeps its random weights as a start. ``PyroSample``
-# makes the spread of the offsets a latent variable, ``PyroParam`` makes the noise a parameter. The spread is read
-# before the plate: inside it, Pyro would draw one for each laboratory.
+# ``to_bayesian_`` puts priors on the weights of the network and keeps its random weights as the starting point.
+# ``PyroSample`` makes the spread of the offsets a latent variable, and ``PyroParam`` makes the noise scale a parameter.
+# The spread is read before the plate, because inside the plate Pyro would draw one spread for each laboratory.
 
 
 class Labs(PyroModule):
@@ -77,11 +77,11 @@ class Labs(PyroModule):
 
 
 # %%
-# Two trainings
-# -------------
+# Two objectives
+# --------------
 #
 # Variational Laplace and Pyro's own ``Trace_ELBO`` with ``AutoNormal`` train the same model, with the same optimizer.
-# The diagonal of the Gauss-Newton matrix is the curvature to take for a regression.
+# For regression, we recommend the diagonal of the Gauss-Newton matrix as the curvature.
 
 
 def sampled_guide(model):
@@ -112,12 +112,13 @@ print(f"true values: spread {true_offset.std():.2f}, noise {NOISE:.2f}")
 # Shrinkage
 # ---------
 #
-# Without pooling, an offset would be the mean deviation of a laboratory from the curve. The model pulls it towards
-# zero, the more so the fewer measurements there are. For the new laboratory it returns what it knows about laboratories
-# at large: about zero, give or take the spread of the others. RMSE is the root mean squared error of the offsets.
+# Without pooling, an offset would be the mean deviation of a laboratory's measurements from the curve. The model
+# shrinks this estimate towards zero, and the fewer the measurements, the stronger the shrinkage. For the new
+# laboratory, the posterior of the offset has a mean near zero and the spread of the other offsets. RMSE is the root
+# mean squared error of the offsets.
 
 dose, lab, y = train
-new = torch.full_like(lab, NUM_LABS - 1)  # the one without data: an offset of 0
+new = torch.full_like(lab, NUM_LABS - 1)  # has no data, so its mean offset is near 0
 at_zero = dvi.predict(model, guide, (dose, new))
 no_pooling = torch.zeros(NUM_LABS).index_add(0, lab, y - at_zero.mean) / counts
 estimates = {
@@ -128,7 +129,7 @@ estimates["partial pooling, TaylorELBO"] = fitted["TaylorELBO"]["offset"]
 estimates["one offset for all"] = torch.zeros(NUM_LABS)
 for name, offset in estimates.items():
     errors = offset[:-1] - true_offset
-    # A shift of all offsets belongs to the curve.
+    # A shift common to all offsets is part of the curve.
     errors = (errors - errors.mean()).square()
     one, more = errors[:12].mean().sqrt(), errors[12:].mean().sqrt()
     print(f"{name:28} RMSE {one:.3f} with one measurement, {more:.3f} with more")
@@ -137,10 +138,11 @@ for name, offset in estimates.items():
 # A new laboratory
 # ----------------
 #
-# ``predict`` takes the posterior mean after ``TaylorELBO``: good for laboratories with data, too sure of a new one,
-# whose offset is set to zero. Drawing all weights is no way out, since Variational Laplace does not promise that draws
-# of a network predict well. But the offsets may vary while the weights stay at their mean: Pyro's ``condition`` fixes
-# the weights in the model, ``block`` hides them in the guide, and ``Moments()`` integrates over the offset exactly.
+# After ``TaylorELBO``, ``predict`` uses the posterior mean. This works for laboratories with data, but is overconfident
+# for a new one, whose offset is set to zero. Drawing all weights does not help, because Variational Laplace does not
+# guarantee that networks with drawn weights predict well. However, the offsets may vary while the weights stay at their
+# mean: Pyro's ``condition`` fixes the weights in the model, ``block`` hides them in the guide, and ``Moments()``
+# integrates over the offset exactly.
 
 weights = {
     name: value for name, value in guide.median().items() if name.startswith("net.")
@@ -166,9 +168,11 @@ for name, data in {"known laboratories": held_out, "new laboratories": new_labs}
         print(f"{name}, {rule:12}: NLL {nll:6.3f}, predictive sd {sd:.2f}")
 
 # %%
-# Known laboratories hardly need it. For new ones it decides: the band at the mean covers the noise and nothing else.
+# For known laboratories, this makes little difference. For new ones it is essential, because the band at the mean
+# covers only the noise.
 #
-# On the left a point for each laboratory; on the right what is predicted for one of them and for new ones.
+# Left: the offset of each laboratory. Right: the predictions for the last laboratory with data and for new
+# laboratories.
 
 figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
 place = torch.arange(NUM_LABS)
@@ -193,7 +197,7 @@ axes[0].legend(frameon=False, fontsize="small")
 grid = torch.linspace(-2, 2, 101)
 for which, color, name in [
     (24, "#D55E00", "new laboratories"),
-    (23, "#0072B2", "last one with data"),
+    (23, "#0072B2", "last laboratory with data"),
 ]:
     prediction = predict_lab((grid, torch.full((101,), which)))
     low, high = prediction.interval(0.9)

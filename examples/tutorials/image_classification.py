@@ -3,16 +3,16 @@
 Image classification and calibration
 ====================================
 
-A small network learns handwritten digits from 600 images, by three methods: the most probable weights
-(MAP), Variational Laplace, and moment propagation. Each gets the KL weight that suits it best. Then we ask whether
-their confidence is justified.
+A small network learns handwritten digits from 600 images with three methods: maximum a posteriori (MAP), Variational
+Laplace, and moment propagation. The KL weight of each is chosen on validation data. Then we check whether their
+confidence is justified.
 """
 
 # %%
 # Data
 # ----
 #
-# scikit-learn's digits have 8 x 8 pixels. 600 images are for training, 400 for validation, 797 for the test.
+# scikit-learn's digits have 8 x 8 pixels. We use 600 images for training, 400 for validation, and 797 for testing.
 
 from functools import partial
 
@@ -36,12 +36,12 @@ validation, test = (x[600:1000], y[600:1000]), (x[1000:], y[1000:])
 loader = DataLoader(TensorDataset(x[:600], y[:600]), batch_size=100, shuffle=True)
 
 # %%
-# One training
-# ------------
+# Training one model
+# ------------------
 #
-# Any torch network will do, a convolutional one as well; Variational Laplace asks for smooth activations, which Tanh
-# is. ``to_bayesian_`` puts a prior on the weights, ``classifier`` makes a Pyro model of the network, and a guide and
-# an ELBO are the method.
+# Any torch network will do, including convolutional ones. Variational Laplace requires smooth activations such as Tanh.
+# ``to_bayesian_`` puts a prior on the weights, ``classifier`` turns the network into a Pyro model, and the choice of
+# guide and ELBO determines the method.
 
 EPOCHS = 40
 
@@ -58,14 +58,14 @@ def train(kl_weight, make_guide, make_elbo):
 
 
 # %%
-# The KL weight, chosen on validation data
-# ----------------------------------------
+# Choosing the KL weight on validation data
+# -----------------------------------------
 #
-# The weight says how much the prior counts against the data; 1 is Bayes' rule. Each method has its own best weight,
-# so that a fair comparison tunes all of them. ``tune`` repeats the training with each weight and takes the one with
-# the lowest validation NLL, or the largest whose NLL is within one standard error of it, since that one keeps more of
-# the posterior. The search goes on where the best weight is the smallest or largest. Several settings are searched one
-# after the other: write ``{"lr": (...), "kl_weight": (...)}`` for a training that takes both.
+# The KL weight sets how much the prior counts relative to the data; 1 is Bayes' rule. Each method has its own best
+# weight, so a fair comparison tunes all of them. ``tune`` trains once with each weight and chooses the largest weight
+# whose validation NLL is within one standard error of the lowest, because a larger weight keeps more of the posterior
+# uncertainty. If the best weight is the smallest or largest candidate, the search continues beyond it. Several settings
+# are searched one after the other: pass ``{"lr": (...), "kl_weight": (...)}`` to tune a function that takes both.
 
 most_probable = partial(AutoDelta, init_loc_fn=dvi.bayesian.init_to_module)
 methods = {
@@ -102,9 +102,10 @@ print(
 )
 
 # %%
-# All methods see the same 797 images, so that their differences are known better than the scores themselves.
-# ``elpd_diff`` is the difference to the best, summed over the images, and ``dse`` its standard error. A difference
-# below two standard errors does not count, and no step size was tuned here: a well tuned MAP is hard to beat.
+# All methods are tested on the same 797 images, so the differences between their scores are known more precisely than
+# the scores themselves. ``elpd_diff`` is the difference from the best method, summed over the images, and ``dse`` its
+# standard error. Differences below two standard errors are not significant. The learning rate was not tuned here; a
+# well-tuned MAP network is hard to beat.
 
 comparison = dvi.diagnostics.compare_held_out(predictions)
 print(comparison[["elpd_diff", "dse"]].round(1).to_string())
@@ -113,8 +114,9 @@ print(comparison[["elpd_diff", "dse"]].round(1).to_string())
 # Is the confidence justified?
 # ----------------------------
 #
-# Of the images that get 80 % confidence, 80 % should be right. Points below the diagonal are overconfident, open
-# circles are bins of fewer than five images. The ECE in the titles is that of these ten bins, in the table of fifteen.
+# Of the images predicted with 80 % confidence, 80 % should be classified correctly. Points below the diagonal are
+# overconfident; open circles are bins with fewer than five images. The ECE in the titles uses these ten bins, the ECE
+# in the table fifteen.
 
 figure, axes = plt.subplots(1, 3, figsize=(12, 4.6), layout="constrained")
 for ax, (name, prediction) in zip(axes, predictions.items(), strict=True):
@@ -122,20 +124,20 @@ for ax, (name, prediction) in zip(axes, predictions.items(), strict=True):
 plt.show()
 
 # %%
-# What it is unsure of
-# --------------------
+# Which images are uncertain?
+# ---------------------------
 #
-# A network that knows when it does not know hands these images over to somebody who does. How many of the mistakes
-# are among the tenth of the images with the highest predictive entropy?
+# Images with uncertain predictions can be passed to a human. How many of the mistakes are among the tenth of the images
+# with the highest predictive entropy?
 
 prediction = predictions["Moment propagation"]
 wrong = prediction.probabilities.argmax(-1) != test[1]
 least_sure = prediction.entropy.argsort(descending=True)
 found = wrong[least_sure[:80]].sum()
-print(f"{wrong.sum()} mistakes, {found} of them in the 80 images it is least sure of")
+print(f"{wrong.sum()} mistakes, {found} of them among the 80 most uncertain images")
 
 # %%
-# The twelve at the top, with the two likeliest classes; red labels are mistakes.
+# The twelve most uncertain images, with their two most probable classes. Misclassified images have red labels.
 
 figure, axes = plt.subplots(2, 6, figsize=(12, 4.8), layout="constrained")
 for ax, i in zip(axes.flat, least_sure, strict=False):

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-Inputs unlike the training data
-===============================
+Out-of-distribution inputs
+==========================
 
-A classifier has to choose one of its classes, whatever it is shown. Does its uncertainty say when none of them fits?
-Five posteriors of one small network learn the digits 0 to 7, and are then shown 8s and 9s, scrambled digits, and noise.
+A classifier assigns every input to one of its classes. Does its uncertainty reveal inputs that belong to none of them?
+One small network is trained on the digits 0 to 7 with five methods, and then tested on 8s and 9s, scrambled digits, and
+noise.
 """
 
 # sphinx_gallery_thumbnail_number = 2
@@ -22,11 +23,11 @@ import pyro_dvi as dvi
 from pyro_dvi.laplace import Dense
 
 # %%
-# Familiar and foreign images
-# ---------------------------
+# In-distribution and out-of-distribution images
+# ----------------------------------------------
 #
-# Five hundred of scikit-learn's digits are enough to learn from, and few enough to leave room for doubt. Scrambled
-# digits have the ink of a digit and no shape; noise has not even the ink.
+# Five hundred of scikit-learn's digits are enough to learn from, and few enough to leave some uncertainty. Scrambled
+# digits are digits with shuffled pixels; noise images have random pixels.
 
 images, labels = load_digits(return_X_y=True)
 random = torch.Generator().manual_seed(0)
@@ -46,17 +47,17 @@ foreign = {
 loader = DataLoader(TensorDataset(*train), batch_size=100, shuffle=True)
 print(
     len(held_out[0]),
-    "familiar images,",
+    "in-distribution images,",
     {kind: len(x) for kind, x in foreign.items()},
-    "foreign ones",
+    "out-of-distribution images",
 )
 
 # %%
 # Five posteriors
 # ---------------
 #
-# The same network, prior and KL weight for all. MAP is one set of weights, the base to beat; Laplace puts a Gaussian
-# around it, in the last layer only.
+# All methods use the same network, prior and KL weight. MAP is a single set of weights, the baseline; Laplace puts a
+# Gaussian around the MAP weights of the last layer.
 
 KL_WEIGHT = 0.02
 METHODS = {
@@ -94,11 +95,11 @@ for name, (make_guide, make_elbo) in METHODS.items():
         show("Laplace, last layer", model, guide)
 
 # %%
-# Does it know what it knows?
+# Predictions in distribution
 # ---------------------------
 #
-# First the familiar images: the scores, and the error that is left when the most uncertain images go to a person. The
-# area below that curve is AUMRC; low is good.
+# We start with the in-distribution images: the scores, and the error rate on the remaining images when the most
+# uncertain ones are rejected. AUMRC is the area under this curve; lower is better.
 
 scores = pd.DataFrame(
     {name: prediction.metrics() for name, prediction in familiar.items()}
@@ -114,11 +115,12 @@ ax.set_xlim(0, 0.2)
 plt.show()
 
 # %%
-# Does it notice what it does not know?
-# -------------------------------------
+# Detecting out-of-distribution images
+# ------------------------------------
 #
-# AUROC is the probability that a foreign image has a higher predictive entropy than a familiar one; 0.5 is chance. This
-# is one training of each on some hundred images: differences of a hundredth or two may be gone with the next seed.
+# AUROC is the probability that an out-of-distribution image has a higher predictive entropy than an in-distribution
+# image; 0.5 is chance. Each method is trained once, on a few hundred images, so differences of 0.01 or 0.02 may vanish
+# with another seed.
 
 auroc = pd.DataFrame(
     {
@@ -132,18 +134,19 @@ auroc = pd.DataFrame(
 print(auroc.round(3).to_string())
 for kind in foreign:
     best, gain = auroc[kind].idxmax(), auroc[kind].max() - auroc[kind]["MAP"]
-    print(f"{kind}: highest for {best}, {gain:+.3f} beside MAP")
+    print(f"{kind}: highest for {best}, {gain:+.3f} relative to MAP")
 
 # %%
-# So the entropy of plain MAP is a detector already, and a posterior adds little to it where its data are so easy. What
-# MAP cannot do is to tell two kinds of doubt apart.
+# The entropy of MAP predictions already detects these images, and on data this easy a posterior adds little. However,
+# MAP cannot separate two kinds of uncertainty.
 
 # %%
-# Two kinds of doubt
-# ------------------
+# Two kinds of uncertainty
+# ------------------------
 #
-# VOGN predicts by draws of the weights. Its entropy is the sum of what each draw doubts, and of what the draws disagree
-# about: the mutual information of label and weights, which more data would remove.
+# VOGN predicts with draws of the weights. Its predictive entropy is the sum of two parts: the mean entropy of the
+# single draws, and the disagreement between draws, which is the mutual information of label and weights. More data
+# would reduce the second part.
 
 vogn = {"familiar": familiar["VOGN"], **strange["VOGN"]}
 parts = pd.DataFrame(
@@ -177,11 +180,11 @@ axes[2].set_xlabel("mutual information of label and weights (nats)")
 plt.show()
 
 # %%
-# What slips through
-# ------------------
+# Undetected images
+# -----------------
 #
-# No score is as plain as the images. Above, the 8s and 9s whose entropy is lowest: VOGN takes them for the digit in the
-# title, and nothing warns. Below, those whose entropy is highest.
+# Top row: the 8s and 9s with the lowest entropy. VOGN confidently takes them for the digit in the title. Bottom row:
+# the 8s and 9s with the highest entropy.
 
 prediction = strange["VOGN"]["8 and 9"]
 order = prediction.entropy.argsort()
@@ -192,6 +195,6 @@ for row, which in zip(axes, (order[:8], order[-8:]), strict=True):
         ax.imshow(foreign["8 and 9"][k].reshape(8, 8).numpy(), cmap="gray_r")
         ax.set(xticks=[], yticks=[])
         ax.set_title(f"{label[k]}? {confidence[k]:.0%}", fontsize="medium")
-axes[0, 0].set_ylabel("surest")
-axes[1, 0].set_ylabel("least sure")
+axes[0, 0].set_ylabel("lowest entropy")
+axes[1, 0].set_ylabel("highest entropy")
 plt.show()

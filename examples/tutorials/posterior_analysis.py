@@ -3,9 +3,8 @@
 Posterior analysis
 ==================
 
-What comes after training: checks of the prior, of convergence and of predictions, and ArviZ. Three posteriors of one
-small network on data with a gap. All of it works for classes too, whose own figures are in
-:doc:`out_of_distribution`.
+We check the prior, convergence and predictions, and export to ArviZ, for three posteriors of one small network on data
+with a gap. Everything here also works for classification; :doc:`out_of_distribution` shows the figures for classes.
 """
 
 # sphinx_gallery_thumbnail_number = 2
@@ -25,8 +24,8 @@ import pyro_dvi as dvi
 from pyro_dvi.analysis.diagnostics.model_checking import compare_held_out
 
 # %%
-# Data, and a network with priors that are stated
-# -----------------------------------------------
+# Data, and a network with explicit priors
+# ----------------------------------------
 
 NOISE = 0.2
 random = torch.Generator().manual_seed(0)
@@ -53,7 +52,8 @@ def make_model(first=2.0, second=0.5):
 # Before training: could the prior have produced these data?
 # ----------------------------------------------------------
 #
-# Priors of scale 3 look harmless weight by weight. Together they make functions that spread much further than the data.
+# A prior scale of 3 looks harmless for a single weight. Together, the weights produce functions that spread much
+# further than the data.
 
 wide = dvi.diagnostics.prior_predictive_check(make_model(3.0, 3.0), train, seed=0)
 print(textwrap.fill(wide.verdict), end="\n\n")
@@ -61,12 +61,12 @@ check = dvi.diagnostics.prior_predictive_check(make_model(), train, seed=0)
 print(check)
 
 # %%
-# Three posteriors, and whether training has ended
-# ------------------------------------------------
+# Three posteriors, and whether they have converged
+# -------------------------------------------------
 #
-# The loss looks flat long before the variances have arrived. ``scale_report`` compares posterior scales with the prior,
-# with their start, and with a snapshot of earlier. It is strict: here single layers still move when the predictions
-# have long been the same.
+# The loss looks flat long before the variances have converged. ``scale_report`` compares posterior scales with the
+# prior, with their initial values, and with an earlier snapshot. It is strict: here, the scales of single layers still
+# change long after the predictions have converged.
 
 METHODS = {
     "Variational Laplace": (
@@ -92,12 +92,12 @@ for name, (make_guide, elbo) in METHODS.items():
     print(textwrap.fill(f"{name}: {verdict}"), end="\n\n")
 
 # %%
-# Predictions, each by the rule of its guide
-# ------------------------------------------
+# Predictions, each with the rule of its guide
+# --------------------------------------------
 #
-# The rule follows from how the guide was trained. ``compare_held_out`` puts the log scores on the same held-out points
-# side by side: ``elpd_diff`` is the difference to the best, ``dse`` its standard error. Variational Laplace with drawn
-# weights is another predictor, and the library warns of it.
+# The rule follows from how the guide was trained. ``compare_held_out`` compares the log scores on the same held-out
+# points: ``elpd_diff`` is the difference from the best, and ``dse`` its standard error. Variational Laplace with drawn
+# weights is a different predictor, and the library warns about it.
 
 predictions = {
     name: dvi.predict(model, guide, held_out, seed=0, keep_draws=True)
@@ -119,12 +119,12 @@ ranking = compare_held_out(predictions | {"Variational Laplace, drawn": drawn})
 print(ranking[["rank", "elpd", "elpd_diff", "dse"]].round(1).to_string())
 
 # %%
-# Where is it unsure?
-# -------------------
+# Where is it uncertain?
+# ----------------------
 #
-# The light band is where observations fall; without the known noise, the dark band is left, which is what more data
-# would narrow. Variational Laplace predicts at one point and has none. None of the three opens in the gap as it should:
-# Laplace with a full covariance does.
+# The light band covers new observations. The dark band excludes the known noise; more data would narrow it. Variational
+# Laplace predicts at the posterior mean and has no dark band. None of the three bands widens in the gap as it should;
+# the band of Laplace with a full covariance does.
 
 grid = torch.linspace(-3.5, 3.5, 141).unsqueeze(-1)
 figure, axes = plt.subplots(1, 3, figsize=(13, 4.4), layout="constrained", sharey=True)
@@ -144,8 +144,8 @@ plt.show()
 # Are the propagated moments right?
 # ---------------------------------
 #
-# MNVI carries means and variances through the network, and treats units as independent. Draws of the same weights show
-# where that costs something: a ratio of standard deviations far from one.
+# MNVI propagates means and variances through the network, and treats units as independent. Comparing with draws of the
+# same weights shows where this approximation is poor: there, the ratio of the standard deviations is far from one.
 
 print(
     dvi.diagnostics.compare_with_sampling(
@@ -158,7 +158,7 @@ print(
 # -----
 #
 # ``to_arviz`` exports draws, predictions and data: ``InferenceData`` with ArviZ 0.x, a ``DataTree`` with 1.x. There is
-# one chain of independent draws, so that ``r_hat`` has nothing to say.
+# one chain of independent draws, so ``r_hat`` is not informative.
 
 dims = {"net.2.weight": ["output", "hidden"]}
 posterior = dvi.to_arviz(*fitted["VOGN"], train, 300, prior=100, dims=dims, seed=0)
@@ -170,7 +170,7 @@ print(
 )
 
 # %%
-# A posterior predictive check: data sets that the model draws, beside the one that it was trained on.
+# A posterior predictive check compares data sets drawn from the model with the training data.
 
 if hasattr(az, "plot_ppc_dist"):
     az.plot_ppc_dist(posterior, num_samples=50)  # ArviZ 1.x
@@ -183,22 +183,23 @@ plt.show()
 # --------------------------------
 #
 # ``az.loo`` estimates the score of new data from the training data, by reweighting posterior draws. It therefore needs
-# a predictive that averages over draws. MNVI predicts by one distribution, so that its export has no
-# ``log_likelihood``, and says so. With ``method=Samples(500)`` it would have that of drawn weights.
+# a predictive distribution that averages over draws. MNVI predicts with a single distribution, so its export has no
+# ``log_likelihood``, and an attribute states why. With ``method=Samples(500)``, the export would contain the
+# log-likelihood of drawn weights.
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # of Pareto k, which is counted here
+    warnings.simplefilter("ignore")  # about Pareto k; we count the large values instead
     loo = az.loo(posterior, pointwise=True)
 estimate = float(getattr(loo, "elpd", None) or loo.elpd_loo) / len(train[0])
 trusted = float((loo.pareto_k <= 0.7).mean())
-print(f"VOGN, nats an example: LOO {estimate:.3f}, {trusted:.0%} of terms to be trusted;")
-print(f"held out {predictions['VOGN'].log_likelihood().mean():.3f}")
+print(f"VOGN, nats per example: LOO {estimate:.3f} ({trusted:.0%} of terms reliable);")
+print(f"held-out data {predictions['VOGN'].log_likelihood().mean():.3f}")
 exported = dvi.to_arviz(*fitted["MNVI"], train, 10, seed=0)
 print(textwrap.fill(f"MNVI: {exported.attrs['log_likelihood_left_out']}"))
 
 # %%
-# So the comparison to rely on is that of the rule which will be used, on data that no posterior has seen. The scores
-# with their standard errors, once more as a picture:
+# We recommend comparing methods on held-out data, each with the prediction rule that will be used. The figure shows the
+# scores with their standard errors:
 
 dvi.plots.compare(predictions, metrics=["nll", "rmse", "crps"])
 plt.show()

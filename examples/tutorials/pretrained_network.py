@@ -3,16 +3,17 @@
 A trained network made Bayesian
 ===============================
 
-You have a trained network and want it to say how sure it is. Two ways keep its weights: Laplace's approximation puts a
-Gaussian around those of the last layer, and IVON trains a posterior of the last layer from where they are.
+You have a trained network and want to know how uncertain its predictions are. Two methods keep its features and make
+the last layer Bayesian: Laplace's approximation puts a Gaussian around the trained weights, and IVON trains a posterior
+that starts from them.
 """
 
 # %%
 # A trained network
 # -----------------
 #
-# To need no download, we train one ourselves: a small DenseNet of torchvision, with batch normalisation and ReLUs,
-# on 600 handwritten digits, enlarged to 32 x 32 pixels. With a network of your own, start at the next section.
+# To avoid a download, we train one ourselves: a small DenseNet from torchvision, with batch normalisation and ReLUs, on
+# 600 handwritten digits, enlarged to 32 x 32 pixels. If you have a network of your own, start at the next section.
 
 import copy
 
@@ -57,8 +58,8 @@ trained.eval()
 # The last layer becomes Bayesian
 # -------------------------------
 #
-# ``include`` says which parameters get a prior; the features are frozen. (A copy, so that the two ways below
-# begin with the same network; your own may be changed in place.)
+# ``include`` selects the parameters that get a prior; the features are frozen. We copy the network so that both methods
+# below start from the same weights; your own network may be changed in place.
 
 
 def make_model():
@@ -72,11 +73,11 @@ laplace_model = make_model()
 print(dvi.summary(laplace_model))
 
 # %%
-# First way: Laplace
-# ------------------
+# First method: Laplace
+# ---------------------
 #
-# ``polish`` moves the last layer to the optimum under the prior, ``fit`` puts a Gaussian there, ``tune`` chooses the
-# scale of the prior by the evidence, without validation data.
+# ``polish`` moves the last layer to the optimum under the prior, ``fit`` puts a Gaussian there, and ``tune`` chooses
+# the scale of the prior by maximising the evidence, without validation data.
 
 laplace = dvi.LaplaceGuide(laplace_model)
 print(laplace.polish(loader, progress=False))
@@ -84,11 +85,11 @@ laplace.fit(loader, dvi.laplace.Dense())
 laplace.tune(loader, progress=False)
 
 # %%
-# Second way: training goes on
-# ----------------------------
+# Second method: continue training with IVON
+# ------------------------------------------
 #
-# A guide starts from the weights that the network has, so that any method can take over from here. IVON costs one
-# gradient a step and has no objections to ReLUs. 20 epochs are 120 steps.
+# A guide starts from the weights of the network, so any method can continue from here. IVON costs one gradient per step
+# and works with ReLUs. 20 epochs are 120 steps.
 
 ivon_model = make_model()
 ivon_model.net.classifier.train()  # the features stay in evaluation mode
@@ -101,7 +102,8 @@ dvi.fit(svi, loader, epochs=20, progress=False)
 # Before and after
 # ----------------
 #
-# Clean test images first. ``predict`` linearises around Laplace's mode and averages over draws of IVON's posterior.
+# We start with clean test images. ``predict`` linearises the network around the mode for Laplace, and averages over
+# draws from the posterior for IVON.
 
 
 def probabilities(name, x):
@@ -126,9 +128,9 @@ names = ("trained network", "Laplace", "IVON")
 print(pd.DataFrame({name: score(name, test_x) for name in names}).T.round(3).to_string())
 
 # %%
-# The trained network is the best on clean images: it needs no doubt there, and doubt costs. Laplace pays most, for it
-# is less confident than accurate. Now the pixels get noise of growing standard deviation, which the network
-# has never seen:
+# The trained network is best on clean images, where nearly all predictions are correct and uncertainty only increases
+# the NLL. Laplace has the highest NLL, because its confidence is below its accuracy. Next, we add noise of growing
+# standard deviation to the pixels, which the network has never seen:
 
 noise = torch.randn(300, 1, 32, 32)
 levels = (0.0, 0.1, 0.2, 0.3, 0.45, 0.6)
@@ -143,9 +145,9 @@ print(
 )
 
 # %%
-# The trained network goes on being confident when it is no better than a guess. Both posteriors doubt, Laplace, which
-# keeps covariances, more than IVON, whose weights are independent; neither doubts enough. Their accuracy is that of the
-# trained network: what they add is a warning, from the last layer alone.
+# The trained network stays confident even where its accuracy is close to chance. Both posteriors are less confident:
+# Laplace, which keeps covariances, more so than IVON, whose weights are independent. Both are still overconfident.
+# Their accuracy equals the trained network's; the benefit is a more honest confidence, from the last layer alone.
 
 figure, axes = plt.subplots(
     1, 4, figsize=(14, 3.8), layout="constrained", sharex=True, sharey=True

@@ -3,8 +3,8 @@
 Regression with error bands
 ===========================
 
-A small network learns a curve from 200 noisy points that leave a gap. Four methods say how sure they are, and we look
-at what each of them says inside the gap, where nobody has measured anything.
+A small network learns a curve from 200 noisy points that leave a gap. We compare the error bars of four methods, in
+particular inside the gap, where there are no data.
 """
 
 # %%
@@ -12,7 +12,7 @@ at what each of them says inside the gap, where nobody has measured anything.
 # ---------------
 #
 # The curve is :math:`\sin 2x`, the noise has a standard deviation of 0.1, and there are no points between -1 and 1.
-# Another 400 points of the same kind are kept for the test.
+# Another 400 points from the same distribution are held out for testing.
 
 from copy import deepcopy
 from functools import partial
@@ -44,8 +44,8 @@ train, test = measure(200), measure(400)
 # An ordinary network
 # -------------------
 #
-# It is trained by torch alone, which takes a second or two. Every method can start from weights that are trained
-# already, and then has little left to do.
+# It is trained with plain torch, which takes a second or two. Every method can start from these weights, and then needs
+# only a few epochs.
 
 net = nn.Sequential(nn.Linear(1, 30), nn.Tanh(), nn.Linear(30, 1))
 plain_adam = torch.optim.Adam(net.parameters(), lr=0.02)
@@ -61,12 +61,12 @@ print(f"root mean squared error: {loss.item() ** 0.5:.3f}")
 # ------------------
 #
 # ``to_bayesian_`` puts a Normal prior on every weight, here wider in the first layer than in the second. ``regressor``
-# adds the noise. Its size is unknown to us, so that it has a prior, too: a median of 0.14, and anything
-# between 0.02 and 1 is plausible. (A number would fix it, ``dvi.bayesian.Heteroscedastic()`` lets it depend on x.)
+# adds the noise. Its scale is unknown and also gets a prior, with a median of 0.14 and plausible values between 0.02
+# and 1. (A number would fix the scale; ``dvi.bayesian.Heteroscedastic()`` makes it depend on x.)
 
 
 def make_model():
-    pyro.clear_param_store()  # Pyro keeps parameters by name: each method starts afresh
+    pyro.clear_param_store()  # Pyro stores parameters by name; each method starts afresh
     pyro.set_rng_seed(0)
     bayesian = dvi.to_bayesian_(deepcopy(net), prior_scale={"0.*": 2.0, "2.*": 0.5})
     return dvi.regressor(bayesian, num_data=200, noise_scale=dist.LogNormal(-2.0, 1.0))
@@ -78,21 +78,21 @@ print(dvi.summary(make_model()))
 # Four methods
 # ------------
 #
-# A method is a guide, which is the family of posteriors, and an ELBO, which is the objective. Below
-# ``kl_weight=1``, which is Bayes' rule, a posterior is narrower and fits the data closer. The three methods whose
-# weights are independent need that here: at 1 they explain part of the curve as noise. Moment propagation takes the
-# most steps, since its noise settles last; ``polish`` spares Laplace most of its steps.
+# A method consists of a guide, which is the family of posteriors, and an ELBO, which is the objective. ``kl_weight=1``
+# is Bayes' rule; with smaller values, the posterior is narrower and fits the data more closely. The three methods with
+# independent weights need this here: at 1, they explain part of the curve as noise. Moment propagation takes the most
+# steps, because its noise scale converges last. Laplace needs few steps, because ``polish`` does the rest.
 
 EPOCHS = {
     "Variational Laplace": 200,
     "Moment propagation": 800,
     "VOGN": 200,
     "Laplace": 50,
-}  # of one batch: all points
+}  # each epoch is one batch of all points
 
 
 def adam(epochs):
-    decay = partial(ExponentialLR, gamma=0.1 ** (1 / epochs))  # ends at a tenth
+    decay = partial(ExponentialLR, gamma=0.1 ** (1 / epochs))  # decays to a tenth
     return dvi.optim.Adam(dvi.optim.learning_rates(0.02), scheduler=decay)
 
 
@@ -117,10 +117,11 @@ methods = {
 }
 
 # %%
-# Training is the same four lines for all of them. Laplace trains the most probable weights only and has two
-# lines more: ``polish`` goes to the very minimum, ``fit`` puts a Gaussian with all covariances there.
+# Training takes the same few lines for all methods. Laplace trains the most probable weights and needs two more lines:
+# ``polish`` moves to the exact minimum, and ``fit`` puts a Gaussian with a full covariance there.
 #
-# ``predict`` uses each posterior as it was trained: at the mean, by propagated moments, by draws, or linearised.
+# ``predict`` uses the prediction rule that fits each method: the posterior mean, propagated moments, draws, or a
+# linearised network.
 
 grid = torch.linspace(-3.5, 3.5, 141).unsqueeze(-1)
 scores, bands = {}, {}
@@ -139,11 +140,11 @@ for name, (make_guide, elbo, optimizer) in methods.items():
 print(pd.DataFrame(scores).T.round(3).to_string())
 
 # %%
-# On points like those of the training all four are good: with the true curve and the true noise the ``nll`` would be
-# about -0.88. But such points say nothing about the gap.
+# On test points from the training distribution, all four methods are good: with the true curve and the true noise, the
+# ``nll`` would be about -0.88. But these points say nothing about the gap.
 #
-# What do they know in the gap?
-# -----------------------------
+# Uncertainty in the gap
+# ----------------------
 
 places = {"on the data": grid.abs() - 1.75, "gap": grid, "outside": grid.abs() - 3.25}
 print(
@@ -154,13 +155,14 @@ for name, band in bands.items():
     print(f"{name:30}" + "".join(f"{sd:14.3f}" for sd in sds))
 
 # %%
-# Laplace opens widely in the gap, VOGN less, the others not at all. That is what theory expects: many curves pass
-# through the data and differ in the gap, but they differ by changing several weights *together*. Laplace keeps these
-# covariances. VOGN and moment propagation treat weights as independent, so that a posterior which is sure on the
-# data is sure nearly everywhere. Variational Laplace predicts at its mean, with the noise alone.
+# The band of Laplace widens strongly in the gap, the band of VOGN less, the others not at all. Theory predicts this:
+# many curves pass through the data and differ in the gap, but to move between them, several weights must change
+# *together*. Laplace keeps these covariances. VOGN and moment propagation treat weights as independent, so a posterior
+# that is confident on the data is confident nearly everywhere. Variational Laplace predicts at the posterior mean, and
+# its band contains only the noise.
 #
-# ``interval(level)`` gives the central interval of each prediction (``quantiles(q)`` single quantiles). The dark band
-# holds 50 % of new observations, the light one 90 %, if the model is right.
+# ``interval(level)`` returns the central interval of each prediction, and ``quantiles(q)`` returns single quantiles. If
+# the model is right, the dark band contains 50 % of new observations and the light band 90 %.
 
 figure, axes = plt.subplots(2, 2, figsize=(10, 6.4), sharex=True, sharey=True)
 for ax, (name, band) in zip(axes.flat, bands.items(), strict=True):
@@ -180,5 +182,5 @@ figure.tight_layout(rect=(0, 0.05, 1, 1))
 plt.show()
 
 # %%
-# Where it matters that a model knows what it has not seen, take Laplace on a small network, or look at
-# ``dvi.train_ensemble``. Outside of the data no band reaches the true curve, which turns back where no point says so.
+# If uncertainty away from the data matters, use Laplace on a small network, or try ``dvi.train_ensemble``. Beyond the
+# range of the data, no band contains the true curve, which turns back where no data show it.

@@ -3,7 +3,7 @@
 Saving, loading and serving
 ===========================
 
-A training that is interrupted and goes on, a posterior in a file for ArviZ, and a program that predicts with its
+How to resume an interrupted training run, save a posterior to a file for ArviZ, and export a program that predicts with
 uncertainty where neither Pyro nor this library is installed.
 """
 
@@ -27,12 +27,12 @@ from torch.utils.data import DataLoader, TensorDataset
 import pyro_dvi as dvi
 
 # %%
-# A network for scikit-learn's digits, trained with VOGN.
-# One function builds everything that a run consists of, since the run that goes on later has to build the same.
+# We train a network on scikit-learn's digits with VOGN. One function builds all objects of a run, because a resumed run
+# has to build the same objects.
 
 images, labels = load_digits(return_X_y=True)
 x, y = torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels)
-folder = Path(tempfile.mkdtemp())  # take a folder of your own, to keep the files
+folder = Path(tempfile.mkdtemp())  # use a folder of your own to keep the files
 
 
 def build():
@@ -50,12 +50,12 @@ def build():
 
 
 # %%
-# Stop and go on
-# --------------
+# Stop and resume
+# ---------------
 #
-# ``checkpoint=`` writes a file after every epoch, so that a run which is killed can go on. Here a callback plays the
-# accident, after ten of twenty epochs. Then everything is built anew, as in a new process, and is given what the file
-# holds.
+# ``checkpoint=`` writes a file after every epoch, from which a killed run can resume. Here, a callback stops the run
+# after ten of twenty epochs. Then everything is built anew, as in a new process, and ``load`` restores the state from
+# the file.
 
 svi, loader = build()
 dvi.fit(svi, loader, epochs=20, progress=False)
@@ -83,10 +83,10 @@ scores = prediction.metrics()
 print(f"accuracy {scores['accuracy']:.1%}, NLL {scores['nll']:.3f}")
 
 # %%
-# The posterior in a file
-# -----------------------
+# Saving the posterior for ArviZ
+# ------------------------------
 #
-# A checkpoint is for this library. For analysis there is NetCDF, which ArviZ reads: draws, predictions and data.
+# Only this library reads a checkpoint. For analysis, export draws, predictions and data to NetCDF, which ArviZ reads.
 
 data = x[1000:], y[1000:]
 posterior = dvi.to_arviz(model, guide, data, 100, sites="net.2.bias", seed=0)
@@ -99,9 +99,10 @@ print("predicted by", again.attrs["method"])
 # A program that predicts
 # -----------------------
 #
-# ``predict`` looks at model, guide and data at each call. ``predictor`` does this once, and returns a module of torch
-# operators: here for the average of thirty networks, drawn from the posterior and fixed from now on. It gives mean
-# (the probabilities), variance, and the epistemic part of the variance, which is what the thirty disagree about.
+# ``predict`` inspects model, guide and data at each call. ``predictor`` does this once, and returns a module of torch
+# operators. Here, it averages over thirty networks, which are drawn from the posterior once. It returns the mean (the
+# class probabilities), the variance, and the epistemic part of the variance, which measures how much the thirty
+# networks disagree.
 
 serve = dvi.predictor(model, guide, x[:4], seed=0)
 mean, variance, epistemic = serve(x[1000:1001])  # a batch of one
@@ -125,8 +126,8 @@ ratio = seconds(lambda: dvi.predict(model, guide, image).mean) / seconds(
 print(f"predict takes {ratio:.0f} times as long as the predictor for one image")
 
 # %%
-# ``torch.export`` writes it into one file, for any number of rows. The program below is another process that imports
-# torch and nothing else of ours.
+# ``torch.export`` writes the predictor to one file, for any number of rows. The program below runs in another process
+# that imports only torch.
 
 rows = {0: torch.export.Dim("rows")}
 program = torch.export.export(serve, (x[:4],), dynamic_shapes=[(rows,)])
@@ -154,7 +155,7 @@ print(f"largest difference from the predictor here: {difference:.1e}")
 
 # %%
 # The predictor has the device and the dtype of the model. ``serve.to("cuda")`` moves it before it is exported, and
-# ``serve.double()`` computes in float64; the weights were trained in float32, and so the answers hardly change:
+# ``serve.double()`` computes in float64. The predictions hardly change, because the weights were trained in float32:
 
 double = serve.double()(x[1000:].double()).mean
 print(
@@ -162,8 +163,8 @@ print(
 )
 
 # %%
-# What came back from the other process: the six images that the thirty networks disagree about most, with the
-# probabilities of the classes and their standard deviation among the networks.
+# The figure shows predictions from the other process: the six images on which the thirty networks disagree most, with
+# the class probabilities and their standard deviation across the networks.
 
 most = epistemic.sum(-1).argsort(descending=True)[:6]
 figure, axes = plt.subplots(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Gradients of the outputs of single examples, :math:`J_{ik} = \partial_u f_{ik}`, as numbers.
+r"""Explicit gradients of the outputs of single examples, :math:`J_{ik} = \partial_u f_{ik}`.
 
-One backward pass per output k reaches every layer with the gradients of all examples at once, and the layer's rule
-(:mod:`pyro_dvi.curvature.per_example`) makes rows of them. Tensors without rules take products with J.
+One backward pass per output k gives the gradients of all examples at every layer, from which the layer's rule
+(:mod:`pyro_dvi.curvature.per_example`) computes rows of J. Tensors without rules need products with J.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,19 +19,19 @@ from pyro_dvi.curvature.per_example.proof import Served, warn_of_disproved
 from pyro_dvi.curvature.products import LinearMap, gradients_at, vectors_together
 from pyro_dvi.curvature.squared_gradients import SquaredGradients, squares_of, squares_without_rules
 
-_KEPT = 1 << 26  # entries of gradients at layers that may be held
-_CHUNK = 1 << 23  # entries of rows of J that are formed at a time
-_CACHE = 1 << 19  # entries that a processor's cache holds
-_PRODUCTS = 1 << 24  # entries of products of factors that are formed at a time
+_KEPT = 1 << 26  # maximal number of stored entries of gradients at layers
+_CHUNK = 1 << 23  # entries of rows of J computed at a time
+_CACHE = 1 << 19  # entries that fit into a processor's cache
+_PRODUCTS = 1 << 24  # entries of products of factors computed at a time
 
 
 class OuterGradients:
-    r"""A weight with one use, whose gradients are :math:`\sum_t \delta_{ikt} a_{it}^\top`.
+    r"""A weight that is used once, with gradients :math:`\sum_t \delta_{ikt} a_{it}^\top`.
 
     Args:
-        contribution: of an example to the gradient.
+        contribution: contribution of an example to the gradient.
         deltas: gradients of the layer's output, ``[K, B, ...]``.
-        entries: the entries of the flat weight that rows are to have; None: all.
+        entries: the entries of the flat weight to include in rows; None: all.
     """
 
     def __init__(self, contribution: Contribution, deltas: Tensor, entries: Tensor | None = None) -> None:
@@ -42,12 +42,12 @@ class OuterGradients:
 
     @property
     def is_whole(self) -> bool:
-        """Rows have all entries of the weight."""
+        """Whether rows have all entries of the weight."""
         return self._entries is None
 
     @property
     def is_single(self) -> bool:
-        """Each gradient is one outer product, with all its entries."""
+        """Whether each gradient is a single outer product with all its entries."""
         return self.is_whole and self._inputs(slice(0, 1)).shape[1] == 1
 
     @property
@@ -65,7 +65,7 @@ class OuterGradients:
         return _CACHE if self._deltas.device.type == "cpu" else _CHUNK
 
     def chunks(self, size: int = 0) -> Iterator[slice]:
-        """Give parts of the examples to be worked on together, with so many numbers more for each example."""
+        """Yield parts of the examples to process together; ``size`` is the additional memory per example."""
         a, delta = self.parts(slice(0, 1))
         count = max(1, self._together // (a.numel() + delta.numel() + size))
         for start in range(0, self.num_examples, count):
@@ -77,12 +77,12 @@ class OuterGradients:
         return self._inputs(part), self._of_output(delta.flatten(0, 1)).unflatten(0, delta.shape[:2])
 
     def factors(self, part: slice, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-        """Return a ``[m, q]`` and delta ``[m, K, p]`` of some examples, where gradients are single products."""
+        """Return a ``[m, q]`` and delta ``[m, K, p]`` of some examples, if gradients are single products."""
         a, delta = self.parts(part)
         return a.squeeze(1).to(dtype), delta.squeeze(2).transpose(0, 1).to(dtype)
 
     def by_unit(self, entries: Tensor) -> Tensor:
-        """Arrange numbers for the entries of some units, ``[size, ...]``, as ``[p, q, ...]``."""
+        """Reshape numbers for the entries of some units, ``[size, ...]``, to ``[p, q, ...]``."""
         if self.inputs_first:
             return entries.unflatten(0, (self._num_inputs, -1)).transpose(0, 1)
         return entries.unflatten(0, (-1, self._num_inputs))
@@ -107,15 +107,15 @@ class OuterGradients:
 class ExampleGradients:
     r"""The Jacobian of outputs f with respect to several tensors, example by example.
 
-    Status: exact. Two backward passes prove that layers give the gradients of single examples.
+    Status: exact. Two backward passes verify that the layers' rules give the gradients of single examples.
 
     Args:
         recorder: the context in which the model ran, with the tensors u.
-        outputs: f, ``[B, K]``, a node of the graph of these tensors, multiplied with its weights already.
-        entries: the entries of flat tensors that rows are to have, by the number of the tensor; None, as for tensors
-            that are left out: all.
-        names: of the tensors, for a warning.
-        served: the uses of tensors with rules, where they need no proof.
+        outputs: f, ``[B, K]``, a node of the graph of these tensors, already multiplied by its weights.
+        entries: the entries of flat tensors to include in rows, by index of the tensor; all entries for missing
+            tensors, or if None.
+        names: names of the tensors, for a warning.
+        served: the uses of tensors with rules, if they need no proof.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class ExampleGradients:
 
     @property
     def sizes(self) -> list[int]:
-        """Entries of a row that belong to each tensor."""
+        """Number of entries of a row for each tensor."""
         return [len(self._entries[k]) if k in self._entries else v.numel() for k, v in enumerate(self.values)]
 
     @property
@@ -147,23 +147,23 @@ class ExampleGradients:
 
     @property
     def spans(self) -> list[slice]:
-        """The place of each tensor in a row."""
+        """The slice of each tensor in a row."""
         return [slice(end - size, end) for end, size in zip(accumulate(self.sizes), self.sizes, strict=True)]
 
     @property
     def held(self) -> int:
-        """Entries of gradients at layers that rows need to be held."""
+        """Number of gradient entries at layers that must be stored to compute rows."""
         places = {use.output: use.shape.numel() for uses in self._uses.values() for use in uses}
         return self.outputs.shape[1] * sum(places.values())
 
     @property
     def cheap(self) -> bool:
-        """Most of a row comes from rules, and the gradients that they need fit into memory."""
+        """Whether most of a row comes from rules, and their gradients fit into memory."""
         covered = sum(self.sizes[k] for k in self._uses)
         return 2 * covered > self.size and self.held <= _KEPT
 
     def squares(self, tensors: Sequence[int] | None = None) -> Tensor:
-        r"""Return :math:`\sum_{ik} J_{ik}^2`, [D]; zero for tensors that are not asked for.
+        r"""Return :math:`\sum_{ik} J_{ik}^2`, [D]; zero for tensors not in ``tensors``.
 
         Args:
             tensors: which tensors; None: all.
@@ -200,17 +200,17 @@ class ExampleGradients:
 
     @cached_property
     def single(self) -> dict[int, OuterGradients]:
-        """The tensors each of whose gradients is one outer product."""
+        """The tensors whose gradients are single outer products."""
         found = {k: self.outer(k) for k in range(len(self.values))}
         return {k: outer for k, outer in found.items() if outer is not None and outer.is_single}
 
     def same_call(self, k: int, other: int) -> bool:
-        """Return whether two tensors are used once each, and by the same call: weight and bias of a layer."""
+        """Return whether two tensors are used once each, by the same call, such as weight and bias of a layer."""
         one, two = self._uses.get(k, []), self._uses.get(other, [])
         return len(one) == len(two) == 1 and one[0].output == two[0].output
 
     def chunks(self) -> Iterator[slice]:
-        """Give parts of the examples whose rows may be formed together."""
+        """Yield parts of the examples whose rows can be computed together."""
         count = max(1, _CHUNK // max(1, self.outputs.shape[1] * self.size))
         for start in range(0, len(self.outputs), count):
             yield slice(start, min(start + count, len(self.outputs)))
@@ -230,17 +230,17 @@ class ExampleGradients:
 
     @cached_property
     def _units(self) -> Tensor:
-        """The outputs one by one, ``[K, K]``."""
+        """One-hot cotangents of the outputs, ``[K, K]``."""
         return torch.eye(self.outputs.shape[1]).to(self.outputs)
 
     @cached_property
     def _deltas(self) -> dict:
-        """Gradients ``[K, B, ...]`` of all outputs at each use; None where none arrives."""
+        """Gradients ``[K, B, ...]`` of all outputs at each use; None for uses without a gradient."""
         return self._deltas_of(self._units)
 
     def _deltas_of(self, units: Tensor) -> dict:
         edges = list(dict.fromkeys(use.output for uses in self._uses.values() for use in uses))
-        # The graph has saved about two numbers for each that passes through it.
+        # The graph has saved about two numbers per number that passes through it.
         saved = 2 * self.held // len(self._units) * self.outputs.element_size()
         seeds = units.unsqueeze(1).expand(-1, len(self.outputs), -1)
         found = gradients_at(self.outputs, edges, seeds, vectors_together(saved, seeds.device))
@@ -280,7 +280,7 @@ class ExampleGradients:
 
 
 def _arranged(uses: Sequence[Use], deltas: Mapping[Any, Tensor | None]) -> list[tuple[Use, Tensor]]:
-    """The uses that gradients arrive at, with these ``[K, B, ...]``, examples in the second dimension."""
+    """Return the uses that receive gradients, with these ``[K, B, ...]``, examples in the second dimension."""
     found = []
     for use in uses:
         delta = deltas[use.output]
@@ -292,7 +292,7 @@ def _arranged(uses: Sequence[Use], deltas: Mapping[Any, Tensor | None]) -> list[
 
 
 def by_examples(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    """Gather w f of pairs of shape ``[*batch_shape, K]`` into ``[B, K]``, one for each number of examples B."""
+    """Gather w f of pairs of shape ``[*batch_shape, K]`` into tensors ``[B, K]``, one per number of examples B."""
     groups: dict[int, list[Tensor]] = {}
     for f, w in pairs:
         rows = len(f) if f.dim() > 1 else 1
@@ -306,16 +306,16 @@ def by_examples(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
 def add_gauss_newton_matrix(examples: ExampleGradients, total: Tensor) -> None:
     r"""Add :math:`G = \sum_{ik} J_{ik}^\top J_{ik}` to ``total`` [D, D] in place.
 
-    With gradients that are outer products, :math:`J_{ik} = \delta_{ik} a_i^\top`, the block of two layers is
+    If gradients are outer products, :math:`J_{ik} = \delta_{ik} a_i^\top`, the block of two layers is
 
     .. math::
         G_{(p,q),(p',q')} = \sum_i \Bigl(\sum_k \delta_{ikp}\,\delta'_{ikp'}\Bigr)\,a_{iq}\,a'_{iq'},
 
-    one product over examples where rows of J would need one over examples and outputs.
+    a product over examples, whereas rows of J would require one over examples and outputs.
 
     Args:
         examples: J of B examples with K outputs.
-        total: laid out like the examples' tensors, one after the other.
+        total: in the order of the concatenated tensors of ``examples``.
     """
     spans, layers = examples.spans, examples.single
     _add_strip(examples, total, [spans[k] for k in range(len(spans)) if k not in layers])
@@ -327,7 +327,7 @@ def add_gauss_newton_matrix(examples: ExampleGradients, total: Tensor) -> None:
 
 
 def _add_strip(examples: ExampleGradients, total: Tensor, spans: list[slice]) -> None:
-    """Add the rows and columns of tensors whose gradients are not single outer products, from rows of J."""
+    """Add rows and columns of tensors whose gradients are not single outer products, computed from rows of J."""
     if not spans:
         return
     columns = torch.cat([torch.arange(span.start, span.stop) for span in spans]).to(total.device)
@@ -342,7 +342,7 @@ def _add_strip(examples: ExampleGradients, total: Tensor, spans: list[slice]) ->
 
 
 def _block(one: OuterGradients, two: OuterGradients) -> Tensor:
-    """The block of two layers, in the order of their weights."""
+    """Return the block of two layers, in the order of their weights."""
     (a, delta), (b, gamma) = one.factors(slice(0, 1)), two.factors(slice(0, 1))
     p, r, q, s = (x.shape[-1] for x in (delta, gamma, a, b))
     total = a.new_zeros(p * r, q * s)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Curvatures from squared gradients, of a sum over examples or of single examples.
+r"""Curvatures from squared gradients of the summed log-likelihood or of single examples.
 
-The squared gradient of a sum is the sampled Fisher information, the default of Variational Laplace, if labels are drawn
-from the model. With the observed labels stochastic gradient descent penalises it implicitly. The other curvatures sum
+With labels drawn from the model, the squared gradient of the sum is the sampled Fisher information, the default of
+Variational Laplace. With observed labels, stochastic gradient descent penalises it implicitly. The other curvatures sum
 squared gradients of single examples, :math:`\sum_i (\partial_u \ell_i)^2`.
 """
 
@@ -37,11 +37,11 @@ class Fisher(Curvature):
         \tilde y \sim p(\cdot \mid \mu)
 
     Status: unbiased for the diagonal of the summed expected Fisher information (cross terms of independent labels
-    average out), hence for the generalised Gauss-Newton matrix of exponential-family likelihoods. Its noise
-    per weight shrinks with the number of label draws, not with the size of the minibatch.
+    average out), hence for the generalised Gauss-Newton matrix of exponential-family likelihoods. Its noise per weight
+    decreases with the number of label draws, not with the minibatch size.
 
     Args:
-        num_label_samples: label draws per step; each costs one more double backward.
+        num_label_samples: label draws per step; each costs one additional double backward pass.
         every: compute the penalty in every k-th training step only and multiply it by k: unbiased over steps.
 
     Source: Unlu & Aitchison (2021), Eqs. 25-30; :math:`\tilde g` there is ``g`` with sampled labels.
@@ -74,17 +74,17 @@ class Fisher(Curvature):
 
 
 class MinibatchGradient(Curvature):
-    r"""Square of the summed gradient of the observed labels: the empirical Fisher with a term for each minibatch.
+    r"""Square of the summed gradient at the observed labels: the empirical Fisher with one term per minibatch.
 
     .. math:: c_\lambda = g_\lambda^2, \qquad g = \nabla_u \sum_s \sqrt{\mathrm{scale}_s}\,\log p_s(y_s \mid u)
 
     Averaged over the minibatches j of an epoch, this is :math:`\sum_j g_{j\lambda}^2` with the unscaled gradient of
-    each; :class:`EmpiricalFisher` has a term for each example instead.
+    each; :class:`EmpiricalFisher` has one term per example instead.
 
-    Status: not an estimate of the Hessian. Away from the optimum the summed gradient grows with the minibatch, so
-    that :math:`c` grows with :math:`M^2`; the sum over minibatches differs from the square of the full batch. With
-    ``MeanFieldGuide(scale=SGDStepSize(lr, batch_size))`` it is the objective that links the step size of SGD to the
-    variance of a fixed posterior. Deterministic: no labels are drawn.
+    Status: not an estimate of the Hessian. Away from the optimum, the summed gradient grows with the minibatch size M,
+    so :math:`c` grows with :math:`M^2`; the sum over minibatches differs from the square for the full batch. With
+    ``MeanFieldGuide(scale=SGDStepSize(lr, batch_size))``, this curvature gives the objective that links the step size
+    of SGD to the variance of a fixed posterior. Deterministic: no labels are drawn.
 
     Source: Unlu & Aitchison (2021), Eq. 27; Eq. 29 (arXiv) for the link with SGD, there with the mean gradient; Smith
     et al. (2021) for the implicit regulariser of SGD.
@@ -105,10 +105,9 @@ class MinibatchGradient(Curvature):
 def _squared_gradient(
     likelihood: Linearisation, sites: Sequence[ObservedSite], labels: Sequence[Tensor]
 ) -> Tensor:
-    """Half the sum of squares of the gradient of all log-likelihoods, each with the root of its scale.
+    """Half the squared norm of the gradient of all log-likelihoods, each multiplied by the square root of its scale.
 
-    The root belongs inside the sum: with several sites, scaling the joint gradient afterwards would weigh their cross
-    terms wrongly.
+    With several sites, scaling the joint gradient afterwards would weight their cross terms wrongly.
     """
     terms = [(site.log_prob(y) * site.scale**0.5).sum() for site, y in zip(sites, labels, strict=True)]
     return half_weighted_squares(likelihood.scales, likelihood.gradients(sum_of(terms)))
@@ -150,11 +149,11 @@ class _ExampleSquares(Curvature):
 
     @abstractmethod
     def _terms(self, likelihood: Linearisation) -> Iterator[tuple[Tensor, Tensor]]:
-        """Give f and w of :func:`summed_squared_gradients`."""
+        """Yield f and w of :func:`summed_squared_gradients`."""
 
 
 class GGNDiagonal(_ExampleSquares):
-    r"""Expected Fisher information in closed form: the diagonal without sampled labels.
+    r"""Diagonal of the expected Fisher information in closed form, without sampled labels.
 
     .. math::
         c_\lambda = \sum_s \mathrm{scale}_s \sum_{i,k} \bigl(w_{ik}\,\partial_\lambda f_{ik}\bigr)^2
@@ -162,11 +161,11 @@ class GGNDiagonal(_ExampleSquares):
     with the parameters f of each observed distribution and the factors w of their Fisher information.
 
     Status: exact for the expected Fisher information, which equals the generalised Gauss-Newton diagonal for
-    exponential families in natural parameters. Under training-mode batch normalisation each example counts through
-    its own row of the activations only. Costs one backward pass per distribution parameter (ten classes: ten)
-    for dense and convolutional weights.
+    exponential families in natural parameters. With batch normalisation in training mode, only the path through an
+    example's own row of the activations counts. For dense and convolutional weights, it costs one backward pass per
+    distribution parameter (ten for ten classes).
 
-    Source: Unlu & Aitchison (2021), Eqs. 25-30, there with labels drawn; Martens (2020) for the equivalence.
+    Source: Unlu & Aitchison (2021), Eqs. 25-30, there with sampled labels; Martens (2020) for the equivalence.
 
     Example:
         >>> GGNDiagonal()
@@ -185,13 +184,13 @@ class EmpiricalFisher(_ExampleSquares):
 
     .. math:: c_\lambda = \sum_s \mathrm{scale}_s \sum_i \bigl(\partial_\lambda \log p_s(y_{si} \mid u)\bigr)^2
 
-    Status: deterministic, and equal to the Fisher information only where the model is right about the labels: it
-    vanishes on examples that are fitted perfectly. An example is an element of the site's batch shape; the paper
-    prints a term for each minibatch, which is :class:`MinibatchGradient`, and both agree at M = 1. Dense,
-    convolutional and bias weights cost about one extra pass; weights used otherwise one backward pass per example.
+    Status: deterministic. In expectation it equals the Fisher information only if the model is correct; it vanishes on
+    examples that are fitted perfectly. An example is an element of the site's batch shape. The paper has one term per
+    minibatch, which is :class:`MinibatchGradient`; both agree for M = 1. Dense, convolutional and bias weights cost
+    about one extra pass; other weights cost one backward pass per example.
 
     Source: Unlu & Aitchison (2021), Eq. 27, with an example in place of a minibatch; Kunstner et al. (2019) on its
-    limits.
+    limitations.
 
     Example:
         >>> EmpiricalFisher()
@@ -207,17 +206,17 @@ class EmpiricalFisher(_ExampleSquares):
 def summed_squared_gradients(
     values: Sequence[Tensor], outputs: Tensor, cotangent: Tensor, recorder: SquaredGradients, served: Served
 ) -> list[Tensor]:
-    r"""Return :math:`\sum_i (w_i\,\partial_u f_i)^2` for every latent, differentiable again in the means.
+    r"""Return :math:`\sum_i (w_i\,\partial_u f_i)^2` for every latent, differentiable with respect to the means.
 
-    Status: exact for the fallback. The layer-wise rules attribute to example i what passes through its own row
-    of the activations; the two differ only where rows are coupled, as by batch normalisation in training mode.
+    Status: exact for the fallback. The layer-wise rules attribute to example i the gradient through its own row of the
+    activations; the two differ only if rows are coupled, as by batch normalisation in training mode.
 
     Args:
         values: the latents' means u.
         outputs: f, one entry per example; gradients flow to the latent means.
         cotangent: w of the same shape; may depend on the means as well.
         recorder: the uses of the latents.
-        served: those that have rules.
+        served: the uses that have rules.
     """
     if not outputs.requires_grad:  # everything is masked, or no latent reaches the observed site
         return [torch.zeros_like(u) for u in values]

@@ -11,7 +11,7 @@ from pyro_dvi.errors import ArgumentError
 
 
 class HessianDiagonal(Curvature):
-    r"""Diagonal of the negative Hessian of the log-likelihood, raised where no optimal variance would exist.
+    r"""Diagonal of the negative Hessian of the log-likelihood, raised where there would be no optimal variance.
 
     .. math::
         c_\lambda = \begin{cases} h_\lambda & h_\lambda > -\beta/s_\lambda^2 \\
@@ -19,16 +19,17 @@ class HessianDiagonal(Curvature):
         h_\lambda = -\partial^2_\lambda \sum_s \mathrm{scale}_s \log p_s(y_s \mid u)
 
     The objective has an optimum in the variance, :math:`\sigma_\lambda^2 = \beta/(\beta/s_\lambda^2 + h_\lambda)`,
-    only for a positive denominator. Single minibatches often have none, and harmlessly: the margin m below one then
-    keeps the variance finite. A weight that needs it in most steps has no optimal variance: use a positive curvature,
-    such as :class:`Fisher`, or a narrower prior. Where the prior is not Normal, negative h count as zero.
+    only for a positive denominator. On single minibatches, it is often negative, which is harmless: the margin m below
+    one then keeps the variance finite. If this happens for a weight in most steps, the weight has no optimal variance:
+    use a positive curvature, such as :class:`Fisher`, or a narrower prior. If the prior is not Normal, negative h are
+    replaced by zero.
 
-    Status: with ``num_probes=None`` the exact second-order expansion of Eq. 20 wherever that optimum exists (one
-    Hessian column per weight: small networks only); otherwise Hutchinson's estimate, unbiased before the replacement.
-    Needs third derivatives.
+    Status: with ``num_probes=None``, the exact second-order expansion of Eq. 20 wherever the optimum exists (one
+    Hessian column per weight, so for small networks only); otherwise Hutchinson's estimate, which is unbiased before
+    the replacement. Requires third derivatives.
 
     Args:
-        num_probes: Rademacher probes of Hutchinson's estimator, or None for the exact diagonal.
+        num_probes: number of Rademacher probes of Hutchinson's estimator, or None for the exact diagonal.
         margin: m above, in [0, 1).
 
     Source: Unlu & Aitchison (2021), Eqs. 20-24, "VL (H)"; Hutchinson (1989).

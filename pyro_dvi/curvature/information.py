@@ -69,7 +69,7 @@ def of_site(pairs: Pairs, site: ObservedSite) -> Pairs:
     """Return the pairs through which gradients flow, with the scale and the mask of their site in the weights."""
     found = []
     for f, w in pairs:
-        if not f.requires_grad:  # a fixed noise scale, say
+        if not f.requires_grad:  # such as a fixed noise scale
             continue
         w = w * torch.as_tensor(site.scale, dtype=w.dtype, device=w.device).sqrt().unsqueeze(-1)
         if site.mask is not None and site.mask is not True:
@@ -92,7 +92,7 @@ def _finite_support(fn: td.Distribution, site: str) -> Pairs:
 
 def _check_fixed(parameter: Tensor, name: str) -> None:
     if parameter.requires_grad:
-        raise UnsupportedError(f"GGN needs fixed {name}; use Fisher() where they are learned or uncertain")
+        raise UnsupportedError(f"GGN needs fixed {name}; use Fisher() if they are learned or uncertain")
 
 
 @information_rule(td.Normal, td.LogNormal)
@@ -139,7 +139,7 @@ def _multinomial(fn: td.Multinomial) -> Pairs:
 
 @information_rule(td.Binomial)
 def _binomial(fn: td.Binomial) -> Pairs:
-    # n p (1 - p) in the logits; by logarithms, which do not round 1 - p to zero.
+    # n p (1 - p) in the logits, computed with logarithms, which do not round 1 - p to zero.
     log_variance = F.logsigmoid(fn.logits) + F.logsigmoid(-fn.logits)
     return [(fn.logits, fn.total_count.sqrt() * (0.5 * log_variance).exp())]
 

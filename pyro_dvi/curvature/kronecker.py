@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Kronecker factors of the Fisher information: inputs of a layer times gradients of its outputs.
+r"""Kronecker factors of the Fisher information, from inputs of a layer and gradients of its outputs.
 
 .. math::
     G_{\text{layer}} \approx B \otimes A, \qquad A = \sum_{i,t} a_{it} a_{it}^\top, \qquad
@@ -22,12 +22,12 @@ class KroneckerFactors:
     """Factors of dense and convolutional layers that are used once, and the diagonal of all other tensors.
 
     Args:
-        examples: gradients of the first batch, by which layers are found.
+        examples: gradients of the first batch, which determine the layers.
 
     Attributes:
         layers: the factors.
-        rest: numbers of the tensors that belong to no layer.
-        diagonal: sums of squared gradients of these, ``[D]``, zero elsewhere.
+        rest: indices of the tensors that belong to no layer.
+        diagonal: sums of squared gradients of the tensors in ``rest``, ``[D]``, zero elsewhere.
     """
 
     def __init__(self, examples: ExampleGradients) -> None:
@@ -56,13 +56,14 @@ class KroneckerFactors:
 
 @dataclass(eq=False)
 class KroneckerLayer:
-    r"""Sums of both factors of the Fisher information of a layer's weights W ``[p, q]``, :math:`B \otimes A`.
+    r"""Sums for the Kronecker factors :math:`B \otimes A` of the Fisher information of a layer's weights W ``[p, q]``.
 
     Attributes:
-        tensors: the numbers of the weight, and of the bias where there is one; its input is the last of the q.
-        places: of W in a flat vector, ``[p, q]``; None where nobody asks.
+        tensors: index of the weight and, if any, of the bias, whose input is the last of the q inputs.
+        places: positions of W in a flat vector, ``[p, q]``; None if they are not needed.
         inputs: A, the sum of :math:`a a^\top` over examples and positions, ``[q, q]``.
-        deltas: the sum of :math:`\delta \delta^\top` over these, ``[p, p]``; B is this divided by ``positions``.
+        deltas: the sum of :math:`\delta \delta^\top` over the same terms, ``[p, p]``; B is this sum divided by
+            ``positions``.
         positions: number of terms in A.
     """
 
@@ -75,7 +76,7 @@ class KroneckerLayer:
     def add(self, examples: ExampleGradients) -> None:
         """Add a batch."""
         outer = examples.outer(self.tensors[0])
-        if outer is None:  # no gradient arrives in this batch
+        if outer is None:  # no gradient in this batch
             return
         for part in outer.chunks():
             a, delta = outer.parts(part)
@@ -119,7 +120,7 @@ def damped_factors(rows: Tensor, columns: Tensor, prior: Tensor) -> tuple[Tensor
 
 
 def _gram(rows: Tensor) -> Tensor:
-    """The sum of x x' over rows x ``[..., T, n]``: where there are many together, without a copy of them."""
+    """Return the sum of x x' over rows x ``[..., T, n]``; long runs of rows are not copied."""
     if rows.shape[-2] < rows.shape[-1]:
         rows = rows.flatten(0, -2)
     return (rows.mT @ rows).reshape(-1, rows.shape[-1], rows.shape[-1]).sum(0)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The linearisation of a model around the posterior mean, and the base class of curvatures.
 
-The ELBO builds a :class:`Linearisation` from one run of guide and model, and a curvature turns it into a penalty for
+The ELBO builds a :class:`Linearisation` from one run of guide and model, and a curvature computes from it a penalty for
 the spread of the posterior around its mean. Nothing here depends on Pyro.
 """
 
@@ -30,8 +30,8 @@ class ObservedSite:
         fn: its distribution, with parameters that depend on the latent means.
         value: the observed value.
         scale: the plate's scale, N/M for a minibatch of M out of N.
-        mask: elements that count, or None.
-        share: which part of the rows of its plates it has.
+        mask: elements to include, or None.
+        share: the part of the rows of its plates in this minibatch.
     """
 
     name: str
@@ -48,23 +48,23 @@ class ObservedSite:
             return log_prob
         if (
             self.mask is False
-        ):  # without a graph, through which NaN of what is masked would reach the parameters
+        ):  # without a graph, through which NaN from masked elements would reach the parameters
             return torch.zeros_like(log_prob)
         return torch.where(self.mask, log_prob, log_prob.new_zeros(()))
 
     def log_likelihood(self) -> Tensor:
-        """Scaled log-likelihood of the observed value, summed: a scalar."""
+        """Scaled log-likelihood of the observed value, summed to a scalar."""
         return (self.log_prob(self.value) * self.scale).sum()
 
     def sample_labels(self) -> Tensor:
-        """Labels drawn from the model's own predictive at the mean."""
+        """Return labels drawn from the model's own predictive distribution at the mean."""
         try:
             with torch.no_grad():
                 return self.fn.sample()
         except NotImplementedError as error:
             raise UnsupportedError(
                 f"labels cannot be drawn at observed site {self.name!r}: {type(self.fn).__name__} has no sample(). "
-                "Use TaylorELBO(curvature=EmpiricalFisher()), which needs the observed labels only."
+                "Use TaylorELBO(curvature=EmpiricalFisher()), which needs only the observed labels."
             ) from error
 
 
@@ -77,11 +77,11 @@ class Linearisation:
         values: their unconstrained means u; ``values[k]`` is a node of the autograd graph of every site.
         scales: posterior standard deviations, broadcastable to the values.
         sites: the observed sites.
-        precision_limits: returns per latent the precision that its prior contributes to an optimal posterior,
-            kl_weight / s², or None where the prior is not Normal.
+        precision_limits: returns, for each latent, the precision that its prior contributes to an optimal posterior,
+            kl_weight / s², or None if the prior is not Normal.
         factors: ``pyro.factor`` terms, which have a log-density but no labels.
-        recorder: what ``Curvature.recorder`` returned for this run.
-        model: what was run, by which a curvature remembers what it knows of it.
+        recorder: the result of ``Curvature.recorder`` for this run.
+        model: the model, used by curvatures as a key for what they have verified.
     """
 
     names: list[str]
@@ -94,15 +94,15 @@ class Linearisation:
     model: Any = None
 
     def require_labels(self, curvature: str) -> None:
-        """Refuse terms of the likelihood from which no labels can be drawn."""
+        """Raise an error for terms of the likelihood from which no labels can be drawn."""
         if self.factors:
             raise ModelError(
-                f"pyro.factor site {self.factors[0].name!r} has no distribution to draw labels from, as {curvature} "
-                "must: write it as an observed pyro.sample site, or use TaylorELBO(curvature=MinibatchGradient())"
+                f"pyro.factor site {self.factors[0].name!r} has no distribution from which {curvature} could draw "
+                "labels: write it as an observed pyro.sample site, or use TaylorELBO(curvature=MinibatchGradient())"
             )
 
     def gradients(self, scalar: Tensor) -> list[Tensor]:
-        """Differentiable gradient of ``scalar`` with respect to every latent mean."""
+        """Return the differentiable gradient of ``scalar`` with respect to every latent mean."""
         if not scalar.requires_grad:  # everything is masked, or no latent reaches the observed sites
             return [torch.zeros_like(u) for u in self.values]
         return list(torch.autograd.grad(scalar, self.values, create_graph=True, materialize_grads=True))
@@ -110,9 +110,9 @@ class Linearisation:
 
 @contextmanager
 def twice_differentiated() -> Iterator[None]:
-    """Refuse functions of torch without a second (third) derivative, as ``embedding_bag``, with a way out.
+    """Raise an error with a remedy for torch functions without a second (third) derivative, such as ``embedding_bag``.
 
-    Torch reports a transposed convolution with ``output_padding`` in words of its own.
+    Torch has its own message for a transposed convolution with ``output_padding``.
     """
     try:
         yield
@@ -122,22 +122,22 @@ def twice_differentiated() -> Iterator[None]:
         raise UnsupportedError(
             f"{str(error).rstrip('.')}. Variational Laplace and curvatures differentiate the model more than once: "
             "write it without this function (pyro_dvi.bayesian.smooth_activations_ replaces nn.Hardsigmoid and "
-            "nn.Hardswish, nn.Embedding with a sum nn.EmbeddingBag), or take another curvature than HessianDiagonal"
+            "nn.Hardswish, nn.Embedding with a sum nn.EmbeddingBag), or use another curvature than HessianDiagonal"
         ) from error
 
 
 class Curvature(ABC):
     r"""A second-order model of the log-likelihood around the posterior mean.
 
-    Expanding :math:`\log p(y \mid u)` around the mean of :math:`q = \mathcal N(\mu, \mathrm{diag}\,\sigma^2)` leaves
+    Expanding :math:`\log p(y \mid u)` around the mean of :math:`q = \mathcal N(\mu, \mathrm{diag}\,\sigma^2)` gives
 
     .. math::
         \mathbb E_q[\log p(y \mid u)] \approx \log p(y \mid \mu) - \tfrac12 \sum_\lambda \sigma_\lambda^2 c_\lambda
 
-    with a curvature :math:`c_\lambda \approx -\partial^2_\lambda \log p`. Subclasses say which.
+    with a curvature :math:`c_\lambda \approx -\partial^2_\lambda \log p`, which subclasses define.
 
-    Adding one: subclass and implement :meth:`penalty`; override :meth:`recorder` if the run of the model has to be
-    watched or its functions replaced.
+    To add a curvature, subclass and implement :meth:`penalty`; override :meth:`recorder` to observe the run of the
+    model or replace its functions.
     """
 
     @abstractmethod
@@ -145,14 +145,14 @@ class Curvature(ABC):
         r"""Return the scalar :math:`\tfrac12\sum_\lambda\sigma_\lambda^2 c_\lambda`, scaled to the whole data set."""
 
     def recorder(self, used_values: Sequence[Tensor | None]) -> AbstractContextManager[Any]:
-        """Return the context in which the model runs; it is handed back as ``likelihood.recorder``."""
+        """Return the context in which the model runs; it is passed back as ``likelihood.recorder``."""
         return nullcontext()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
 
     def weight(self, step: int) -> float:
-        """Factor of the penalty in training step ``step``; 0 skips its computation."""
+        """Return the factor of the penalty in training step ``step``; 0 skips its computation."""
         return 1.0
 
 
@@ -175,7 +175,7 @@ def sum_of(terms: Sequence[Tensor]) -> Tensor:
 class _HalfWeightedSquares(Function):
     """½ Σ σ² g² with ∂g = σ² g and ∂σ = σ g².
 
-    Products are computed again in the backward pass: one more operation there takes less time than to store them.
+    Products are recomputed in the backward pass, which takes less time than storing them.
     """
 
     @staticmethod

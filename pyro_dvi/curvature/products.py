@@ -7,8 +7,8 @@ distributions and the factors w of their Fisher information (:mod:`pyro_dvi.curv
 .. math::
     G = \sum_k w_k^2\, \nabla f_k \nabla f_k^\top, \qquad G v = J^\top\bigl(w^2 \odot J v\bigr),
 
-where :math:`J v` is the derivative of :math:`J^\top c`, which is linear in c: everything is reverse mode, so that
-whatever can be differentiated twice can be multiplied. Many vectors share one graph.
+where :math:`J v` is the derivative of :math:`J^\top c`, which is linear in c. Only reverse mode is used, so any model
+that can be differentiated twice is supported. Many vectors share one graph.
 """
 
 import warnings
@@ -26,7 +26,7 @@ from pyro_dvi.errors import ModelError, UnsupportedError
 
 
 class LinearMap:
-    r"""The Jacobian J of outputs f with respect to several tensors, as products from both sides.
+    r"""The Jacobian J of outputs f with respect to several tensors, as products with J and its transpose.
 
     Args:
         outputs: f, of any shape; a node of the graph of ``values``.
@@ -70,7 +70,7 @@ class LinearMap:
             [cotangent],
             [v for _, v in linear],
             self.vectors_at_once,
-            allow_unused=False,  # it is used, unless a function of the model cannot be differentiated twice
+            allow_unused=False,  # used, unless a function of the model cannot be differentiated twice
         )
         return result
 
@@ -94,8 +94,8 @@ def information_pairs(
 
     Args:
         sites: the observed sites.
-        draw_labels: labels from a site's own distribution, for those without a closed form: the Fisher information is
-            then estimated by these, :math:`f_s = \log p(y_s)`.
+        draw_labels: draws labels from a site's own distribution, for sites without a closed form; the Fisher
+            information is then estimated from these labels, :math:`f_s = \log p(y_s)`.
     """
     found = []
     for site in sites:
@@ -112,9 +112,9 @@ def information_pairs(
 def batched_gradients(
     outputs: Any, values: Sequence[Tensor], cotangents: Any, vectors_at_once: int, **options: bool
 ) -> list[Tensor]:
-    """Vector-Jacobian products for cotangents with a first dimension S more than the outputs, some at a time.
+    """Vector-Jacobian products for cotangents with an additional first dimension S, some at a time.
 
-    Products of gradients that have a graph are products with the Hessian, :math:`H v`. For options, which are
+    Products of gradients that have a graph are products with the Hessian, :math:`H v`. For the options
     ``create_graph`` and ``allow_unused``, see :func:`gradients_at`.
     """
     found = gradients_at(outputs, values, cotangents, vectors_at_once, **options)
@@ -131,9 +131,9 @@ def gradients_at(
     create_graph: bool = False,
     allow_unused: bool = True,
 ) -> list[Tensor | None]:
-    """As :func:`batched_gradients`, at tensors or edges of the graph; None where no output depends on one.
+    """Like :func:`batched_gradients`, at tensors or edges of the graph; None if no output depends on one.
 
-    Functions that cannot be vectorised are run one by one.
+    Functions that cannot be vectorised are called once per vector.
     """
     outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
     cotangents = [cotangents] if isinstance(cotangents, Tensor) else list(cotangents)
@@ -175,24 +175,24 @@ def gradients_at(
 
 
 def _joined(parts: list[list[Tensor | None]], join: Callable[[Any], Tensor]) -> list[Tensor | None]:
-    """The parts of each place together; None where there are none."""
+    """Join the parts of each position; None if there are none."""
     return [None if column[0] is None else join(column) for column in zip(*parts, strict=True)]
 
 
 def vectors_together(saved: int, device: torch.device) -> int:
-    """Return the number of vectors to push together through a graph that saved so many bytes.
+    """Return the number of vectors to push together through a graph that saved ``saved`` bytes.
 
-    On a processor more than a cache holds only costs time, and convolutions gain nothing from company.
+    On CPUs, exceeding the cache costs time, and convolutions gain nothing from batching vectors.
     """
     budget = 1 << 22 if device.type == "cpu" else 1 << 28
     return max(1, min(256, budget // max(1, saved)))
 
 
 class SavedBytes(saved_tensors_hooks):
-    """Count the bytes that autograd keeps for the backward pass of what runs in the context.
+    """Count the bytes that autograd saves for the backward pass within the context.
 
     Attributes:
-        total: bytes so far, each storage once.
+        total: bytes so far, counting each storage once.
     """
 
     def __init__(self) -> None:
@@ -205,15 +205,15 @@ class SavedBytes(saved_tensors_hooks):
         if storage.data_ptr() not in self._seen:
             self._seen.add(storage.data_ptr())
             self.total += storage.nbytes()
-        # Not the tensor itself: a node that saves its own output, as tanh does, would keep itself alive.
+        # Not the tensor itself: a node that saves its own output, like tanh, would keep itself alive.
         return tensor.detach(), tensor._version
 
 
 def _unpack(saved: tuple[Tensor, int]) -> Tensor:
     tensor, version = saved
-    if tensor._version != version:  # with hooks, torch does not look
+    if tensor._version != version:  # with hooks, torch does not check
         raise ModelError(
-            f"the model writes to a tensor of shape {tuple(tensor.shape)} in place, whose old values a gradient needs: "
-            "write to a copy, x.clone(), or use torch.relu(x) for x.relu_()"
+            f"the model writes to a tensor of shape {tuple(tensor.shape)} in place, but a gradient needs its old "
+            "values: write to a copy, x.clone(), or use torch.relu(x) instead of x.relu_()"
         )
     return tensor

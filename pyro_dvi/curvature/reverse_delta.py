@@ -1,24 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""The smoothed reverse delta method: variances of outputs that know which weights they share.
+r"""The smoothed reverse delta method: output variances that account for shared weights.
 
-Variances that flow forward take the elements of a layer as independent, and lose what a skip connection, or positions
-that share a kernel, have in common. Here each output of each example is pulled back to the weights instead:
+Forward propagation of variances treats the elements of a layer as independent, and loses correlations due to skip
+connections, or between positions that share a kernel. Here, each output of each example is differentiated with respect
+to the weights instead:
 
 .. math::
     \mathrm{Var}[f_k] \approx \sum_w \Bigl(\frac{\partial m_k}{\partial \bar w}\Bigr)^2 \mathrm{Var}[w]
         + \sum_y \Bigl(\frac{\partial m_k}{\partial \bar y}\Bigr)^2 \mathrm{Var}_{xw}[y].
 
-The slopes belong to the *moments*: variances are held, and the mean of a layer is a function of the mean of the
-layer before it. For a rectifier this slope is :math:`\Phi(\mu/\sigma)`, the smoothed step. The second sum runs over the
-functions y that use weights: :math:`\mathrm{Var}_{xw}` is the part of the variance of y from the product of
-both noises, of weights and inputs: :math:`\mathrm{Var}[x]\,\mathrm{Var}[w]` for a product.
+The derivatives are those of the *moments*: variances are held constant, and the mean of a layer is a function of the
+mean of the layer before it. For ReLU, this derivative is :math:`\Phi(\mu/\sigma)`, the smoothed step. The second sum
+runs over the functions y that use weights: :math:`\mathrm{Var}_{xw}` is the part of the variance of y due to the
+product of the noise in weights and inputs: :math:`\mathrm{Var}[x]\,\mathrm{Var}[w]` for a product.
 
-Status: exact for linear models; to first order in the noise, but with slopes averaged over it, for all others. Only the
-noise of weights counts: inputs that are moments themselves are taken as certain, but for where they meet a weight.
+Status: exact for linear models; for all others, first order in the noise, but with derivatives averaged over it. Only
+the noise of weights is included: inputs that are moments themselves are treated as deterministic, except where they are
+combined with a weight.
 
-Cost: one backward pass for each output and, for weights that positions share or that are used several times, a
-gradient for each example, by the rules of :mod:`pyro_dvi.curvature.per_example`. A function without such a rule, or
-whose rows do not belong to single examples, takes a backward pass for each example and output.
+Cost: one backward pass per output and, for weights that are shared by positions or used several times, per-example
+gradients with the rules of :mod:`pyro_dvi.curvature.per_example`. A function without such a rule, or whose rows do not
+belong to single examples, takes one backward pass per example and output.
 """
 
 from collections import Counter, defaultdict
@@ -38,8 +40,8 @@ from pyro_dvi.curvature.weight_calls import Call, Slot, hold_variances
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.moments.value import GaussianMoments
 
-_BUDGET = 2**24  # elements of gradients of examples at a time
-# Functions of a weight alone that may give each example a copy.
+_BUDGET = 2**24  # elements of per-example gradients at a time
+# Functions of a weight alone that may copy it for each example.
 _COPYING = (torch.Tensor.expand, torch.Tensor.repeat)
 
 
@@ -49,8 +51,9 @@ class Traced:
 
     Attributes:
         call: the call.
-        uses: by weight, where rules give the gradients of examples; None where they do not.
-        noise: variance of the output from the product of the noises of weights and inputs; None for certain inputs.
+        uses: by weight, if rules give per-example gradients; otherwise None.
+        noise: variance of the output due to the product of the noise in weights and inputs; None for deterministic
+            inputs.
     """
 
     call: Call
@@ -64,14 +67,14 @@ class Traced:
 
 
 def calls_behind(outputs: Tensor, calls: Sequence[Call], weights: dict[int, Tensor]) -> list[Traced]:
-    """Return the calls that outputs ``[B, K]`` depend on, with the rules that are proved to hold there.
+    """Return the calls on which outputs ``[B, K]`` depend, with the rules that were verified for them.
 
     Args:
         outputs: means of the outputs.
-        calls: functions of weights and of other things.
+        calls: calls with weights and other arguments.
         weights: means of the weights, and of functions of weights alone, by identity.
     """
-    # Unequal numbers, under which what several outputs do to a layer does not cancel by symmetry.
+    # Unequal numbers, so that effects of several outputs on a layer do not cancel by symmetry.
     sums = outputs @ torch.linspace(1, 2, outputs.shape[1], dtype=outputs.dtype, device=outputs.device)
     slopes = gradients_at(calls, sums.sum())
     reached = [call for call, slope in zip(calls, slopes, strict=True) if slope is not None]
@@ -92,7 +95,7 @@ def calls_behind(outputs: Tensor, calls: Sequence[Call], weights: dict[int, Tens
 
 
 def gradients_at(calls: Sequence[Call], value: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the gradients of a number in the outputs of calls; None where it does not depend on one."""
+    """Return the gradients of a scalar with respect to the outputs of calls; None if it does not depend on one."""
     if not calls:
         return ()
     places = [call.output for call in calls]
@@ -100,11 +103,11 @@ def gradients_at(calls: Sequence[Call], value: Tensor) -> tuple[Tensor | None, .
 
 
 class Pullback:
-    """Variances of outputs from the noise of weights.
+    """Variances of outputs due to the noise of weights.
 
     Args:
-        traced: the calls that the outputs depend on.
-        makers: the calls that make weights of others, in their order.
+        traced: the calls on which the outputs depend.
+        makers: the calls that compute weights from other weights, in order.
         examples: the number of examples.
     """
 
@@ -116,7 +119,7 @@ class Pullback:
         self.makers, self.examples = makers, examples
         self.fast = [one for one in traced if one.uses is not None]
         self.slow = [one for one in traced if one.uses is None]
-        # Outer products of two vectors, of a weight with one use, need no gradients of single examples.
+        # A weight with a single use, whose gradients are outer products of two vectors, needs no per-example gradients.
         self.contracted = {
             (id(one.call), key): _contracted(use.contribution, self.weights[key].variance)
             for one in self.fast
@@ -125,7 +128,7 @@ class Pullback:
         }
 
     def variance(self, outputs: Tensor) -> Tensor:
-        """Return the variance of one output of each example."""
+        """Return the variance of one output for each example."""
         slopes = gradients_at([one.call for one in self.fast], outputs.sum())
         reached = [(one, slope) for one, slope in zip(self.fast, slopes, strict=True) if slope is not None]
         with torch.no_grad():
@@ -152,12 +155,12 @@ class Pullback:
     def _by_gradients(
         self, outputs: Tensor, rest: Sequence[tuple[int, Contribution, Tensor]], part: slice
     ) -> Tensor | float:
-        """Return the variances of some examples that are left, by their gradients."""
+        """Return the remaining variances of some examples, from per-example gradients."""
         total: Tensor | float = 0.0
         gradients: dict[int, Tensor] = {}
         for key, share, delta in rest:
             _add(gradients, {key: share.part(part).gradients(delta[part])})
-        if self.slow:  # by a backward pass for each example
+        if self.slow:  # with a backward pass per example
             seeds = torch.eye(self.examples, dtype=outputs.dtype, device=outputs.device)[part]
             slopes = LinearMap(outputs, [one.call.output for one in self.slow]).transposed(seeds)
             for one, slope in zip(self.slow, slopes, strict=True):
@@ -193,7 +196,7 @@ def _contracted(share: Contribution, variance: Tensor) -> Callable[[Tensor], Ten
 
 
 class ReverseDeltaRecorder:
-    """Observe a run with moments, then give the variances of its outputs.
+    """Observe a run with moments, then compute the variances of its outputs.
 
     Use with :func:`~pyro_dvi.moments.dispatch.observed_by`, with gradients enabled, and only for one run.
 
@@ -215,16 +218,16 @@ class ReverseDeltaRecorder:
         self._weights = weights
         self._made: dict[int, GaussianMoments] = {}  # functions of weights alone
         self._calls: list[Call] = []
-        # Of each rule that is at work: the number of calls before, and whether the model records gradients.
+        # For each active rule: the number of calls before it, and whether the model records gradients.
         self._starts: list[tuple[int, bool]] = []
         self._versions: list[tuple[Tensor, int]] = []
 
     # While the model runs ------------------------------------------------------------------------------------
 
     def entering(self) -> None:
-        """Note that a rule is about to be called.
+        """Record that a rule is about to be called.
 
-        Weights vary where the model stops gradients, too: by ``no_grad``, ``detach`` or a custom autograd.Function.
+        Weights are uncertain even where the model stops gradients with ``no_grad``, ``detach`` or an autograd.Function.
         """
         self._starts.append((len(self._calls), torch.is_grad_enabled()))
         torch.set_grad_enabled(True)
@@ -233,7 +236,7 @@ class ReverseDeltaRecorder:
                 weight._loc = weight._loc.detach().requires_grad_()
 
     def __call__(self, func: Callable, args: tuple, kwargs: dict[str, Any], result: Any) -> Any:
-        """Hold variances constant, and note calls with weights."""
+        """Hold variances constant, and record calls with weights."""
         start, recording = self._starts.pop()
         torch.set_grad_enabled(recording)
         if func in (torch.detach, torch.Tensor.detach):
@@ -242,7 +245,7 @@ class ReverseDeltaRecorder:
         known = {id(weight) for weight in self._weights.values()} | self._made.keys()
         weights = {id(a): a for a in tree_leaves((args, kwargs)) if id(a) in known}
         inside = {key for call in self._calls[start:] for key in call.weights}
-        if weights.keys() <= inside or not outputs:  # of no weights; or its rule called what uses them
+        if weights.keys() <= inside or not outputs:  # without weights, or already recorded within its rule
             return result
         del self._calls[start:]
         self._note(func, args, kwargs, result, outputs, weights)
@@ -257,7 +260,7 @@ class ReverseDeltaRecorder:
         outputs: list[GaussianMoments],
         weights: dict[int, Any],
     ) -> None:
-        if func is F.embedding:  # a row of padding has no gradient, but its noise
+        if func is F.embedding:  # padding rows have noise, but no gradient
             args, kwargs = args[:2], {name: a for name, a in kwargs.items() if name in ("input", "weight")}
         copies: dict[int, Any] = {}
 
@@ -283,7 +286,7 @@ class ReverseDeltaRecorder:
             )
 
     def _held(self, argument: Any) -> Any:
-        """An argument as it is now, without its history."""
+        """Return an argument with its current value, without its history."""
         if isinstance(argument, GaussianMoments):
             # Its own detach() would be a view.
             return GaussianMoments(argument.loc.detach(), argument.variance.detach())
@@ -291,31 +294,31 @@ class ReverseDeltaRecorder:
         self._versions.append((held, held._version))
         return held
 
-    # Afterwards ----------------------------------------------------------------------------------------------
+    # After the run -------------------------------------------------------------------------------------------
 
     @torch.enable_grad()
     def reaches(self, out: GaussianMoments) -> bool:
-        """Return whether the noise of a weight reaches ``out`` through a function of other things as well."""
+        """Return whether the noise of a weight reaches ``out`` through a function with other arguments."""
         if not out.loc.requires_grad:
             return False
         return any(slope is not None for slope in gradients_at(self._uses(), out.loc.sum()))
 
     @torch.enable_grad()
     def variance(self, out: GaussianMoments, examples: int) -> Tensor:
-        """Return variances of outputs of the run, of their shape.
+        """Return variances of outputs of the run, in their shape.
 
         Args:
-            out: moments that the run computed, or a Gaussian behind them.
-            examples: the dimension that counts examples.
+            out: moments computed in the run, or a Gaussian behind them.
+            examples: the dimension of the examples.
 
         Raises:
-            UnsupportedError: a certain input of a layer was changed in place after its use; or a weight acts in a way
-                that was not seen.
+            UnsupportedError: if a deterministic input of a layer was changed in place after its use, or a weight
+                affects the outputs in a way that was not recorded.
         """
         if any(tensor._version != version for tensor, version in self._versions):
             raise UnsupportedError(
-                "the reverse delta method: the input of a layer was changed in place after its use. Let the model "
-                "write x = x + y instead of x += y for a tensor that a layer used."
+                "the reverse delta method: the input of a layer was changed in place after its use. In the model, "
+                "write x = x + y instead of x += y for the input of a layer."
             )
         loc = out.loc
         if not loc.requires_grad:
@@ -338,12 +341,12 @@ class ReverseDeltaRecorder:
             if self._is_proved(rows[-1, -1], variance[-1, -1], traced):
                 return variance.reshape(size).movedim(0, examples)
         raise UnsupportedError(
-            "the reverse delta method: a weight acts on the outputs in a way that was not seen, and variances would be "
-            "too small. Predict with Moments(propagation=Independent()) or Samples(n)."
+            "the reverse delta method: a weight affects the outputs in a way that was not recorded, so variances would "
+            "be too small. Predict with Moments(propagation=Independent()) or Samples(n)."
         )
 
     def _is_proved(self, output: Tensor, variance: Tensor, traced: Sequence[Traced]) -> bool:
-        """Return whether the plain gradient of an output finds no more than its variance; padding has no gradient."""
+        """Return whether the plain gradient gives no larger variance of an output; padding has no gradient."""
         weights = list(self._weights.values())
         places = [*(weight._loc for weight in weights), *(one.call.output for one in traced)]
         spreads = [*(weight.variance for weight in weights), *(one.noise for one in traced)]
@@ -357,7 +360,7 @@ class ReverseDeltaRecorder:
 
 
 def _not_in_place(func: Callable) -> Callable:
-    """The form of a function that can be called again."""
+    """Return the out-of-place form of a function."""
     name = getattr(func, "__name__", "")
     in_place = name.endswith("_") and not name.endswith("__")
     return getattr(torch.Tensor, name[:-1], func) if in_place else func

@@ -4,12 +4,12 @@ r"""Convolution and batch normalisation with a fast second derivative.
 A squared-gradient penalty is differentiated twice: once for the gradient :math:`\tilde g` itself and once through
 it. PyTorch composes the second derivative of a convolution from further convolutions with unusual strides and
 swapped axes, and takes some twenty passes over the activations for a batch normalisation. The formulas below
-use only the kernels of an ordinary forward and backward pass. Inside :class:`FastSecondDerivatives` every
-``conv1d/2d/3d`` and training-mode ``batch_norm`` of unmodified user code runs through them; values and derivatives are
-the same up to rounding.
+use only the kernels of an ordinary forward and backward pass. Inside :class:`FastSecondDerivatives`, every
+``conv1d/2d/3d`` and training-mode ``batch_norm`` of unmodified user code uses them; values and derivatives are the same
+up to rounding.
 
-Adding a function: write its backward as a second :class:`torch.autograd.Function`, and enter the wrapper in the table
-at the end; it returns ``NotImplemented`` for arguments that are better left to PyTorch.
+To add a function, write its backward pass as a second :class:`torch.autograd.Function`, and add the wrapper to the
+table at the end; it returns ``NotImplemented`` for arguments better handled by PyTorch.
 """
 
 from collections.abc import Callable
@@ -42,7 +42,7 @@ class FastSecondDerivatives(TorchFunctionMode):
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         rule = _REPLACED.get(func)
-        # Inside vmap or jvp a custom Function cannot run; PyTorch's own functions can.
+        # Custom Functions cannot run inside vmap or jvp; PyTorch's own functions can.
         if rule is not None and torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active():
             result = rule(*args, **(kwargs or {}))
             if result is not NotImplemented:
@@ -168,9 +168,9 @@ class _BatchNormBackward(Function):
 
     @staticmethod
     def backward(ctx: Any, a: Tensor | None, a_gamma: Tensor | None, a_beta: Tensor | None) -> tuple:
-        if torch.is_grad_enabled():  # m and r below count as constants, so a third derivative would be wrong
+        if torch.is_grad_enabled():  # m and r below are constants, so a third derivative would be wrong
             raise UnsupportedError(
-                "batch_norm has no third derivative, here or in PyTorch: do not create a graph (create_graph=True) of "
+                "batch_norm has no third derivative, here or in PyTorch: do not use create_graph=True for "
                 "the gradient of a squared-gradient penalty, or put batch normalisation in evaluation mode"
             )
         g, x, gamma, m, r, *sums = ctx.saved_tensors

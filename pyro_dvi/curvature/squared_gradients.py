@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Sums of squared gradients of single examples: the uses of weights, and squares by rules or by more backward passes.
+r"""Sums of squared per-example gradients, computed with rules for the uses of weights or with more backward passes.
 
-While the model runs, :class:`SquaredGradients` notes each function that uses a latent weight. In the backward pass a
-hook on its output sees the gradient :math:`\delta_i`, and the squares follow from it and the function's input; for a
-linear layer with one product more,
+While the model runs, :class:`SquaredGradients` records each function that uses a latent weight. In the backward pass, a
+hook on its output receives the gradient :math:`\delta_i`, and the squares follow from it and the function's input. A
+linear layer needs one additional product,
 
 .. math:: \sum_i g_i^2 = (\delta^2)^\top x^2, \qquad g_i = \delta_i x_i^\top .
 
-A weight that is used several times keeps its per-example gradients until the last use has come by, so that cross terms
-are exact. Every function with a rule in :mod:`pyro_dvi.curvature.per_example` is served.
+For a weight that is used several times, per-example gradients are kept until the last use, so that cross terms are
+exact. Every function with a rule in :mod:`pyro_dvi.curvature.per_example` is supported.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,20 +35,20 @@ from pyro_dvi.curvature.products import LinearMap, batched_gradients
 from pyro_dvi.errors import GuideError, UnsupportedError
 
 _BUDGET = 1 << 26  # entries of gradients that the vectorised fallback may hold at a time
-# Questions about a tensor, which do not use its values (unless they return a tensor, as ``w.T`` does).
+# Attributes of a tensor that do not use its values (unless they return a tensor, like ``w.T``).
 _QUESTIONS = {"size", "dim", "numel", "is_floating_point", "is_complex", "stride", "is_contiguous"}
 Deliver = Callable[[int, Tensor], None]
 
 
 class SquaredGradients(WeightRecorder):
-    """Note every use of the given tensors while the model runs, and square the gradients of single examples.
+    """Record every use of the given tensors while the model runs, and square per-example gradients.
 
     Args:
-        values: the tensors that the model uses; None for one that it does not use as it is.
-        differentiable: squares can be differentiated again. Otherwise the graph is not held by its own hooks.
+        values: the tensors that the model uses; None for a tensor that is transformed first.
+        differentiable: whether squares can be differentiated; if not, hooks do not keep the graph alive.
 
     Attributes:
-        values: these tensors by their numbers, until :meth:`watch` is called.
+        values: the tensors by index, until :meth:`watch` is called.
     """
 
     others: ClassVar[frozenset[Callable]] = frozenset((F.batch_norm, torch.batch_norm))
@@ -83,15 +83,15 @@ class SquaredGradients(WeightRecorder):
                 self._without_rule.setdefault(part.key, name_of(func))
 
     def uses(self) -> Served:
-        """Return the uses of the tensors that are used by functions with a rule only."""
+        """Return the uses of tensors that are used only by functions with a rule."""
         return {k: uses for k, uses in self._uses.items() if uses and k not in self._without_rule}
 
     def served(self, num_examples: int) -> Served:
-        """Return the uses of those whose every use may give the gradients of single examples."""
+        """Return the uses of tensors for which all uses may give per-example gradients."""
         return with_rows_of_examples(self.uses(), num_examples)
 
     def obstacle(self, k: int) -> str:
-        """Say why tensor ``k`` is not served."""
+        """Return the reason why no rules apply to tensor ``k``."""
         uses = self._uses.get(k)
         if uses is None:
             return "is transformed before the model uses it"
@@ -101,10 +101,10 @@ class SquaredGradients(WeightRecorder):
         return f"is used by {names}, which has no rule for per-example gradients there"
 
     def examined(self, served: Served, outputs: Tensor, seed: int = 0) -> Finding:
-        """Say for which tensors in ``served`` the rules do not give the gradients of single examples.
+        """Find the tensors in ``served`` for which the rules do not give per-example gradients.
 
-        Shapes can deceive, and uses can stay unseen: see :func:`~pyro_dvi.curvature.per_example.proof.examined`. Batch
-        normalisation in training mode, which mixes all examples, has constant statistics here.
+        Shapes can be misleading, and uses can be missed: see :func:`~pyro_dvi.curvature.per_example.proof.examined`.
+        For batch normalisation in training mode, which mixes all examples, the statistics are held constant.
         """
         with ExitStack() as undo:
             for node, x in self._normalised:
@@ -112,11 +112,11 @@ class SquaredGradients(WeightRecorder):
             return examined(served, self.values, outputs, seed)
 
     def watch(self, served: Served, deliver: Deliver) -> None:
-        """Let the next backward pass deliver the sums of squares of the tensors in ``served``.
+        """Compute the sums of squares of the tensors in ``served`` in the next backward pass.
 
         Args:
             served: a part of what :meth:`served` returned.
-            deliver: called with the index of a tensor and its sum of squares, once all its uses have come by.
+            deliver: called with the index of a tensor and its sum of squares after its last use.
         """
         for k, uses in served.items():
             gathered = _Gathered(len(uses) > 1)
@@ -124,11 +124,11 @@ class SquaredGradients(WeightRecorder):
                 hook = partial(gathered.arrived, [(use.contribution, use.rows)], use.output.output_nr)
                 use.output.node.register_prehook(hook)
             self.values[k].register_hook(partial(gathered.deliver, k, deliver))
-        # Hooks hold what they need, and not their node; the graph must not be held twice.
+        # Hooks hold only what they need, not their node, so that the graph is not kept alive.
         self._uses, self.values, self._normalised, self.parts = {}, {}, [], WeightParts()
 
     def measured(self, served: Served, outputs: Tensor, cotangent: Tensor) -> dict[int, Tensor]:
-        r"""Return :math:`\sum_i (w_i\,\partial f_i)^2` for the tensors in ``served``, by a backward pass of its own.
+        r"""Return :math:`\sum_i (w_i\,\partial f_i)^2` for the tensors in ``served``, with a separate backward pass.
 
         Args:
             served: a part of what :meth:`served` returned.
@@ -162,7 +162,7 @@ def squares_of(uses: Sequence[tuple[Contribution, Tensor]], differentiable: bool
 
 
 class _Gathered:
-    """Squares of a weight with one use, or gradients of one with several, as far as its uses have come by."""
+    """Squares of a weight with one use, or per-example gradients of a weight with several, accumulated so far."""
 
     def __init__(self, several: bool) -> None:
         self._several = several
@@ -170,10 +170,10 @@ class _Gathered:
 
     @torch.no_grad()
     def arrived(self, waiting: list[Any], place: int, deltas: tuple[Tensor | None, ...]) -> None:
-        """Add a use, and let go of what it holds of the forward pass, as autograd does."""
+        """Add a use, and release its tensors from the forward pass, as autograd does."""
         if not waiting:
             raise GuideError(
-                "squared gradients come of the first backward pass of a loss only: evaluate it anew"
+                "squared gradients are available only in the first backward pass of a loss: evaluate the loss again"
             )
         (use, rows), delta = waiting.pop(), deltas[place]
         if delta is None:
@@ -191,9 +191,9 @@ class _Gathered:
 
 
 def _divided(x: Tensor, inputs: tuple[Tensor | None, ...], outputs: tuple[Tensor, ...]) -> tuple | None:
-    """The gradient of an output divided by the standard deviation of its channel, as gradient of the input ``x``.
+    """Divide the gradient of an output by the standard deviation of its channel, to give the gradient of ``x``.
 
-    No gradient passes through the statistics, nor through the weight, which keep no rows apart.
+    No gradient passes through the statistics, which mix rows, or through the weight.
     """
     if inputs[0] is None:
         return None
@@ -207,12 +207,12 @@ def _divided(x: Tensor, inputs: tuple[Tensor | None, ...], outputs: tuple[Tensor
 def squares_without_rules(outputs: Tensor, cotangent: Tensor, values: Sequence[Tensor]) -> list[Tensor]:
     r"""Return :math:`\sum_i (w_i\,\partial_u f_i)^2` for every value, whatever the model.
 
-    By a backward pass per example, or per element of u where these are far fewer.
+    Takes one backward pass per example, or per element of u if these are far fewer.
 
     Args:
         outputs: f, one entry per example.
         cotangent: w of the same shape.
-        values: the tensors u, which ``outputs`` may or may not depend on.
+        values: the tensors u; ``outputs`` need not depend on all of them.
     """
     totals = [torch.zeros_like(v) for v in values]
     outputs, cotangent = outputs.reshape(-1), cotangent.reshape(-1)
@@ -235,7 +235,7 @@ def squares_without_rules(outputs: Tensor, cotangent: Tensor, values: Sequence[T
 def pass_per_example(
     outputs: Tensor, cotangent: Tensor, values: Sequence[Tensor], *, create_graph: bool = False
 ) -> list[Tensor]:
-    """As :func:`squares_without_rules`, by a backward pass per example, maybe to be differentiated again."""
+    """Like :func:`squares_without_rules`, with a backward pass per example that may be differentiable."""
     outputs, cotangent = outputs.reshape(-1), cotangent.reshape(-1)
     totals = [torch.zeros_like(v) for v in values]
     together = max(1, min(64, _BUDGET // max(1, sum(v.numel() for v in values))))

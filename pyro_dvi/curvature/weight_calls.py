@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of functions of uncertain weights, kept so that they can be made again after the run of the model."""
+"""Recorded calls of functions with uncertain weights, which can be repeated after the run of the model."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from pyro_dvi.moments.weight_uses import parts_of
 
 
 def hold_variances(func: Callable, args: tuple, kwargs: dict[str, Any], result: Any) -> list[GaussianMoments]:
-    """Let no slope pass through the variances of the moments that a function returned, and return them."""
+    """Return the moments that a function returned, with variances that are held constant."""
     arguments = {id(a) for a in tree_leaves((args, kwargs))}
     parts = [part for part in parts_of(result) if id(part) not in arguments]
     for part in parts:
@@ -30,31 +30,31 @@ def hold_variances(func: Callable, args: tuple, kwargs: dict[str, Any], result: 
 
 
 def _holding_variances(func: Callable, args: tuple, kwargs: dict[str, Any], result: Any) -> Any:
-    """Observe a function that is called again."""
+    """Observe a function that is called again, and hold variances constant."""
     hold_variances(func, args, kwargs, result)
     return result
 
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of a weight among the arguments of a call, by the identity of its moments."""
+    """Placeholder for a weight among the arguments of a call, by the identity of its moments."""
 
     key: int
 
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A call of a function with weights among its arguments, and one of the moments that it returned.
+    """A call of a function with weights among its arguments, and one of the returned moments.
 
     Attributes:
         func: the function.
         args: its arguments without history, with a :class:`Slot` in the place of each weight.
         kwargs: likewise.
         weights: the weights by their identity, without history.
-        place: which of several moments that the function returned.
-        result: these moments, kept so that their identity stays taken.
-        output: their means, as they were then: in place, the result may become another.
-        alone: whether the result is a function of nothing but weights. It is a weight itself for what follows.
+        place: index among the moments that the function returned.
+        result: these moments, kept alive so that their id is not reused.
+        output: their means at that time; later in-place operations may change the result.
+        alone: whether the result is a function of weights only; it is then treated as a weight.
     """
 
     func: Callable
@@ -68,12 +68,12 @@ class Call:
 
     @property
     def others(self) -> list[GaussianMoments]:
-        """Uncertain arguments that are no weights, each once."""
+        """Return the uncertain arguments that are not weights, each once."""
         found = {id(a): a for a in tree_leaves((self.args, self.kwargs)) if isinstance(a, GaussianMoments)}
         return list(found.values())
 
     def again(self, of_weight: Callable[[int], Any], of_other: Callable[[GaussianMoments], Any]) -> Any:
-        """Make the call with other weights, and with other uncertain arguments."""
+        """Repeat the call with other weights and other uncertain arguments."""
         copies: dict[int, Any] = {}  # the same object stays the same
 
         def replaced(argument: Any) -> Any:
@@ -89,7 +89,7 @@ class Call:
         return result[self.place] if isinstance(result, tuple | list) else result
 
     def uses(self) -> dict[int, Use]:
-        """Return the call as a use of each of its weights, by tensors, as the rules of examples see it."""
+        """Return the call as a use of each of its weights, with tensors, as the per-example rules expect."""
 
         def certain(argument: Any) -> Any:
             return self.weights[argument.key].loc if isinstance(argument, Slot) else loc_of(argument)
@@ -107,9 +107,9 @@ class Call:
 
     @torch.no_grad()
     def interaction(self) -> Tensor | None:
-        """Return the variance from products of the noises of weights and other arguments; None if these are certain.
+        """Return the variance due to products of the noise in weights and other arguments; None if these have no noise.
 
-        It is the variance less the variances that each argument brings by itself.
+        It is the variance minus the variances due to each argument alone.
         """
         if not self.others:
             return None

@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Expected log-likelihoods :math:`\mathrm E[\log p(y \mid \theta)]` where parameters of p are uncertain.
+r"""Expected log-likelihoods :math:`\mathrm E[\log p(y \mid \theta)]` for distributions with uncertain parameters.
 
-To add a rule, write a function of the observed value and of the parameters by the names of the constructor, each of
-which may be :class:`~pyro_dvi.moments.GaussianMoments` or a tensor, and register it with :func:`expectation_rule`. A
-rule declines parameters that it does not cover by returning ``NotImplemented``.
+To add a rule, write a function of the observed value and of the parameters, named as in the constructor; each parameter
+may be :class:`~pyro_dvi.moments.GaussianMoments` or a tensor. Register it with :func:`expectation_rule`. A rule
+declines parameters that it does not cover by returning ``NotImplemented``.
 
-Without a rule, the expectation is taken numerically, by the ``log_prob`` of the distribution at fixed points of the
-Gaussian behind each parameter, passed through the parameter's function, so that ``concentration=softplus(h)`` stays
-positive. One uncertain number per density takes 64 equally spaced nodes, two a disc of 28 x 28, more (vectors,
-matrices) 128 scrambled Sobol points, the same in every call.
+Without a rule, the expectation is computed numerically: ``log_prob`` is evaluated at fixed points of the Gaussian
+behind each parameter, passed through the parameter's function, so that ``concentration=softplus(h)`` stays positive.
+One uncertain number per density uses 64 equally spaced nodes, two use a disc of 28 x 28 nodes, and more (vectors,
+matrices) use 128 scrambled Sobol points, the same in every call.
 
 Status: equally spaced nodes are exact to 1e-8 for log densities that are smooth on the scale of the Gaussian; relative
-errors are 1e-6 where the log density has half its width, 1e-3 where it has a fifth, or a kink. Sobol points have an
-error of some hundredths at variance 1. Functions that mix the first dimension (the examples) are not covered.
+errors are 1e-6 if the log density is half as wide as the Gaussian, and 1e-3 if it is a fifth as wide or has a kink.
+Sobol points have errors of a few hundredths at variance 1. Functions that mix examples (the first dimension) are not
+covered.
 """
 
 import inspect
@@ -51,7 +52,7 @@ class Evaluation:
     """The points at which a distribution with uncertain parameters is evaluated.
 
     Attributes:
-        points: standard Gaussian, ``[S, number of Gaussians]``.
+        points: standard Gaussian points, ``[S, number of Gaussians]``.
         weights: ``[S]``, sum to one.
         at: the distribution with batch shape ``[S, *batch]`` at some of the points.
         rank: number of batch dimensions.
@@ -68,8 +69,8 @@ class Evaluation:
 def numerical_expectation(family: type, parameters: Mapping[str, Any], value: Tensor) -> Tensor:
     """Return the expected log-likelihood, of the batch shape.
 
-    Memory does not grow with the number of points: large problems are computed in parts, which the backward pass
-    computes again.
+    Memory does not grow with the number of points: large problems are computed in parts, and the backward pass
+    recomputes them.
 
     Raises:
         UnsupportedError: an uncertain parameter leaves its domain.
@@ -98,7 +99,7 @@ def evaluation(
         family: the distribution class.
         parameters: its arguments by name.
         value: the observation, whose batch dimensions count.
-        num_points: points where more than two numbers of one density are uncertain.
+        num_points: number of points if more than two numbers of a density are uncertain.
     """
     uncertain = {k: p for k, p in parameters.items() if isinstance(p, GaussianMoments)}
     like = next(iter(uncertain.values())).loc
@@ -106,7 +107,7 @@ def evaluation(
     shapes: dict[Hashable, tuple[int, ...]] = {}
     for name, p in uncertain.items():
         shape = _coordinates(family, name, p)
-        if len(shape) >= len(shapes.get(keys[name], ())):  # of the same last dimensions
+        if len(shape) >= len(shapes.get(keys[name], ())):  # with the same last dimensions
             shapes[keys[name]] = shape
     sizes = [math.prod(shape) for shape in shapes.values()]
     points, weights = fixed_points(sum(sizes), like, num_points)
@@ -126,7 +127,7 @@ def evaluation(
 
 
 def _coordinates(family: type, name: str, parameter: GaussianMoments) -> tuple[int, ...]:
-    """Shape of the numbers that need points of their own; other elements, of other examples, may share them."""
+    """Return the shape of the numbers that need separate points; different examples may share points."""
     inner = gaussian_of(parameter)
     depth = event_dim_of(family, name)
     link = parameter.link
@@ -171,8 +172,8 @@ class Found(NamedTuple):
 def expectation_rule(*families: type, covariances: bool = False) -> Callable[[Callable], Callable]:
     """Return a decorator that registers the expected log-likelihood of distribution classes.
 
-    The rule is called as ``rule(value, loc=..., scale=...)`` with the arguments that the distribution was made with,
-    and with ``estimator=`` if it has a parameter of that name (for the logits of classes).
+    The rule is called as ``rule(value, loc=..., scale=...)`` with the arguments of the distribution, and with
+    ``estimator=`` if the rule has a parameter of that name (for the logits of classes).
 
     Args:
         families: the classes.
@@ -180,7 +181,7 @@ def expectation_rule(*families: type, covariances: bool = False) -> Callable[[Ca
             :class:`~pyro_dvi.moments.shared_noise.JointMoments`.
 
     Raises:
-        ValueError: a class has a rule already.
+        ValueError: if a class already has a rule.
 
     Example:
         >>> class Unit(torch.distributions.Normal):
@@ -212,15 +213,15 @@ def expected_log_prob(
 ) -> Tensor:
     r"""Return :math:`\mathrm E[\log p(y \mid \theta)]`, of the batch shape of the distribution.
 
-    Status: stated by each rule. Uncertain parameters are taken as independent of each other, unless they are functions
-    of the very same Gaussian, or of the same view of it (``h.squeeze(-1)``; copies such as ``h.clone()`` or
-    ``h.flip(0)`` count as another). Without a rule: quadrature (:func:`numerical_expectation`).
+    Status: stated by each rule. Uncertain parameters are treated as independent, unless they are functions of the same
+    Gaussian or of the same view of it, such as ``h.squeeze(-1)`` (copies such as ``h.clone()`` or ``h.flip(0)`` count
+    as different). Without a rule: quadrature (:func:`numerical_expectation`).
 
     Args:
         family: the distribution class.
         parameters: the arguments of the distribution by name: moments, tensors or numbers.
         value: y.
-        estimator: how the log of the sum of class probabilities is averaged; :class:`Sobol` by default.
+        estimator: estimator of the expected log-normaliser of class probabilities; :class:`Sobol` by default.
 
     Raises:
         UnsupportedError: an uncertain parameter can leave its domain.
@@ -253,7 +254,7 @@ def expected_log_prob(
         names = ", ".join(k for k, p in given.items() if isinstance(p, GaussianMoments))
         raise UnsupportedError(
             f"{family.__name__}({names}) has outputs of a last layer with covariances between them, which only "
-            "Categorical, OneHotCategorical, Multinomial, MultivariateNormal and Normal with a scale that is certain "
+            "Categorical, OneHotCategorical, Multinomial, MultivariateNormal and Normal with a deterministic scale "
             "or exp(h) support. Use LastLayerGuide with PerOutput(), whose outputs are independent, or a MeanFieldGuide"
         )
     return numerical_expectation(family, given, value)
@@ -275,8 +276,8 @@ def _find(family: type) -> Found | None:
 def find_rule(table: Mapping[type, Callable], family: type) -> Found | None:
     """Return the rule of the class, or of a parent class with the same density.
 
-    Pyro's classes have the names of torch's. Any other subclass inherits the rule unless it overrides ``log_prob``, as
-    NanMaskedNormal does.
+    Pyro's classes have the same names as torch's. Any other subclass inherits the rule unless it overrides
+    ``log_prob``, like NanMaskedNormal.
 
     Args:
         table: distribution class to rule.

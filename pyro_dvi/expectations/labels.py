@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Likelihoods of labels: of one logit (Bernoulli) and of classes."""
+"""Likelihoods of labels: one logit (Bernoulli) and several classes."""
 
 from typing import Any
 
@@ -28,10 +28,10 @@ def expected_softplus(h: GaussianMoments) -> Tensor:
 
 
 def logit_of_expected_sigmoid(h: GaussianMoments) -> Tensor:
-    r"""Logit of the mean of ``sigmoid(h)`` for Gaussian h; both tails keep their digits.
+    r"""Logit of the mean of ``sigmoid(h)`` for Gaussian h, accurate in both tails.
 
-    Where the mean :math:`\mu` lies below :math:`-v/2`, :math:`\sigma(h) = e^h\sigma(-h)` moves the average to where it
-    is not small:
+    For a mean :math:`\mu` below :math:`-v/2`, the identity :math:`\sigma(h) = e^h\sigma(-h)` turns the average into one
+    that is not small:
 
     .. math:: \mathrm E_{\mathcal N(\mu, v)}[\sigma(h)] = e^{\mu + v/2}\,\mathrm E_{\mathcal N(\mu + v, v)}[\sigma(-h)].
 
@@ -55,7 +55,7 @@ _SIGMOIDS = ("sigmoid", "special_expit", "expit")
 
 
 def gaussian_logit(logits: Any, probs: Any) -> GaussianMoments | None:
-    """Return the Gaussian logit, None where the parameter is neither one nor the sigmoid of one."""
+    """Return the Gaussian logit; None if the parameter is neither Gaussian nor the sigmoid of a Gaussian."""
     if isinstance(logits, GaussianMoments):
         return logits if logits.link is None else None
     if isinstance(probs, GaussianMoments) and probs.link is not None and probs.link.name in _SIGMOIDS:
@@ -81,7 +81,7 @@ def bernoulli(value: Tensor, probs: Any = None, logits: Any = None) -> Tensor:
 
 
 def gaussian_logits(logits: Any = None, probs: Any = None) -> GaussianMoments | None:
-    """Return Gaussian logits of a softmax over the last dimension, None where the parameter is something else."""
+    """Return Gaussian logits of a softmax over the last dimension; None for any other parameter."""
     given = probs if logits is None else logits
     if not isinstance(given, GaussianMoments):
         return None
@@ -94,7 +94,7 @@ def gaussian_logits(logits: Any = None, probs: Any = None) -> GaussianMoments | 
 
 
 def _normalises_last_dimension(parameter: GaussianMoments, logarithm: bool) -> bool:
-    """Try the softmax on two equal numbers along the last dimension: one half each, or one each."""
+    """Return True if the softmax of two equal numbers along the last dimension gives one half each."""
     assert parameter.link is not None
     trial = parameter.link.function(torch.zeros((1,) * (parameter.dim() - 1) + (2,)))
     return bool(trial.flatten()[0] < (-0.5 if logarithm else 0.75))
@@ -105,8 +105,8 @@ def categorical(value: Tensor, estimator: LogitEstimator, probs: Any = None, log
     r"""Expected log probability of a class, :math:`\bar f_y - \mathrm E[\log\sum_c e^{f_c}]`.
 
     Status: the first term is exact, the second as exact as the estimator. Logits (or ``probs`` that are a softmax of
-    them) are taken as independent Gaussians unless they share the noise of a last layer; logits that are some other
-    function are averaged numerically.
+    them) are treated as independent Gaussians unless they share the noise of a last layer; other functions of Gaussians
+    are averaged numerically.
 
     Source: Schmitt & Roth (2021), Section 3.4, Eq. 16.
     """
@@ -126,7 +126,7 @@ def _at_class(loc: Tensor, value: Tensor) -> Tensor:
 def one_hot_categorical(
     value: Tensor, estimator: LogitEstimator, probs: Any = None, logits: Any = None
 ) -> Tensor:
-    """Expected log probability of a one-hot vector. Status: as :func:`categorical`."""
+    """Expected log probability of a one-hot vector. Status: like :func:`categorical`."""
     f = gaussian_logits(logits, probs)
     if f is None:
         return NotImplemented

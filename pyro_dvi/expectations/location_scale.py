@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Likelihoods with a location (Normal and its kin, Laplace) or a rate (Poisson)."""
+"""Likelihoods with a location (Normal and related families, Laplace) or a rate (Poisson)."""
 
 import math
 from typing import Any
@@ -21,7 +21,7 @@ _HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 def normal(value: Tensor, loc: Any, scale: Any) -> Tensor:
     r"""Expected log density of a Normal.
 
-    For a certain scale
+    For a deterministic scale,
 
     .. math:: -\tfrac12\log 2\pi s^2 - \frac{v_\mu + (y - \bar\mu)^2}{2s^2},
 
@@ -33,8 +33,8 @@ def normal(value: Tensor, loc: Any, scale: Any) -> Tensor:
     (:func:`~pyro_dvi.expectations.points.log_and_inverse_power`). Where loc and h are outputs of one layer whose
     weights have covariances between outputs, :math:`y - \bar\mu` becomes :math:`y - \bar\mu + 2\mathrm{Cov}[\mu, h]`.
 
-    Source: Schmitt & Roth (2021), Eq. 15, which prints :math:`e^{-c + v_c}`. That is a slip: the mean of a
-    log-normal variable has half the variance in its exponent.
+    Source: Schmitt & Roth (2021), Eq. 15, which prints :math:`e^{-c + v_c}`. This is an error: the mean of a log-normal
+    variable has half the variance in its exponent.
 
     Example:
         >>> normal(
@@ -79,12 +79,12 @@ def multivariate_normal(
 
     .. math:: \log\mathcal N(y; \bar\mu, \Sigma) - \tfrac12\operatorname{tr}\bigl(\Sigma^{-1}\operatorname{diag}v\bigr).
 
-    Status: exact for a certain covariance; an uncertain one is averaged numerically.
+    Status: exact for a deterministic covariance; an uncertain covariance is averaged numerically.
 
     Args:
         value: ``[*batch, D]``.
         loc: ``[*batch, D]``.
-        covariance_matrix: ``[*batch, D, D]``; or one of the next two.
+        covariance_matrix: ``[*batch, D, D]``; alternatively, give one of the next two.
         precision_matrix: likewise.
         scale_tril: likewise.
     """
@@ -113,8 +113,8 @@ def laplace(value: Tensor, loc: Any, scale: Any) -> Tensor:
         \mathrm E|y - f| = d\,\mathrm{erf}\frac{d}{\sqrt{2v}} + \sqrt{\frac{2v}{\pi}}\,e^{-d^2/2v}.
 
     Status: exact for Gaussian loc and a scale that is certain or ``exp``; other scales by quadrature
-    (:func:`~pyro_dvi.expectations.points.log_and_inverse_power`). The correlation of loc and scale is dropped. A loc
-    that is some other function of a Gaussian is averaged numerically.
+    (:func:`~pyro_dvi.expectations.points.log_and_inverse_power`). The correlation of loc and scale is dropped. If loc
+    is a nonlinear function of a Gaussian, it is averaged numerically.
     """
     if isinstance(loc, GaussianMoments) and loc.link is not None:
         return NotImplemented

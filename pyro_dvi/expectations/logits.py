@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Estimators of the mean of the log of a sum of exponentials of Gaussian logits, which has no closed form.
+r"""Estimators of the expected log-sum-exp of Gaussian logits, which has no closed form.
 
 Every estimator returns :math:`\mathrm E[\log\sum_c e^{f_c}]` for :math:`f_c \sim \mathcal N(\mu_c, v_c)`. The logits
-are independent unless they are the outputs of a last layer with covariances :math:`\Sigma`; points are then spread by a
-Cholesky factor, through which no gradient goes. The gradient of the exact expectation is estimated at the same points:
-with :math:`p = \mathrm{softmax}(f)`,
+are independent unless they are the outputs of a last layer with covariances :math:`\Sigma`; points are then transformed
+with a Cholesky factor that is not differentiated. The gradient of the exact expectation is estimated at the same
+points: with :math:`p = \mathrm{softmax}(f)`,
 
 .. math::
     \frac{\partial}{\partial\mu} = \mathrm E[p], \qquad
     \frac{\partial}{\partial v_c} = \tfrac12\mathrm E[p_c(1 - p_c)], \qquad
     \frac{\partial}{\partial\Sigma} = \tfrac12\mathrm E\bigl[\operatorname{diag} p - p p^\top\bigr]
 
-(Price 1958). It keeps its precision as the variance goes to zero, and for independent logits it needs two accumulators
-of the size of the logits, whatever the number of points.
+(Price 1958). It stays accurate as the variance goes to zero, and for independent logits it needs two accumulators of
+the size of the logits, whatever the number of points.
 """
 
 from abc import ABC, abstractmethod
@@ -50,15 +50,15 @@ class LogitEstimator(ABC):
 
 @dataclass(frozen=True)
 class Sobol(LogitEstimator):
-    """Quasi-random points, shifted afresh in each call.
+    """Quasi-random points with a new random shift in each call.
 
-    Status: unbiased. For ten classes and 64 points the root mean squared error of one example is .002, .013 and .04 at
-    variances .1, 1 and 4; of as many independent samples it is .02, .07 and .15
-    (``python -m benchmarks run gaussian_logits``). The shift comes from torch's global generator, so that
-    ``pyro.set_rng_seed`` makes runs repeatable. One set of points serves all examples.
+    Status: unbiased. For ten classes and 64 points, the root mean squared error per example is .002, .013 and .04 at
+    variances .1, 1 and 4; with the same number of independent samples, it is .02, .07 and .15 (``python -m benchmarks
+    run gaussian_logits``). The shift comes from torch's global generator, so that ``pyro.set_rng_seed`` makes runs
+    repeatable. One set of points serves all examples.
 
     Args:
-        num_points: a power of two keeps the points balanced.
+        num_points: number of points, preferably a power of two.
     """
 
     num_points: int = 64
@@ -69,8 +69,8 @@ class Sobol(LogitEstimator):
     def expected_logsumexp(self, logits: GaussianMoments) -> Tensor:
         """Average over the points, which all examples share."""
         points = shifted_sobol(self.num_points, logits.shape[-1], logits.loc)
-        # As a view by strides, before which a compiler writes the points down: a fused kernel would compute the
-        # quantiles again for every example.
+        # As a strided view, for which a compiler materialises the points: a fused kernel would recompute the quantiles
+        # for every example.
         shape = (len(points), *(1,) * (logits.dim() - 1), logits.shape[-1])
         points = points.as_strided(shape, (shape[-1],) * (len(shape) - 1) + (1,))
         spread = covariance_of(logits) if has_covariances(logits) else logits.variance
@@ -108,7 +108,7 @@ class _MeanLogSumExp(Function):
 
 
 def _sums(values: Tensor, joint: bool) -> list[Tensor]:
-    """Return sums over points of the log-normaliser, p and its squares (or p pᵀ); values are written over."""
+    """Return sums over points of the log-normaliser, p and its squares (or p pᵀ); ``values`` is overwritten."""
     highest = values.amax(-1, keepdim=True)
     total = values.sub_(highest).exp_().sum(-1, keepdim=True)
     p = values.div_(total)
@@ -119,13 +119,13 @@ def _sums(values: Tensor, joint: bool) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class TiltedBound(LogitEstimator):
-    r"""An upper bound on the log-normaliser, in closed form: given Gaussian logits the ELBO stays a lower bound.
+    r"""An upper bound on the log-normaliser in closed form; with Gaussian logits, the ELBO stays a lower bound.
 
     .. math::
         \mathrm E\bigl[\log\textstyle\sum_c e^{f_c}\bigr] \le \tfrac12\sum_c a_c^2 v_c
             + \log\sum_c \exp\bigl(\mu_c + \tfrac12(1 - 2a_c)v_c\bigr)
 
-    for every a. The best one solves :math:`a = \mathrm{softmax}(\mu + \tfrac12(1 - 2a)v)`.
+    for every a. The optimal a solves :math:`a = \mathrm{softmax}(\mu + \tfrac12(1 - 2a)v)`.
 
     Status: a bound for Gaussian logits, for every number of iterations; .03 above the exact value for ten classes at
     variance 1, .4 at variance 4.
@@ -145,8 +145,8 @@ class TiltedBound(LogitEstimator):
         """Minimise over the tilt, then evaluate the bound; at the optimum the tilt adds nothing to the gradient."""
         if has_covariances(logits):
             raise UnsupportedError(
-                "TiltedBound() is a bound for independent logits, and these share the noise of a last layer: use "
-                "Sobol(64), or a covariance within each output only, as LastLayerGuide has by default"
+                "TiltedBound() is a bound for independent logits, but these share the noise of a last layer: use "
+                "Sobol(64), or covariances within each output only, the default of LastLayerGuide"
             )
         mu, v = logits.loc, logits.variance
         a = self._tilt(mu.detach(), v.detach())
@@ -166,7 +166,7 @@ class TiltedBound(LogitEstimator):
 
 
 def _root(covariance: Tensor) -> Tensor:
-    """Return a Cholesky factor, also where logits have no variance or move together."""
+    """Return a Cholesky factor, also for singular covariances."""
     diagonal = covariance.diagonal(dim1=-2, dim2=-1)
     info = torch.finfo(covariance.dtype)
     rounding = (4 * diagonal.shape[-1] * info.eps) * diagonal.amax(-1, keepdim=True) + info.tiny

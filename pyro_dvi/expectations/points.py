@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Points and weights for expectations under Gaussians, and values of a parameter at points of the Gaussian behind it.
+r"""Points and weights for expectations under Gaussians, and parameter values at points of the underlying Gaussian.
 
 .. math:: \mathrm E[f(z)] \approx \sum_s w_s f(z_s), \qquad z \sim \mathcal N(0, I).
 """
@@ -29,7 +29,7 @@ _BITS = 30  # of Sobol integers in torch
 def gauss_hermite(num_nodes: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """Return nodes and weights ``[num_nodes]`` on the device and in the dtype of ``like``; weights sum to one.
 
-    Best for functions that grow as exponentials, such as powers of a scale.
+    Best for functions with exponential growth, such as powers of a scale.
     """
     nodes, weights = (constants(c, like).squeeze(-1) for c in normal.gauss_hermite(num_nodes))
     return nodes, weights
@@ -38,9 +38,9 @@ def gauss_hermite(num_nodes: int, like: Tensor) -> tuple[Tensor, Tensor]:
 def fixed_points(num_gaussians: int, like: Tensor, num_points: int = 128) -> tuple[Tensor, Tensor]:
     """Return points ``[S, num_gaussians]`` and weights ``[S]``, the same in every call.
 
-    For one Gaussian 64 equally spaced nodes weighted by their density, for two a disc of 28 x 28; for more,
-    ``num_points`` scrambled Sobol points. Equally spaced nodes converge as fast as Gauss-Hermite for smooth functions
-    and do better where a log density is narrower than the Gaussian.
+    One Gaussian gets 64 equally spaced nodes weighted by their density, two get a disc of 28 x 28 nodes, and more get
+    ``num_points`` scrambled Sobol points. For smooth functions, equally spaced nodes converge as fast as Gauss-Hermite;
+    they are more accurate if a log density is narrower than the Gaussian.
     """
     if num_gaussians <= 2:
         return _grid(num_gaussians, like.dtype, like.device)
@@ -55,8 +55,8 @@ def sobol_points(num_points: int, dimension: int, like: Tensor) -> Tensor:
 def shifted_sobol(num_points: int, dimension: int, like: Tensor) -> Tensor:
     """Return Gaussian points ``[num_points, dimension]`` with a fresh shift from torch's global generator.
 
-    The shift is digital: the bits of all points are flipped alike, which keeps their even spread and makes every single
-    point uniform, so that averages over them are unbiased. It costs one random number per dimension.
+    The shift is digital: the same random bits are flipped in all points, which preserves their even spread and makes
+    every point uniform, so averages are unbiased. It costs one random number per dimension.
     """
     integers = _sobol_integers(num_points, dimension, like.device)
     shift = torch.randint(0, 2**_BITS, (dimension,), device=like.device)
@@ -70,7 +70,7 @@ def _grid(num_gaussians: int, dtype: torch.dtype, device: torch.device) -> tuple
     nodes = np.stack(np.meshgrid(*[line] * num_gaussians, indexing="ij"), -1).reshape(-1, num_gaussians)
     nodes = nodes[np.square(nodes).sum(1) <= radius**2 + 1e-9]
     weights = np.exp(-0.5 * np.square(nodes).sum(1))
-    with torch.inference_mode(False):  # an inference tensor in the cache could not take part in training
+    with torch.inference_mode(False):  # an inference tensor in the cache could not be used in training
         return (
             torch.tensor(nodes, dtype=dtype, device=device),
             torch.tensor(weights / weights.sum(), dtype=dtype, device=device),
@@ -99,13 +99,13 @@ def _sobol_integers(num_points: int, dimension: int, device: torch.device) -> Te
 
 
 def _gaussian(integers: Tensor, dtype: torch.dtype) -> Tensor:
-    """Gaussian quantiles at the centres of the cells that the integers number."""
+    """Return Gaussian quantiles at the centres of the cells with these indices."""
     symmetric = (2 * integers + (1 - 2**_BITS)).to(dtype) / 2**_BITS
     edge = 1 - torch.finfo(dtype).eps
     return torch.erfinv(symmetric.clamp_(-edge, edge)).mul_(math.sqrt(2))
 
 
-# Functions whose values always lie in the domain of the parameters that they are used for.
+# Functions whose values always lie in the domain of the parameters for which they are used.
 _SAFE = {
     "exp": "positive",
     "softplus": "positive",
@@ -116,7 +116,7 @@ _SAFE = {
 
 
 def gaussian_of(parameter: GaussianMoments) -> GaussianMoments:
-    """Return the Gaussian that the parameter is a function of; its own moments if it has no link."""
+    """Return the Gaussian of which the parameter is a function; the parameter itself if it has no link."""
     return parameter if parameter.link is None else parameter.link.inner
 
 
@@ -133,9 +133,9 @@ def at_points(parameter: GaussianMoments, points: Tensor) -> Tensor:
     if parameter.link is None:
         return values
     function = parameter.link.function
-    try:  # vmap, since the function may name dimensions from the left
+    try:  # vmap, because the function may index dimensions from the left
         result: Tensor = torch.vmap(function)(values)
-    except RuntimeError:  # vmap takes no function whose shape depends on values, as x[mask]
+    except RuntimeError:  # vmap rejects functions whose shape depends on values, such as x[mask]
         result = torch.stack([function(value) for value in values])
     return result
 
@@ -143,7 +143,7 @@ def at_points(parameter: GaussianMoments, points: Tensor) -> Tensor:
 def nodes_of(parameter: GaussianMoments, num_nodes: int = 32) -> tuple[Tensor, Tensor]:
     """Return values ``[S, *shape]`` of a parameter and their weights.
 
-    Gauss-Hermite nodes; 512 Sobol points over an example where a function such as softmax mixes its elements.
+    Uses Gauss-Hermite nodes, or 512 Sobol points per example if a function such as softmax mixes its elements.
     """
     if parameter.link is None or parameter.link.separate:
         points, weights = gauss_hermite(num_nodes, parameter.loc)
@@ -161,10 +161,10 @@ def within_example(parameter: GaussianMoments) -> tuple[int, ...]:
 
 
 def identity_of(gaussian: GaussianMoments) -> Hashable:
-    """Return a key that is the same for moments made of the very same elements in the same order.
+    """Return a key that is equal for moments with the same elements in the same order.
 
     Views of the same elements (``h.squeeze(-1)`` twice) have the same key; copies (``h.clone()``, ``h.flip(0)``) do
-    not. The variance counts as well: ``dropout(h)`` has the mean of h.
+    not. The variance is part of the key: ``dropout(h)`` has the same mean as h.
     """
     parts = gaussian.loc, gaussian.variance
     if torch.compiler.is_compiling():
@@ -176,13 +176,13 @@ def identity_of(gaussian: GaussianMoments) -> Hashable:
 
 
 def are_distinct(parameters: Iterable[GaussianMoments]) -> bool:
-    """Return whether no two parameters are functions of the very same Gaussian."""
+    """Return whether no two parameters are functions of the same Gaussian."""
     gaussians = [gaussian_of(p) for p in parameters]
     return len(gaussians) < 2 or len({identity_of(g) for g in gaussians}) == len(gaussians)
 
 
 def are_dependent(family: type, parameters: Mapping[str, Any]) -> bool:
-    """Return whether numbers of one density are outputs of a layer whose weights have covariances between outputs."""
+    """Return whether a density depends on several outputs of a layer with covariances between outputs."""
     gaussians = {k: gaussian_of(p) for k, p in parameters.items() if isinstance(p, GaussianMoments)}
     shared = [k for k, gaussian in gaussians.items() if has_covariances(gaussian)]
     mixed = [k for k in shared if event_dim_of(family, k) != 0]
@@ -190,22 +190,22 @@ def are_dependent(family: type, parameters: Mapping[str, Any]) -> bool:
 
 
 def constraint_of(family: type, name: str) -> Any:
-    """Return the domain of a parameter of the family, None if it is not known."""
+    """Return the domain of a parameter of the family; None if unknown."""
     table = getattr(family, "arg_constraints", None)
     return table.get(name) if isinstance(table, dict) else None
 
 
 def event_dim_of(family: type, name: str) -> int | None:
-    """Return how many of the last dimensions of a parameter belong together, None if it is not known."""
+    """Return the number of event dimensions of a parameter; None if unknown."""
     constraint = constraint_of(family, name)
     return None if constraint is None or constraints.is_dependent(constraint) else constraint.event_dim
 
 
 def check_domain(family: type, name: str, parameter: GaussianMoments, values: Tensor) -> None:
-    """Refuse parameter values outside the domain of the family, which a Gaussian without a link can reach.
+    """Raise an error for parameter values outside the domain, which a Gaussian without a link can reach.
 
     Raises:
-        UnsupportedError: names the family and the parameter.
+        UnsupportedError: naming the family and the parameter.
     """
     constraint = constraint_of(family, name)
     if constraint is None or constraint is constraints.real or constraints.is_dependent(constraint):
@@ -216,14 +216,14 @@ def check_domain(family: type, name: str, parameter: GaussianMoments, values: Te
         return
     raise UnsupportedError(
         f"{family.__name__}({name}=...) is uncertain and can leave its domain ({constraint}): its Gaussian reaches "
-        f"{values.detach().min().item():.3g}. Give logits= instead of probs=, or make softmax, sigmoid, F.softplus or "
-        "torch.exp the last function of the network: a later step (a product or sum of two uncertain things, cat, "
+        f"{values.detach().min().item():.3g}. Pass logits= instead of probs=, or make softmax, sigmoid, F.softplus or "
+        "torch.exp the last function of the network: a later step (a product or sum of two uncertain terms, cat, "
         "stack, writing by index, dropout) loses the Gaussian"
     )
 
 
 def _admitted(constraint: Any, values: Tensor) -> bool:
-    if constraint is constraints.simplex:  # families normalise
+    if constraint is constraints.simplex:  # normalised by the families
         return bool((values >= 0).all())
     return bool(constraint.check(values).all())
 
@@ -233,12 +233,12 @@ def log_and_inverse_power(family: type, name: str, scale: Any, power: int) -> tu
 
     For :math:`s = e^h` with Gaussian h these are :math:`\bar h` and :math:`e^{-p\bar h + p^2 v_h/2}`.
 
-    Status: exact for a certain scale and for ``exp``; Gauss-Hermite with 32 nodes over the Gaussian behind any other
-    scale, through its function: 1e-8 relative for softplus at standard deviations up to 1.
+    Status: exact for a deterministic scale and for ``exp``; for other functions, Gauss-Hermite with 32 nodes over the
+    Gaussian behind the scale, with relative error 1e-8 for softplus at standard deviations up to 1.
 
     Args:
         family: the distribution class, named in errors.
-        name: of the parameter.
+        name: name of the parameter.
         scale: moments, tensor or number.
         power: p.
     """

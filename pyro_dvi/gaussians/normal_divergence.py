@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Divergence of many Gaussians from Normal priors at once: few operator calls, few passes over the weights.
+"""KL divergence of many Gaussians from Normal priors with few operator calls and few passes over the weights.
 
-Sums are taken one site after the other, so that intermediate results stay in the processor's cache;
-gradients, which have to be stored, are written by torch's operations on lists. A prior that the weights of a site share
-is one number, and enters after the sums over a site.
+Sums are computed site by site, so that intermediate results stay in the processor's cache; gradients, which must be
+stored, are computed with torch's foreach operations. A prior shared by the weights of a site is a single number,
+applied after the sum over the site.
 """
 
 import math
@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-Tensors = Sequence[Tensor]  # one of each site
+Tensors = Sequence[Tensor]  # one tensor per site
 
 
 def row_norms(x: Tensor) -> Tensor:
-    """Return a tensor of the same norm, with fewer elements: torch rounds each partial sum of many squares."""
+    """Return a tensor of the same norm with fewer elements: torch rounds each partial sum of many squares."""
     return torch.linalg.vector_norm(x.flatten(1), dim=1) if x.dim() > 1 and x.numel() > 1 << 18 else x
 
 
@@ -31,8 +31,8 @@ def normal_divergence(locs: Tensors, scales: Tensors, prior_locs: Tensors, prior
     Status: exact. Differentiable once, except in the means of priors.
 
     Args:
-        locs: means of each site, one site at least, all of one dtype and device.
-        scales: their standard deviations, of the same shapes.
+        locs: means of each site (at least one), all of one dtype and device.
+        scales: standard deviations, of the same shapes.
         prior_locs: m of each site, a scalar.
         prior_scales: s of each site, a scalar; all of one dtype and device, which may be the CPU.
 
@@ -47,7 +47,7 @@ def normal_divergence(locs: Tensors, scales: Tensors, prior_locs: Tensors, prior
 
 
 def minus_log_density(values: Tensors, prior_locs: Tensors, prior_scales: Tensors) -> Tensor:
-    r"""Minus the log density of values under Normal priors, summed: the divergence of point masses.
+    r"""Negative log density of values under Normal priors, summed: the divergence term of point masses.
 
     .. math:: \sum \frac{(w - m)^2}{2 s^2} + \log s + \tfrac12\log 2\pi
 
@@ -71,11 +71,11 @@ def multiplicative_divergence(
     .. math::
         \sum_{ij} \tfrac12\Bigl(\frac{v_{ij} + (m_{ij} - m_0)^2}{s^2} - 1 - \log\frac{v_{ij}}{s^2}\Bigr).
 
-    Status: exact. Differentiable as :func:`normal_divergence`.
+    Status: exact. Differentiable like :func:`normal_divergence`.
 
     Args:
         locs: m of each site.
-        alphas: relative variances, broadcastable to them.
+        alphas: relative variances, broadcastable to ``locs``.
         eps: :math:`\varepsilon` of each site.
         prior_locs: as for :func:`normal_divergence`.
         prior_scales: likewise.
@@ -99,15 +99,15 @@ def _size(values: Tensors) -> int:
 
 
 def _total(squares: Tensor, logs: Tensor | None, values: Tensors, prior_scales: Tensors) -> Tensor:
-    """½ squares / s² + n log s, less the logarithms, summed over sites."""
-    scales = torch.stack(list(prior_scales)).to(squares.device)  # numbers of a model may be on the CPU
+    """½ squares / s² + n log s, minus the logarithms, summed over sites."""
+    scales = torch.stack(list(prior_scales)).to(squares.device)  # scalars of a model may be on the CPU
     volumes = torch._foreach_mul(scales.log().unbind(), [float(value.numel()) for value in values])
     terms = 0.5 * squares / scales.square() + torch.stack(volumes)
     return (terms if logs is None else terms - logs).sum()
 
 
 def _logarithm(scale: Tensor) -> Tensor | None:
-    """Return the parameter whose exponential the scale is, None for other scales."""
+    """Return the parameter of which the scale is the exponential; None for other scales."""
     node = scale.grad_fn
     if node is None or node.name() != "ExpBackward0":
         return None

@@ -2,8 +2,8 @@
 r"""Gaussians with covariances, and the Gaussian whose standard deviation is proportional to its mean.
 
 Vectors have the form :math:`w_i = \bar w_i + \sum_r F_{ri}\,\epsilon_r + \sqrt{d_i}\,\delta_i` with standard Gaussian
-:math:`\epsilon, \delta`: dense, of low rank, or dense within each output of a layer, where each output has an
-:math:`\epsilon` of its own.
+:math:`\epsilon, \delta`: dense, low-rank, or dense within each output of a layer, with a separate :math:`\epsilon` for
+each output.
 """
 
 import math
@@ -17,14 +17,14 @@ from torch.distributions import constraints
 
 
 class RowsNormal(dist.TorchDistribution):
-    r"""Independent Gaussian rows with a covariance each, as one vector whose elements may be in another order.
+    r"""Independent Gaussian rows, each with its own covariance, as one vector with permuted elements.
 
     .. math:: w = \bar w + \operatorname{order}(L_1\epsilon_1, \dots, L_m\epsilon_m)
 
     Args:
         loc: means ``[n]``, in the order of the vector.
         scale_tril: Cholesky factors ``[m, k, k]`` with mk = n.
-        order: index among the rows of each element of the vector, ``[n]``.
+        order: index into the concatenated rows for each element of the vector, ``[n]``.
 
     Example:
         >>> rows = RowsNormal(
@@ -199,20 +199,21 @@ class MultiplicativeNormal(dist.Normal):
     .. math:: w_{ij} \sim \mathcal N\bigl(m_{ij},\ \alpha_j m_{ij}^2 + \varepsilon\bigr)
 
     A deterministic weight has this distribution when its input j is multiplied by noise of mean 1 and variance
-    :math:`\alpha_j`, drawn independently for each product. The :math:`\varepsilon` keeps densities and gradients
-    finite where a weight is zero. The paper has it inside the logarithm of the divergence only; as a part of the
-    variance it adds the constant :math:`\varepsilon / 2 s^2` for each weight and makes samples, densities and
-    divergences consistent.
+    :math:`\alpha_j`, drawn independently for each product. The :math:`\varepsilon` keeps densities and gradients finite
+    if a weight is zero. In the paper, it appears only inside the logarithm of the divergence; as a part of the
+    variance, it adds the constant :math:`\varepsilon / 2 s^2` per weight and makes samples, densities and divergences
+    consistent.
 
     Status: exact.
 
     Args:
         loc: m, of any shape, floating point.
-        alpha: relative variance, not negative, broadcastable to ``loc``; kept in the shape given.
-        eps: :math:`\varepsilon`, in squared units of ``loc``; the paper's value by default, a deviation of 1e-5.
+        alpha: nonnegative relative variance, broadcastable to ``loc``; its shape is kept.
+        eps: :math:`\varepsilon`, in squared units of ``loc``; by default the paper's value, a standard deviation of
+            1e-5.
 
     Raises:
-        ValueError: a mean that is not finite or a negative ``alpha``, where Pyro's validation is on.
+        ValueError: if a mean is not finite or ``alpha`` is negative, and Pyro's validation is enabled.
 
     Source: Schmitt & Roth (2021), "Sampling-free variational inference for neural networks with multiplicative
     activation noise", Eq. 5, and Appendix A for :math:`\varepsilon`.
@@ -248,7 +249,7 @@ class MultiplicativeNormal(dist.Normal):
         return self.variance.sqrt()
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> "MultiplicativeNormal":
-        """Return the distribution with its mean expanded; ``alpha`` stays as it is and broadcasts."""
+        """Return the distribution with an expanded mean; ``alpha`` keeps its shape and broadcasts."""
         new = self._get_checked_instance(MultiplicativeNormal, _instance)
         batch_shape = torch.Size(batch_shape)
         new.loc, new.alpha, new.eps = self.loc.expand(batch_shape), self.alpha, self.eps

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear algebra and minimisation by products with a matrix that is never formed: torch only, nothing of Pyro."""
+"""Linear algebra and minimisation with matrix-vector products, without forming matrices; depends on torch only."""

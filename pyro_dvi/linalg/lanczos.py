@@ -13,17 +13,17 @@ from pyro_dvi.linalg.operator import Operator, apply, gaussian_rows
 
 
 class LanczosProcess:
-    r"""The Lanczos recursion of several starts at once, one application per :meth:`advance`.
+    r"""The Lanczos recursion for several starting vectors at once, with one application per :meth:`advance`.
 
     .. math::
         \beta_k\, q_{k+1} = A q_k - \alpha_k q_k - \beta_{k-1} q_{k-1}, \qquad \alpha_k = q_k^\top A q_k
 
-    Each new vector is orthogonalised against all earlier ones, twice. A row ends where beta is not above the
-    rounding error: its Krylov space is invariant, and it is applied no more.
+    Each new vector is orthogonalised against all earlier ones, twice. A row ends when beta is within rounding error of
+    zero: its Krylov space is then invariant, and the operator is no longer applied to it.
 
     Args:
         operator: A.
-        starts: one start a row, ``[S, D]``, not zero.
+        starts: starting vectors as rows, ``[S, D]``, not zero.
         capacity: the largest number of steps; ``S * capacity * D`` numbers are held.
     """
 
@@ -33,7 +33,7 @@ class LanczosProcess:
         self.operator = operator
         self.basis = starts.new_empty(len(starts), self.capacity, starts.shape[-1])
         self.basis[:, 0] = starts / starts.norm(dim=-1, keepdim=True)
-        # The small matrices live on the CPU in float64, where their decompositions are fastest and most exact.
+        # The small matrices are on the CPU in float64, where decompositions are fastest and most accurate.
         self.diagonal = torch.zeros(len(starts), self.capacity, dtype=torch.float64)
         self.off_diagonal = torch.zeros_like(self.diagonal)  # the last entry couples to the next vector
         self.lengths = torch.zeros(len(starts), dtype=torch.long)
@@ -42,7 +42,7 @@ class LanczosProcess:
 
     @property
     def finished(self) -> bool:
-        """No row can advance: the capacity is used, or every space is invariant."""
+        """Whether no row can advance, because the capacity is used or every space is invariant."""
         return self.steps == self.capacity or not len(self.active)
 
     def advance(self) -> None:
@@ -71,7 +71,7 @@ class LanczosProcess:
     def tridiagonal(self, row: int = 0) -> Tensor:
         r"""Return the matrix T of a row, ``[k, k]``, in :math:`A Q = Q T + \rho\, q e_k^\top`.
 
-        k is smaller than the steps asked for where the Krylov space ended; :math:`\rho` is then zero.
+        If the Krylov space ended early, k is smaller than the number of steps, and :math:`\rho` is zero.
         """
         k = int(self.lengths[row])
         beside = self.off_diagonal[row, : k - 1]
@@ -83,14 +83,14 @@ _BASIS_BYTES = 2**31
 
 @dataclass(frozen=True)
 class Eigenpair:
-    r"""An eigenvalue and its vector.
+    r"""An eigenvalue and its eigenvector.
 
     Attributes:
-        value: :math:`\lambda`, the Rayleigh quotient of the vector: never below the smallest eigenvalue, so that a
-            negative one proves that the matrix is not positive definite.
+        value: :math:`\lambda`, the Rayleigh quotient of the vector. It is never below the smallest eigenvalue, so a
+            negative value proves that the matrix is not positive definite.
         vector: v, ``[D]``, of norm one.
-        residual: :math:`|A v - \lambda v|`; some eigenvalue lies within that distance.
-        norm: the largest ``|eigenvalue|``, estimated from below on the same space.
+        residual: :math:`|A v - \lambda v|`; some eigenvalue lies within this distance of the value.
+        norm: lower bound on the largest ``|eigenvalue|``, from the same space.
     """
 
     value: float
@@ -100,25 +100,24 @@ class Eigenpair:
 
     @property
     def resolution(self) -> float:
-        """Smallest distance from zero at which this dtype distinguishes an eigenvalue of the matrix from zero."""
+        """Smallest magnitude at which an eigenvalue of the matrix is distinguishable from zero in this dtype."""
         return 8 * torch.finfo(self.vector.dtype).eps * self.norm
 
 
 def smallest_eigenpair(
     operator: Operator, like: Tensor, *, steps: int = 200, tolerance: float = 1e-2
 ) -> Eigenpair:
-    r"""Return the algebraically smallest eigenvalue by the Lanczos recursion from a random start.
+    r"""Return the algebraically smallest eigenvalue, from the Lanczos recursion with a random start.
 
-    Status: the value is an upper bound of the smallest eigenvalue, and approaches it with the steps: after m of them
-    the error is about :math:`(\lambda_{\max} - \lambda_{\min})\,(\log D / m)^2` in the worst case and much less where
-    the eigenvalue stands apart. The sign is the same for :math:`M^{-1/2} A M^{-1/2}`, which is often the easier
-    matrix.
+    Status: the value is an upper bound on the smallest eigenvalue and converges to it: after m steps, the error is
+    about :math:`(\lambda_{\max} - \lambda_{\min})\,(\log D / m)^2` in the worst case, and much smaller if the
+    eigenvalue is well separated. The sign is the same for :math:`M^{-1/2} A M^{-1/2}`, which often converges faster.
 
     Args:
         operator: A, symmetric.
         like: vector ``[D]`` with the dtype and device to use.
-        steps: applications at most, one vector each; ``steps * D`` numbers are held, 20 steps or 2 GiB at most.
-        tolerance: bound on the residual relative to ``|value|``: below one, the sign of that eigenvalue is settled.
+        steps: maximal number of applications to one vector; ``steps * D`` numbers are held, at most 20 steps or 2 GiB.
+        tolerance: bound on the residual relative to ``|value|``; below one, the sign of the eigenvalue is certain.
 
     Raises:
         ArgumentError: a count is not positive.
@@ -138,7 +137,7 @@ def smallest_eigenpair(
         process.advance()
         if process.steps < next_look and not process.finished:
             continue
-        next_look = process.steps + 1 + process.steps // 10  # the small decomposition should cost little
+        next_look = process.steps + 1 + process.steps // 10  # so that the small decompositions cost little
         values, vectors = torch.linalg.eigh(process.tridiagonal())
         value, norm = float(values[0]), float(values.abs().max())
         residual = float(process.off_diagonal[0, len(values) - 1] * vectors[-1, 0].abs())
@@ -154,8 +153,8 @@ class TraceEstimate:
 
     Attributes:
         value: the estimate.
-        standard_error: of the value, from the spread between probes; NaN with a single probe, and zero where all probes
-            agree. The error of the quadrature, which falls exponentially with the steps, is not part of it.
+        standard_error: standard error of the value, from the spread between probes; NaN with a single probe. It
+            excludes the error of the quadrature, which decreases exponentially with the steps.
     """
 
     value: float
@@ -168,7 +167,8 @@ class SpectralQuadrature:
 
     Attributes:
         nodes: Ritz values, ``[probes, steps]``, in float64 on the CPU.
-        weights: of the nodes, ``[probes, steps]``, each row summing to one; zero where a Krylov space ended early.
+        weights: weights of the nodes, ``[probes, steps]``; each row sums to one, with zeros if a Krylov space ended
+            early.
         dim: D.
     """
 
@@ -189,17 +189,19 @@ class SpectralQuadrature:
     def log_determinant(self, shift: float = 0.0) -> TraceEstimate:
         r"""Return the estimate of :math:`\log\det(A + cI) = \operatorname{tr}\log(A + cI)` for a shift c.
 
-        For a posterior precision G + c D with a diagonal prior precision D, take the quadrature of
-        :math:`A = D^{-1/2} G D^{-1/2}`: with ``D.log().sum()`` added this estimates log det(G + c D) for every
-        multiplier c of the prior. Steps of about the square root of the condition number of A + cI suffice.
+        For a posterior precision G + c D with a diagonal prior precision D, use the quadrature of :math:`A = D^{-1/2} G
+        D^{-1/2}`: adding ``D.log().sum()`` gives log det(G + c D) for every multiplier c of the prior. The number of
+        steps should be about the square root of the condition number of A + cI.
 
         Raises:
-            NotPositiveDefiniteError: A + cI has an eigenvalue that is not positive.
+            NotPositiveDefiniteError: if A + cI has an eigenvalue that is not positive.
 
         Source: Ubaru, Chen & Saad (2017), Section 3.
 
         Example:
-            >>> gram = torch.tensor([1.0, 0.0, 3.0])  # singular: only its shifts have a log determinant
+            >>> gram = torch.tensor(
+            ...     [1.0, 0.0, 3.0]
+            ... )  # singular: log determinants exist for positive shifts only
             >>> quadrature = trace_of_function(lambda v: v * gram, gram, torch.Generator())
             >>> round(quadrature.log_determinant(1.0).value, 4)  # log(2 * 1 * 4)
             2.0794
@@ -217,7 +219,7 @@ class SpectralQuadrature:
 def trace_of_function(
     operator: Operator, like: Tensor, generator: torch.Generator, *, num_probes: int = 8, steps: int = 40
 ) -> SpectralQuadrature:
-    r"""Prepare tr f(A) for any f by stochastic Lanczos quadrature.
+    r"""Prepare tr f(A) for any f with stochastic Lanczos quadrature.
 
     .. math::
         \operatorname{tr} f(A) = \mathbb{E}\,z^\top f(A)\,z \approx \frac{D}{P} \sum_p \sum_j w_{pj}\,f(\theta_{pj}),
@@ -225,15 +227,15 @@ def trace_of_function(
 
     with Rademacher probes z and the eigenpairs :math:`(\theta, u)` of the tridiagonal matrix of each probe.
 
-    Status: unbiased over the probes up to the error of the Gauss quadrature, which is zero for polynomials of degree
-    below ``2 * steps`` and with ``steps >= dim``. A diagonal matrix has no error over the probes.
+    Status: unbiased over the probes, up to the error of the Gauss quadrature, which is zero for polynomials of degree
+    below ``2 * steps``, and if ``steps >= dim``. For a diagonal matrix, the estimate does not depend on the probes.
 
     Args:
         operator: A, symmetric.
         like: vector ``[D]`` with the dtype and device of the probes.
-        generator: of the probes.
-        num_probes: P, applied together in each step, as many as fit.
-        steps: Lanczos steps. ``steps * D`` numbers are held for as many probes together as fit 2 GiB.
+        generator: random generator for the probes.
+        num_probes: P; as many as fit into memory are applied together.
+        steps: Lanczos steps. ``steps * D`` numbers per probe are held, for as many probes as fit into 2 GiB.
 
     Returns:
         The nodes and weights; ``.trace(torch.log)`` is the estimate for one function.
@@ -278,9 +280,9 @@ class Eigenpairs:
     Attributes:
         values: ``[k]``, descending.
         vectors: the rows v, ``[k, D]``.
-        residuals: :math:`|A v_i - \lambda_i v_i|`, ``[k]``; an eigenvalue lies within that distance of each value.
+        residuals: :math:`|A v_i - \lambda_i v_i|`, ``[k]``; an eigenvalue lies within this distance of each value.
         converged: every residual is within the tolerance.
-        applications: vectors that the operator was applied to.
+    applications: number of vectors to which the operator was applied.
     """
 
     values: Tensor
@@ -295,15 +297,15 @@ def top_eigenpairs(operator: Operator, like: Tensor, k: int, *, tolerance: float
 
     The space V grows by blocks Q, the part of :math:`A Q_-` that is orthogonal to it; the pairs are the eigenpairs of
     :math:`H = V A V^\top`. Both V and :math:`A V` are kept, so that residuals need no further application. When V is
-    full, it restarts with its best vectors, which loses nothing of them.
+    full, it restarts from its best vectors, which are kept exactly.
 
-    Status: exact to the tolerance where ``converged``; the error of a separated value is the square of its residual
-    over the gap. Of an eigenvalue that occurs more than 16 times, copies can be missed.
+    Status: exact to the tolerance if ``converged``; the error of a well-separated value is its squared residual divided
+    by the gap. Copies of an eigenvalue with multiplicity above 16 may be missed.
 
     Args:
         operator: A, symmetric; positive semi-definite in the usual case of a Gauss-Newton matrix.
         like: vector ``[D]`` with the dtype and device to use.
-        k: pairs wanted, at most D.
+        k: number of pairs, at most D.
         tolerance: bound on the residuals relative to the largest ``|value|``; float32 reaches about 1e-6.
 
     Source: Wu & Simon (2000) for the thick restart; Golub & Van Loan (2013), Section 10.3, for blocks.
@@ -333,7 +335,7 @@ def top_eigenpairs(operator: Operator, like: Tensor, k: int, *, tolerance: float
         if converged or len(basis) == dim or applications >= budget:
             return Eigenpairs(top, found[:k], residuals, converged or len(basis) == dim, applications)
         following = _orthonormal(product, basis, scale)
-        # The space is invariant, but too small or not known to hold the largest eigenvalues: add random directions.
+        # The space is invariant, but too small or possibly without the largest eigenvalues: add random directions.
         if not len(following):
             following = _orthonormal(gaussian_rows(block, dim, like, generator), basis, 0.0)
         if len(basis) + len(following) > capacity and len(basis) > keep:
@@ -342,7 +344,7 @@ def top_eigenpairs(operator: Operator, like: Tensor, k: int, *, tolerance: float
 
 
 def _orthonormal(rows: Tensor, basis: Tensor, scale: float) -> Tensor:
-    """Return an orthonormal basis of the rows' part outside ``basis``, without rounding errors of size ``scale``."""
+    """Return an orthonormal basis of the rows projected off ``basis``, without rounding errors of size ``scale``."""
     for _ in range(2):
         rows = rows - (rows @ basis.T) @ basis
         q, r = torch.linalg.qr(rows.T)

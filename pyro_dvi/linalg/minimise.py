@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Minimisation of smooth functions: a quasi-Newton method far from the minimum, then Newton's method.
 
-Both work in coordinates :math:`x = x_0 + R^{-1} y` of a metric :math:`M = R^\top R`, in which the Hessian is close to
-the identity.
+Both use coordinates :math:`x = x_0 + R^{-1} y` of a metric :math:`M = R^\top R`, in which the Hessian is close to the
+identity.
 """
 
 import math
@@ -18,7 +18,7 @@ from pyro_dvi.linalg.lanczos import Eigenpair, smallest_eigenpair
 from pyro_dvi.linalg.operator import conjugate_gradients
 
 _DECREASE, _SLOPE = 1e-4, 0.9  # Wolfe's conditions
-_TRIALS = 12  # of one line search
+_TRIALS = 12  # per line search
 
 
 class SmoothFunction(Protocol):
@@ -39,7 +39,7 @@ class InMetric:
         problem: U.
         metric: M, close to the Hessian of U in scale: ``coloured(rows)`` returns :math:`R^{-1} y`, a displacement of x,
             for each row y, and ``whitened(rows)`` the gradient :math:`R^{-\top} g` with respect to y.
-        origin: :math:`x_0`, ``[D]``; displacements from it lose nothing to rounding.
+        origin: :math:`x_0`, ``[D]``; displacements from it avoid rounding error.
     """
 
     problem: SmoothFunction
@@ -67,9 +67,9 @@ class Descent:
     Attributes:
         x: the point, ``[D]``.
         value: U there.
-        fallen: decrease of U, estimated from the slopes where rounding hides it.
+        fallen: decrease of U, estimated from the slopes if rounding hides it.
         steps: number of steps.
-        stuck: no step along the last direction made U smaller.
+        stuck: no step along the last direction decreased U.
     """
 
     x: Tensor
@@ -91,16 +91,18 @@ def descend(
 
     .. math:: x \leftarrow x - t\,B\,g, \qquad B_{+} = (1 - \rho s y^\top) B (1 - \rho y s^\top) + \rho s s^\top
 
-    with :math:`B = 1` at first, the step s, the change y of the gradient along it, :math:`\rho = 1/s^\top y`, and t by
-    Wolfe's conditions. Where rounding hides the change of U, the trapezoid rule of the two slopes decides.
+    with initial :math:`B = 1`, the step s, the change y of the gradient along it, :math:`\rho = 1/s^\top y`, and t
+    chosen by Wolfe's conditions. If rounding hides the change of U, it is estimated from the two slopes with the
+    trapezoidal rule.
 
-    Status: a lower value at every step, to rounding; superlinear near a minimum. Saddle points are passed, not proved.
+    Status: U decreases at every step, up to rounding; convergence is superlinear near a minimum. Saddle points are not
+    detected.
 
     Args:
         problem: see :class:`SmoothFunction`; products are not used.
-        start: ``[D]``; U is finite there.
-        target: on :math:`|g|^2`.
-        max_steps: at most; ``2 * max_steps * D`` numbers are held.
+        start: ``[D]``; U must be finite there.
+        target: stop when :math:`|g|^2` is at most this value.
+        max_steps: maximal number of steps; ``2 * max_steps * D`` numbers are held.
         callback: called after each step with U and :math:`|g|^2`.
 
     Source: Nocedal & Wright (2006), Alg. 7.4 and Section 3.1.
@@ -141,15 +143,14 @@ class Minimum:
         x: the point, ``[D]``.
         value: U there.
         newton_decrement: :math:`g^\top P^{-1} g`, the squared distance to the minimum in posterior standard deviations:
-            before the last step, with :math:`|r|^2/\lambda_{\min}` for the residual r of that step, or
-            :math:`|g|^2/\lambda_{\min}` after it where that bound is smaller; infinite where P showed negative
-            curvature.
-        smallest_eigenvalue: of the Hessian there, with the residual of the pair; None if the search ended before
-            it was computed.
+            either before the last step, including :math:`|r|^2/\lambda_{\min}` for the residual r of that step, or the
+            bound :math:`|g|^2/\lambda_{\min}` after it if this is smaller; infinite if negative curvature was found.
+        smallest_eigenvalue: smallest eigenvalue of the Hessian there, with the residual of the pair; None if the search
+            ended before it was computed.
         steps: number of steps.
         converged: the decrement is within the tolerance, and the Hessian positive definite as far as the Lanczos
             recursion from a random start shows.
-        reason: for ending the search, as a sentence.
+        reason: why the search ended, as a sentence.
     """
 
     x: Tensor
@@ -174,24 +175,24 @@ def minimise_newton(
 
     .. math:: x \leftarrow x - t\,s, \qquad |P s - g| \le \eta\,|g|
 
-    Conjugate gradients give the step s, and Wolfe's conditions its length t. Where they meet a direction of negative
-    curvature, the search follows that direction. At rest, the Lanczos recursion looks for negative curvature from a
-    random start, and the search goes on along it.
+    Conjugate gradients determine the step s, and Wolfe's conditions its length t. If conjugate gradients encounter a
+    direction of negative curvature, the search follows it. At a stationary point, the Lanczos recursion searches for
+    negative curvature from a random start; if it finds any, the search continues along it.
 
-    Status: superlinear convergence to a local minimum; which one depends on the start. A negative eigenvalue that
-    ``krylov_steps`` of the Lanczos recursion do not reveal is not seen.
+    Status: superlinear convergence to a local minimum, which depends on the start. A negative eigenvalue can be missed
+    if ``krylov_steps`` of the Lanczos recursion do not reveal it.
 
     Args:
         problem: see :class:`SmoothFunction`.
         start: ``[D]``; its dtype and device are used.
-        tolerance: on the Newton decrement :math:`g^\top P^{-1} g`, in squared posterior standard deviations.
-        max_steps: at most.
-        krylov_steps: of the Lanczos recursion, for which ``krylov_steps * D`` numbers are held; conjugate gradients
-            may take ten times as many.
+        tolerance: bound on the Newton decrement :math:`g^\top P^{-1} g`, in squared posterior standard deviations.
+        max_steps: maximal number of steps.
+        krylov_steps: steps of the Lanczos recursion, which holds ``krylov_steps * D`` numbers; conjugate gradients may
+            take ten times as many steps.
         callback: called after each step with the value after it and the Newton decrement before it.
 
     Raises:
-        NonFiniteError: value or gradient at the start, or a product, is NaN or infinite.
+        NonFiniteError: if the value or gradient at the start, or a product, is NaN or infinite.
 
     Source: Nocedal & Wright (2006), Alg. 7.1.
 
@@ -219,11 +220,11 @@ def minimise_newton(
 
     first = float(gradient.norm())
     decrement, lowest, reason, steps = math.inf, None, f"{max_steps} steps did not suffice", 0
-    floor = math.inf  # the smallest eigenvalue, once it was looked for
+    floor = math.inf  # the smallest eigenvalue, once computed
     while steps < max_steps:
         size, steps, lowest = float(gradient.norm()), steps + 1, None
         direction, decrement, residual = _newton_direction(product, gradient, first, krylov_steps)
-        # Rounding hides the decrease along such a step: shorter ones would show no more.
+        # Rounding hides the decrease along such a step, and shorter steps would not help.
         trials = 1 if 0.5 * decrement <= _resolution(x, value) else _TRIALS
         found = _line_search(problem, x, value, gradient, direction, trials) if size else None
         if found is not None:
@@ -240,7 +241,7 @@ def minimise_newton(
                 continue
             reason = "negative curvature remains, but rounding hides the decrease along it; use float64"
         elif lowest.value <= lowest.resolution:
-            reason = "the Hessian is singular to rounding: some direction has no curvature"
+            reason = "the Hessian is numerically singular: some direction has no curvature"
         else:
             floor = max(lowest.value - lowest.residual, 0.5 * lowest.value)
             decrement = min(decrement + residual**2 / floor, float(gradient.norm()) ** 2 / floor)
@@ -259,7 +260,7 @@ def minimise_newton(
 def _newton_direction(
     product: Callable[[Tensor], Tensor], gradient: Tensor, first: float, krylov_steps: int
 ) -> tuple[Tensor, float, float]:
-    """Return a direction downhill (of negative curvature, if any), the Newton decrement and the residual."""
+    """Return a descent direction (of negative curvature, if any), the Newton decrement and the residual."""
     size = float(gradient.norm())
     if size == 0:
         return gradient, 0.0, 0.0
@@ -285,7 +286,7 @@ def _evaluated(problem: SmoothFunction, x: Tensor) -> tuple[float, Tensor]:
 
 
 def _resolution(x: Tensor, value: float) -> float:
-    """Return the size of differences of values that may be rounding error."""
+    """Return the largest difference of values that may be rounding error."""
     return 10 * torch.finfo(x.dtype).eps * abs(value)
 
 
@@ -309,9 +310,9 @@ def _line_search(
     trials: int = _TRIALS,
     strict: bool = False,
 ) -> tuple[Tensor, float, float, Tensor] | None:
-    """Return a step that meets Wolfe's conditions, the decrease of U, U and its gradient there; None: there is none.
+    """Return a step that meets Wolfe's conditions, the decrease of U, and U and its gradient there; None if none does.
 
-    After the last trial it is the longest step along which U falls; with ``strict`` only if U falls there still.
+    After the last trial, return the longest step that decreases U; with ``strict``, only if U still decreases there.
     """
     slope = float(gradient @ direction)
     low, high, length, longest = 0.0, math.inf, 1.0, None
@@ -330,7 +331,7 @@ def _line_search(
             low = length
         if high == math.inf:
             length = 2 * length
-        elif low == 0 and math.isfinite(decrease):  # the minimum of the parabola through what is known
+        elif low == 0 and math.isfinite(decrease):  # the minimum of the parabola through the known values
             length *= min(0.5, max(0.1, -0.5 * slope * length / -(decrease + slope * length)))
         else:
             length = 0.5 * (low + high)

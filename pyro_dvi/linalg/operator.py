@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrices that are known only by their products: rows to multiply with, and linear solves A X = B."""
+"""Matrices that are available only as products: vectors to multiply with, and linear solves A X = B."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,15 +12,15 @@ from pyro_dvi.errors import NonFiniteError, NotPositiveDefiniteError
 Operator = Callable[[Tensor], Tensor]
 """A symmetric matrix A as a function of rows: ``[S, D] -> [S, D]``, each row v to A v.
 
-It is called in the gradient mode of the caller, so one that differentiates does so under ``torch.enable_grad``.
+It is called in the gradient mode of the caller; an operator that differentiates must use ``torch.enable_grad``.
 """
 
 
 def apply(operator: Operator, vectors: Tensor) -> Tensor:
-    """Return the products ``[S, D]`` with the rows of ``vectors``, checked.
+    """Return the products ``[S, D]`` with the rows of ``vectors``, and check that they are finite.
 
     Raises:
-        NonFiniteError: a product is NaN or infinite.
+        NonFiniteError: if a product is NaN or infinite.
     """
     products = operator(vectors).detach()
     if not bool(products.sum().isfinite()) and not bool(products.isfinite().all()):
@@ -32,7 +32,7 @@ def apply(operator: Operator, vectors: Tensor) -> Tensor:
 
 
 def identity_rows(like: Tensor, at_once: int = 256) -> Iterator[Tensor]:
-    """Give the rows of the identity ``[D, D]`` for a vector ``[D]``, at most ``at_once`` together."""
+    """Yield the rows of the identity ``[D, D]`` for a vector ``[D]``, at most ``at_once`` at a time."""
     size = len(like)
     for start in range(0, size, at_once):
         rows = like.new_zeros(min(at_once, size - start), size)
@@ -43,8 +43,8 @@ def identity_rows(like: Tensor, at_once: int = 256) -> Iterator[Tensor]:
 def gaussian_rows(count: int, dim: int, like: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """Return standard normal rows ``[count, dim]`` with dtype and device of ``like``.
 
-    They are drawn on the device of the generator, so that one seed gives the same rows everywhere. Without a generator
-    the seed is fixed: the rows only have to be generic, and equal calls then give equal answers.
+    They are drawn on the device of the generator, so that one seed gives the same rows everywhere. Without a generator,
+    the seed is fixed: the rows only need to be generic, and equal calls give equal results.
     """
     if generator is None:
         generator = torch.Generator().manual_seed(0)
@@ -59,7 +59,7 @@ class Solution:
     Attributes:
         x: the solutions, ``[S, D]``.
         iterations: calls of the operator within the recursion.
-        residuals: ``|b - A x| / |b|`` of each row, ``[S]``, computed afresh from x; zero where b is zero.
+        residuals: ``|b - A x| / |b|`` of each row, ``[S]``, recomputed from x; zero if b is zero.
         converged: every residual is within the tolerance.
     """
 
@@ -72,7 +72,7 @@ class Solution:
 def conjugate_gradients(
     operator: Operator, rhs: Tensor, *, tolerance: float = 1e-6, max_iterations: int | None = None
 ) -> Solution:
-    r"""Solve :math:`A x_s = b_s` for symmetric positive definite A, every x from the space of all residuals.
+    r"""Solve :math:`A x_s = b_s` for symmetric positive definite A with block conjugate gradients.
 
     With :math:`Q C = B` orthonormalised, S = Q, and as columns of matrices
 
@@ -80,27 +80,27 @@ def conjugate_gradients(
         \Xi = (S^\top A S)^{-1}, \quad X \leftarrow X + S\,\Xi\,C, \quad
         Q\,Z \leftarrow Q - A S\,\Xi \;\text{ (QR)}, \quad S \leftarrow Q + S Z^\top, \quad C \leftarrow Z C .
 
-    The columns of C have the norms of the residuals. Where the matrix is the identity except in some directions, such
-    as a prior precision with the information in the data, S right-hand sides take about 1/S of the iterations of one.
-    Linearly dependent right-hand sides do no harm. Each iteration costs :math:`O(S^2 D)` besides the products.
+    The columns of C have the norms of the residuals. If the matrix is the identity except in some directions, such as a
+    prior precision plus the information in the data, S right-hand sides take about 1/S of the iterations of one.
+    Right-hand sides may be linearly dependent. Each iteration costs :math:`O(S^2 D)` besides the products.
 
     The recursion's residual drifts away from :math:`b - A x` in finite precision. When the recursion ends, the residual
-    is computed afresh (one application more), and rows above the tolerance start again from their x, as long as each
-    restart at least halves their residuals.
+    is recomputed (one more application), and rows above the tolerance restart from their x, as long as each restart at
+    least halves their residuals.
 
-    Status: exact to the tolerance where ``converged``.
+    Status: exact to the tolerance if ``converged``.
 
     Args:
         operator: A, symmetric positive definite.
-        rhs: the rows b, ``[S, D]``; dtype and device of everything follow it.
-        tolerance: bound on ``|b - A x| / |b|`` of each row. About ``eps |A| |x| / |b|`` can be reached: in float32 1e-5
-            rather than 1e-6 for a condition number of 1,000.
-        max_iterations: the default is ``min(10 D, 1000)``: D suffice in exact arithmetic.
+        rhs: the rows b, ``[S, D]``; they determine dtype and device.
+        tolerance: bound on ``|b - A x| / |b|`` of each row. The attainable value is about ``eps |A| |x| / |b|``: in
+            float32, 1e-5 rather than 1e-6 for a condition number of 1,000.
+        max_iterations: ``min(10 D, 1000)`` by default; D suffice in exact arithmetic.
 
     Raises:
-        NotPositiveDefiniteError: a direction has a curvature that is negative, or not larger than the rounding error;
+        NotPositiveDefiniteError: if a direction has a curvature that is negative or not larger than the rounding error;
             the error carries ``direction`` and ``curvature``.
-        NonFiniteError: a right-hand side or a product is NaN or infinite.
+        NonFiniteError: if a right-hand side or a product is NaN or infinite.
 
     Source: Hestenes & Stiefel (1952); O'Leary (1980) for blocks; Dubrulle (2001) for the form with QR factorisations,
         which does not break down.

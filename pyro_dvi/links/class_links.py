@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""From Gaussian logits to class probabilities, :math:`\mathrm E[\mathrm{softmax}(f)]`.
 
-Averages are computed from logarithms by log-sum-exp, so that a probability of :math:`e^{-40}` is as exact as 1/2.
+Averages are computed from logarithms with log-sum-exp, so a probability of :math:`e^{-40}` is as accurate as 1/2.
 """
 
 import math
@@ -35,7 +35,7 @@ class ClassLink(ABC):
 
         Args:
             loc: mean logits, ``[*batch, C]``.
-            spread: their variances ``[*batch, C]``, or covariances ``[*batch, C, C]``.
+            spread: variances ``[*batch, C]`` or covariances ``[*batch, C, C]`` of the logits.
         """
 
 
@@ -43,11 +43,11 @@ class ClassLink(ABC):
 class SobolSoftmax(ClassLink):
     r"""Average the softmax over quasi-random points, :math:`\frac1S\sum_s\mathrm{softmax}(\mu + \sigma\epsilon_s)`.
 
-    Status: as exact as the points allow, which are the same in every call, so that predictions are reproducible. Total
-    variation from the average softmax of ten classes with 256 points: .002 at variance 1, .007 at 4.
+    Status: numerical integration; the points are the same in every call, so predictions are reproducible. Total
+    variation distance from the exact average of ten classes with 256 points: .002 at variance 1, .007 at variance 4.
 
     Args:
-        num_points: S; a power of two keeps the points balanced.
+        num_points: S, preferably a power of two.
 
     Source: Schmitt & Roth (2021), Eq. 20, with Sobol points in place of samples.
     """
@@ -58,7 +58,7 @@ class SobolSoftmax(ClassLink):
         check_count("num_points", self.num_points)
 
     def log_probabilities(self, loc: Tensor, spread: Tensor) -> Tensor:
-        """Average the log-softmax over the points, by log-sum-exp."""
+        """Average the softmax over the points, with log-sum-exp."""
         is_covariance = spread.dim() > loc.dim()
         points = sobol_points(self.num_points, loc.shape[-1], loc)
         # Classes first, then points: a softmax over a short last dimension is many times slower.
@@ -78,14 +78,15 @@ class SobolSoftmax(ClassLink):
 class Probit(ClassLink):
     r"""Shrink each logit by its variance, :math:`\mathrm{softmax}_c\bigl(\mu_c / \sqrt{1 + \pi v_c / 8}\bigr)`.
 
-    Status: exact to 1e-9 for two classes, where the difference of the logits is averaged; otherwise an
-    approximation whose total variation from the average softmax of ten classes is .03 at variance 1, .07 at 4.
+    Status: exact to 1e-9 for two classes, where the sigmoid of the difference of logits is averaged; otherwise
+    approximate, with a total variation distance of .03 at variance 1 and .07 at variance 4 from the average softmax of
+    ten classes.
 
     Source: MacKay (1992), "The evidence framework applied to classification networks".
     """
 
     def log_probabilities(self, loc: Tensor, spread: Tensor) -> Tensor:
-        """Average the sigmoid for two classes, and shrink more logits."""
+        """Average the sigmoid for two classes; shrink the logits for more."""
         is_covariance = spread.dim() > loc.dim()
         variance = torch.diagonal(spread, dim1=-2, dim2=-1) if is_covariance else spread
         if loc.shape[-1] == 2:
@@ -110,6 +111,6 @@ def average_logits(fn: Any, weights: Tensor) -> Tensor:
 
 
 def _root(covariance: Tensor) -> Tensor:
-    """Return a square root, also of singular covariances."""
+    """Return a square root, also for singular covariances."""
     values, vectors = torch.linalg.eigh(covariance)
     return vectors * values.clamp_min(0).sqrt().unsqueeze(-2)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Predictive distributions :math:`\int p(y \mid \theta)\,q(\theta)\,\mathrm d\theta`, a rule for each family of p.
+r"""Predictive distributions :math:`\int p(y \mid \theta)\,q(\theta)\,\mathrm d\theta`, with one rule per family of p.
 
-:class:`Joint` holds the covariances of all that is uncertain in one density: between classes, between elements of a
-vector, between a mean and its noise.
+:class:`Joint` holds the covariances of all uncertain numbers in one density: between classes, between elements of a
+vector, between a mean and its noise scale.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,13 +34,13 @@ from pyro_dvi.moments.value import loc_of, variance_of
 
 @dataclass(frozen=True)
 class Joint:
-    """The Gaussians behind the parameters of each density, together; their moments alone take them as independent.
+    """The joint Gaussian behind the parameters of each density; moments alone would treat them as independent.
 
     Attributes:
         covariance: of the n uncertain numbers of each density, ``[*batch, n, n]``.
-        sizes: how many of them each parameter has, in order.
-        event_shape: of a density over several numbers (``to_event``); empty where each number has its own.
-        num_points: Sobol points of averages over more than two numbers.
+        sizes: number of uncertain numbers of each parameter, in order.
+        event_shape: event shape of a density over several numbers (``to_event``); empty for scalar densities.
+        num_points: number of Sobol points for averages over more than two numbers.
     """
 
     covariance: Tensor
@@ -53,7 +53,7 @@ class Joint:
         return self._part(self._part(self.covariance, first, -2), second, -1)
 
     def spread(self, name: str) -> Tensor:
-        """Return variances ``[*batch]`` of single numbers, covariances ``[*batch, n, n]`` of an event."""
+        """Return variances ``[*batch]`` for scalars, covariances ``[*batch, n, n]`` for events."""
         return self._spread(
             self.between(name, name) if name in self.sizes else torch.zeros_like(self.covariance)
         )
@@ -75,10 +75,10 @@ class Joint:
         Args:
             loc: mean :math:`\hat f`, ``[*batch, *event]``.
             scale: of the noise, of the same shape.
-            num_nodes: of Gauss and Hermite, where h is one number.
+            num_nodes: Gauss-Hermite nodes, used if h is a single number.
 
         Returns:
-            The mean ``[S, *batch, *event]``, its spread as by :meth:`spread`, the scale ``[S, *batch, *event]`` and
+            The mean ``[S, *batch, *event]``, its spread as in :meth:`spread`, the scale ``[S, *batch, *event]`` and
             weights ``[S]``.
         """
         half, inverse = _root(self.between("scale", "scale"))
@@ -106,7 +106,7 @@ class Joint:
 
 
 def joint_if_dependent(family: type, parameters: Mapping[str, Any]) -> Joint | None:
-    """Return the covariances of parameters that are outputs of one last layer; None where they are independent."""
+    """Return the covariances of parameters that are outputs of one last layer; None if they are independent."""
     if not are_dependent(family, parameters):
         return None
     gaussians = {k: gaussian_of(p) for k, p in parameters.items() if isinstance(p, GaussianMoments)}
@@ -124,7 +124,7 @@ def _combined(half: Tensor, points: Tensor) -> Tensor:
 
 
 def _shifted(parameter: GaussianMoments, shift: Tensor) -> Tensor:
-    """Return values of a parameter where the Gaussian behind it is off its mean."""
+    """Return values of a parameter with the Gaussian behind it shifted from its mean."""
     inner = gaussian_of(parameter)
     values = inner.loc + shift.reshape(-1, *inner.shape)
     return values if parameter.link is None else parameter.link.function(values)
@@ -133,7 +133,7 @@ def _shifted(parameter: GaussianMoments, shift: Tensor) -> Tensor:
 def _root(covariance: Tensor) -> tuple[Tensor, Tensor]:
     """Return R ``[..., n, r]`` with R Rᵀ the covariances ``[..., n, n]``, and the transpose of its pseudo-inverse.
 
-    r is the largest of their ranks, so that outputs which move together (a common noise scale) count once.
+    r is the largest rank, so perfectly correlated outputs (a common noise scale) count once.
     """
     values, vectors = torch.linalg.eigh(covariance)
     values, vectors = values.flip(-1), vectors.flip(-1)
@@ -154,10 +154,10 @@ _LINK, _NOISE = SobolSoftmax(), MomentMatched()
 def predictive_rule(*families: type) -> Callable[[Callable], Callable]:
     """Return a decorator that registers the predictive distribution of distribution classes.
 
-    The rule is called with the arguments that the distribution was made with, by name (certain ones may be plain
-    numbers), and with ``family=``, ``link=``, ``noise=`` or ``joint=`` if it has parameters of these names. A rule
-    without ``joint`` is skipped where several uncertain parameters depend on each other. It may decline by returning
-    ``NotImplemented``: a mixture over points follows, as for families without a rule. A rule has to agree with
+    The rule is called with the arguments of the distribution by name (deterministic arguments may be plain numbers),
+    and with ``family=``, ``link=``, ``noise=`` or ``joint=`` if it has parameters of these names. A rule without
+    ``joint`` is skipped if several uncertain parameters depend on each other. A rule may decline by returning
+    ``NotImplemented``; a mixture over points is then used, as for families without a rule. A rule must agree with
     quadrature; leave approximations to the mixture.
     """
     return registering(_RULES, families)
@@ -173,21 +173,20 @@ def predictive_distribution(
 ) -> td.Distribution:
     """Return the predictive distribution, of the batch and event shape of the family.
 
-    Status: exact for a Normal, LogNormal or MultivariateNormal whose mean only is uncertain, and for Bernoulli;
-    class probabilities as exact as ``link``; an uncertain noise scale as ``noise`` states. Other families are
-    mixtures over the points of :mod:`pyro_dvi.expectations.expectation`: up to two uncertain numbers per density by
-    quadrature, exact to 1e-6 where the density varies on the scale of the Gaussian, to some hundredths of a nat
-    where it is much narrower or has a kink; more by Sobol points, with errors of a tenth in the log probability of
-    rare events. So is a Normal whose mean and scale are functions of the very same Gaussian, unless moments are
-    matched.
+    Status: exact for Bernoulli, and for a Normal, LogNormal or MultivariateNormal of which only the mean is uncertain.
+    Class probabilities are as accurate as ``link``; for an uncertain noise scale, see ``noise``. Other families are
+    mixtures over the points of :mod:`pyro_dvi.expectations.expectation`. Up to two uncertain numbers per density use
+    quadrature, exact to 1e-6 if the density varies on the scale of the Gaussian, and to a few hundredths of a nat if it
+    is much narrower or has a kink; more use Sobol points, with errors of a tenth in the log probability of rare events.
+    A Normal whose mean and scale are functions of the same Gaussian is a mixture too, unless moments are matched.
 
     Args:
         family: the distribution class.
         parameters: the arguments of the distribution by name: moments, tensors or numbers.
-        link: from Gaussian logits to class probabilities.
-        noise: from an uncertain scale of Gaussian noise to a distribution.
+        link: maps Gaussian logits to class probabilities.
+        noise: maps Gaussian noise of uncertain scale to a distribution.
         joint: covariances of the Gaussians behind the uncertain parameters of each density; by default all numbers are
-            independent, except parameters that are functions of the very same Gaussian.
+            independent, except parameters that are functions of the same Gaussian.
 
     Raises:
         ArgumentError: ``link`` or ``noise`` is not an object of its kind.
@@ -231,7 +230,7 @@ def _over_points(family: type, parameters: Mapping[str, Any], joint: Joint | Non
 
 @predictive_rule(td.Normal, td.LogNormal)
 def normal(family: Any, loc: Any, scale: Any, noise: NoiseLink, joint: Joint | None = None) -> Any:
-    r"""Predictive of (log-)normal noise: :math:`\mathcal N(\mu, v_\mu + s^2)`, or the result of ``noise``."""
+    r"""Predictive with (log-)normal noise: :math:`\mathcal N(\mu, v_\mu + s^2)`, or the result of ``noise``."""
 
     def noisy(mean: Tensor, spread: Any, of_noise: Any) -> Any:
         if joint is not None and joint.event_shape:
@@ -245,7 +244,7 @@ def normal(family: Any, loc: Any, scale: Any, noise: NoiseLink, joint: Joint | N
         return noisy(mean, spread, scale**2)
     if isinstance(loc, GaussianMoments) and joint is None and not isinstance(noise, MomentMatched):
         if not are_distinct([loc, scale]):
-            return NotImplemented  # mean and variance are the same as if independent, the density is not
+            return NotImplemented  # mean and variance are as for independence, but the density differs
     mean = torch.as_tensor(mean, dtype=scale.dtype, device=scale.device)
     return noise.predictive(noisy, mean, 0.0 if spread is None else spread, scale, joint)
 
@@ -259,7 +258,7 @@ def multivariate_normal(
     scale_tril: Any = None,
     joint: Joint | None = None,
 ) -> Any:
-    """Predictive of correlated Gaussian noise: the covariances of mean and noise are added."""
+    """Predictive distribution with correlated Gaussian noise: the covariances of mean and noise are added."""
     noise = covariance_matrix, precision_matrix, scale_tril
     if any(isinstance(matrix, GaussianMoments) for matrix in noise):
         return NotImplemented
@@ -271,7 +270,7 @@ def multivariate_normal(
 def categorical(
     family: Any, link: ClassLink, probs: Any = None, logits: Any = None, joint: Joint | None = None
 ) -> Any:
-    """Predictive of a class: the average probabilities."""
+    """Predictive distribution of a class: the average probabilities."""
     f = gaussian_logits(logits, probs)
     if f is not None:
         name = "probs" if logits is None else "logits"
@@ -284,7 +283,7 @@ def categorical(
 
 @predictive_rule(td.Bernoulli)
 def bernoulli(family: Any, probs: Any = None, logits: Any = None) -> Any:
-    """Predictive of a yes or no: the average probability, exact to 1e-9 for a Gaussian logit."""
+    """Predictive distribution of a binary outcome: the average probability, exact to 1e-9 for a Gaussian logit."""
     f = gaussian_logit(logits, probs)
     if f is not None:
         return family(logits=logit_of_expected_sigmoid(f))

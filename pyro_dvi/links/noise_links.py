@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Mixtures over the points of uncertain parameters, and predictives of Gaussian noise of uncertain scale."""
+r"""Mixtures over points of uncertain parameters, and predictive distributions for Gaussian noise of uncertain scale."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _CHUNK = 2**22  # numbers drawn at once
 class PointMixture(td.Distribution):
     r"""The mixture :math:`\sum_s w_s\,p(y \mid \theta_s)` of distributions of any kind.
 
-    Points have a dimension on the left of the batch, so that whatever a distribution does to its last dimensions
-    (``to_event``, a reshaping, single numbers of a vector) is done to the components alone.
+    The points have a dimension to the left of the batch, so anything a distribution does to its last dimensions
+    (``to_event``, reshaping, selecting elements of a vector) acts only on the components.
 
     Args:
         components: the distributions at the points, of batch shape ``[S, *batch]``.
         weights: :math:`w_s`, ``[S]``, which sum to one.
-        rank: batch dimensions on the right of the points, where others are on their left, as after :meth:`expand`.
+        rank: number of batch dimensions to the right of the points; :meth:`expand` adds dimensions to their left.
     """
 
     arg_constraints: dict[str, Any] = {}  # noqa: RUF012 (as in torch)
@@ -64,12 +64,12 @@ class PointMixture(td.Distribution):
 
     @property
     def variance(self) -> Tensor:
-        """Variance within the components and between their means."""
+        """Sum of the variances within components and between their means."""
         return self._with_between(self.components.variance)
 
     @property
     def function_variance(self) -> Tensor | None:
-        """The part of the variance that is not noise; None where the components do not state theirs."""
+        """The part of the variance that is not noise; None if the components do not provide theirs."""
         inner = self.components
         while isinstance(inner, td.Independent):
             inner = inner.base_dist
@@ -77,7 +77,7 @@ class PointMixture(td.Distribution):
         return None if within is None else self._with_between(within.expand_as(self.components.mean))
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Return the log density, of the batch shape behind any dimensions of draws."""
+        """Return the log density, of the batch shape after any dimensions of draws."""
         # Rounded probabilities would cut off the tails.
         log_weights = self.weights.log().reshape(-1, *(1,) * self.rank)
         found = self.components.log_prob(self._beside_points(value)) + log_weights
@@ -110,7 +110,7 @@ class PointMixture(td.Distribution):
         return self._average(within + between.square(), len(self.event_shape))
 
     def _average(self, values: Tensor, more: int = 0) -> Tensor:
-        """Average ``[..., S, *right]``, with ``more`` dimensions behind."""
+        """Average ``[..., S, *right]`` with ``more`` trailing dimensions."""
         return (values.movedim(-1 - self.rank - more, -1) * self.weights).sum(-1)
 
     def _beside_points(self, value: Tensor) -> Tensor:
@@ -153,8 +153,8 @@ class _InAny(constraints.Constraint):
     """The union of the supports of the components.
 
     Args:
-        inner: support of the components, whose limits may differ from one to the other.
-        rank: batch dimensions on the right of the points.
+        inner: support of the components, whose limits may differ between components.
+        rank: number of batch dimensions to the right of the points.
     """
 
     def __init__(self, inner: Any, rank: int) -> None:
@@ -172,17 +172,17 @@ class _InAny(constraints.Constraint):
 
 
 def distribution_function(fn: Any, value: Tensor) -> Tensor:
-    """Return the probability of less than ``value``, also where that lies outside the support of some components.
+    """Return the probability of less than ``value``, which may lie outside the support of some components.
 
     Raises:
-        NotImplementedError: the distribution has none in closed form.
+        NotImplementedError: if the distribution has no closed form for it.
     """
     lowest, highest = (getattr(fn.support, name, None) for name in ("lower_bound", "upper_bound"))
     value = value if lowest is None else value.clamp_min(lowest)
     value = value if highest is None else value.clamp_max(highest)
     if getattr(type(fn), "cdf", None) is not td.TransformedDistribution.cdf:
         return fn.cdf(value)  # type: ignore[no-any-return]
-    sign: Any = 1  # the base may have bounds of its own, as Gumbel's has
+    sign: Any = 1  # the base distribution may have its own bounds, like that of Gumbel
     for transform in reversed(fn.transforms):
         value, sign = transform.inv(value), sign * transform.sign
     found = distribution_function(fn.base_dist, value)
@@ -202,11 +202,12 @@ class NoiseLink(ABC):
         """Return the predictive distribution of Gaussian noise around a Gaussian mean.
 
         Args:
-            noisy: makes a distribution of a mean, its spread, and the variance of the noise.
+            noisy: returns a distribution given a mean, its spread, and the variance of the noise.
             loc: mean.
-            spread: its variances of the same shape, or covariances ``[*batch, n, n]`` of the n numbers of an event.
+            spread: variances of the mean, of the same shape, or covariances ``[*batch, n, n]`` of the n numbers of an
+                event.
             scale: of the noise.
-            joint: covariances of mean and scale; None where they are independent, number by number.
+            joint: covariances of mean and scale; None if all numbers are independent.
         """
 
 
@@ -215,7 +216,7 @@ class MomentMatched(NoiseLink):
     r"""One Normal with the right mean and variance, :math:`\mathcal N(\mu, v_\mu + \mathrm E[s^2])`.
 
     With a scale :math:`s = e^h`, that is a log-variance :math:`c = 2h`, :math:`\mathrm E[s^2] = e^{\bar c + v_c/2}`.
-    The variance is right whatever the correlation of mean and scale.
+    The variance is correct whatever the correlation of mean and scale.
 
     Source: Schmitt & Roth (2021), Eq. 19.
     """
@@ -228,7 +229,7 @@ class MomentMatched(NoiseLink):
 
 
 def _mean_square(scale: GaussianMoments) -> Tensor:
-    """Exact, also where only the Gaussian behind an exponential is known, and not its own variance."""
+    """Return the exact mean square, even if only the Gaussian behind an exponential is known."""
     if scale.link is not None and scale.link.name == "exp":
         h = scale.link.inner
         return torch.exp(2 * (h.loc + h.variance))
@@ -240,12 +241,12 @@ def _mean_square(scale: GaussianMoments) -> Tensor:
 class GaussHermite(NoiseLink):
     r"""A mixture over nodes of the Gaussian behind the scale, :math:`\sum_k w_k\,\mathcal N(\mu, v_\mu + s_k^2)`.
 
-    It has the same mean and variance as :class:`MomentMatched` and the heavier tails that an uncertain scale gives.
-    Where mean and scale are correlated, each node has the mean and variance given its scale; where the scales of one
-    event are several Gaussians, Sobol points take the place of the nodes.
+    It has the same mean and variance as :class:`MomentMatched`, and heavier tails due to the uncertain scale. If mean
+    and scale are correlated, each node uses the conditional mean and variance given its scale. If the scales of one
+    event are several Gaussians, Sobol points replace the nodes.
 
     Args:
-        num_nodes: components.
+        num_nodes: number of components.
     """
 
     num_nodes: int = 16
@@ -267,13 +268,13 @@ class GaussHermite(NoiseLink):
 
 
 def correlated_normal(loc: Tensor, covariance: Tensor, variance: Any, shape: Size) -> Any:
-    """Return Gaussian noise of some variance around vectors, matrices or tensors of full covariance.
+    """Return a Gaussian over vectors, matrices or tensors with full covariance plus independent noise.
 
     Args:
         loc: mean, ``[*batch, *shape]``.
-        covariance: of all numbers of an event, ``[*batch, n, n]``.
-        variance: of the noise, broadcastable to ``loc``.
-        shape: of an event.
+        covariance: covariance of all numbers of an event, ``[*batch, n, n]``.
+        variance: variance of the noise, broadcastable to ``loc``.
+        shape: shape of an event.
     """
     variance = torch.as_tensor(variance, dtype=loc.dtype, device=loc.device).expand(loc.shape)
     total = covariance + torch.diag_embed(variance.flatten(-len(shape)))
@@ -288,8 +289,8 @@ class Normal(td.Normal):
 
     Args:
         loc: mean of the mean.
-        function_variance: its variance.
-        noise_variance: of the noise.
+        function_variance: variance of the mean.
+        noise_variance: variance of the noise.
     """
 
     def __init__(self, loc: Tensor, function_variance: Any, noise_variance: Any) -> None:
@@ -304,11 +305,11 @@ class Normal(td.Normal):
 
 
 class ShapedNormal(td.TransformedDistribution):
-    """Gaussian vectors as matrices or tensors.
+    """Gaussian vectors reshaped to matrices or tensors.
 
     Args:
         vectors: the distribution of the vectors.
-        shape: of one observation.
+        shape: shape of one observation.
     """
 
     def __init__(self, vectors: td.Distribution, shape: Size) -> None:

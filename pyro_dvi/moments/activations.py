@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Activations that bend smoothly, exponentials and waves.
+r"""Smooth activations, exponentials, sine and cosine.
 
 **GELU**, :math:`x\,\Phi(x)`, has a closed form.
 Let :math:`x\sim\mathcal N(\mu, v)`, :math:`\tau = 1/(1+v)`, :math:`a = 1/\sqrt{1+2v}`, :math:`h = \mu\sqrt\tau` and
@@ -10,9 +10,9 @@ Let :math:`x\sim\mathcal N(\mu, v)`, :math:`\tau = 1/(1+v)`, :math:`a = 1/\sqrt{
       = \frac{1}{\pi}\int_a^1 \frac{e^{-h^2(1+t^2)/2}}{1+t^2}\,dt, \qquad
     E = \Phi(h) - \Phi(k) = \frac{h}{\sqrt{2\pi}}\int_a^1 e^{-h^2t^2/2}\,dt,
 
-two integrals of the same exponential, by Gauss-Legendre. Both shrink with v (the interval is
-:math:`1 - a = 2va^2/(1+a)` long), so that all formulas below keep their digits however small v is: the text writes
-:math:`D = vD'` and :math:`E = vE'`.
+two integrals of the same exponential, computed by Gauss-Legendre quadrature. Both are proportional to v for small v
+(the interval has length :math:`1 - a = 2va^2/(1+a)`). With :math:`D = vD'` and :math:`E = vE'`, all formulas below are
+accurate however small v is.
 
 By Stein's lemma (twice :math:`\mathrm E[x\,f(x)] = \mu\,\mathrm E f + v\,\mathrm E f'`), and with
 :math:`\varphi = \phi(h)`, the moments of :math:`x\,\Phi(x)` are
@@ -32,7 +32,7 @@ Source: for T, Owen (1956), "Tables for computing bivariate normal probabilities
     \mathrm E[\sin x] = e^{-\sigma^2/2}\sin\mu, \qquad
     \mathrm{Var}[\sin x] = \tfrac12(1 - e^{-\sigma^2})\bigl((1 - e^{-\sigma^2}) + 2e^{-\sigma^2}\cos^2\mu\bigr),
 
-and the same with sine and cosine exchanged: sums of terms that are not negative, so that no digits cancel.
+and the same with sine and cosine exchanged. All terms are nonnegative, so there is no cancellation.
 
 **Steps and ramps** (sigmoid, tanh, erf, softplus, SiLU, GELU by tanh) share the quadrature of
 :mod:`pyro_dvi.moments.smooth`; ELU and mish share :class:`~pyro_dvi.moments.quadrature.BothSides`, which
@@ -74,7 +74,7 @@ def _sigmoid(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _softplus(x: Tensor) -> tuple[Tensor, Tensor]:
-    # Nowhere far on the right, where the exponential would overflow: those means are mirrored.
+    # Large positive means, whose exponential would overflow, do not occur here: they are mirrored.
     return torch.exp(x).log1p_(), torch.sigmoid(x)
 
 
@@ -115,8 +115,8 @@ _GELU_TANH = Rescaled(partial(F.gelu, approximate="tanh"), Smooth(_gelu_tanh, ra
 def softplus(input: GaussianMoments, beta: float = 1, threshold: float = 20) -> GaussianMoments:
     r"""Moments of :math:`\log(1 + e^{\beta x}) / \beta`.
 
-    Torch replaces the function by x where :math:`\beta x` exceeds the threshold; the rule does not, a difference of
-    :math:`e^{-\mathrm{threshold}}/\beta` at most.
+    Torch replaces the function by x where :math:`\beta x` exceeds the threshold. The rule does not; the difference is
+    at most :math:`e^{-\mathrm{threshold}}/\beta`.
 
     Example:
         >>> softplus(GaussianMoments(torch.zeros(1), torch.ones(1))).loc
@@ -132,7 +132,8 @@ def softplus(input: GaussianMoments, beta: float = 1, threshold: float = 20) -> 
 def gelu(input: GaussianMoments, *, approximate: str = "none") -> GaussianMoments:
     r"""Moments of :math:`x\,\Phi(x)`, or of its approximation by tanh.
 
-    Status: exact, by closed forms and Owen's T function; the approximation as :func:`softplus`.
+    Status: exact for Gaussian x, with closed forms and Owen's T function; the tanh approximation is as accurate as
+    :func:`softplus`.
 
     Example:
         >>> gelu(GaussianMoments(torch.zeros(1), torch.ones(1))).loc
@@ -152,7 +153,7 @@ def glu(input: GaussianMoments, dim: int = -1) -> GaussianMoments:
         GaussianMoments(loc=tensor([1.]), variance=tensor([0.2500]))
     """
     if input.shape[dim] % 2:
-        raise ValueError(f"F.glu halves a dimension of even size, got {tuple(input.shape)} and dim={dim}")
+        raise ValueError(f"F.glu needs a dimension of even size, got {tuple(input.shape)} and dim={dim}")
     halves = zip(torch.chunk(input.loc, 2, dim), torch.chunk(input.variance, 2, dim), strict=True)
     values, gates = (GaussianMoments(loc, variance) for loc, variance in halves)
     return mul(values, sigmoid(gates))
@@ -223,7 +224,7 @@ def _moments_of_gelu(mu: Tensor, variance: Tensor, slopes: bool) -> list[Tensor]
     ]
 
 
-# Quadrature on either side of zero ------------------------------------------------------------------------------
+# Quadrature on both sides of zero -------------------------------------------------------------------------------
 
 
 def _mish_difference(x: Tensor, mu: Tensor, delta: Tensor) -> Tensor:
@@ -299,7 +300,7 @@ def sin(input: GaussianMoments) -> GaussianMoments:
 
 @moment_rule(torch.cos, kind=Kind.ELEMENTWISE)
 def cos(input: GaussianMoments) -> GaussianMoments:
-    """Moments of the cosine. Status: exact, as :func:`sin`."""
+    """Moments of the cosine. Status: exact for Gaussian x, like :func:`sin`."""
     return _wave(torch.cos(input.loc), torch.sin(input.loc), input.variance)
 
 

@@ -61,7 +61,7 @@ class _Matmul(Layer):
     of_rows = True
 
     def __call__(self, *factors: Any) -> Tensor:
-        return torch.matmul(*factors[:2])  # a bias of None comes along
+        return torch.matmul(*factors[:2])  # factors may include a bias of None
 
     def gradients(self, g: Tensor, x: Tensor, weight: Tensor, wanted: tuple) -> Gradients:
         in_x = (g @ weight.mT).sum_to_size(x.shape) if wanted[0] else None
@@ -88,10 +88,10 @@ def matmul(input: Any, *factor: Any, **named: Any) -> GaussianMoments:
     Args:
         input: ``[*, M, d]`` or ``[d]``.
         factor: ``[*, d, n]`` or ``[d]``.
-        named: the same by name: ``other``, ``mat2`` or ``vec``.
+        named: the second factor by keyword: ``other``, ``mat2`` or ``vec``.
 
     Raises:
-        UnsupportedError: the product of a matrix with itself, whose factors are not independent.
+        UnsupportedError: for the product of a matrix with itself, whose factors are not independent.
 
     Example:
         >>> x = GaussianMoments(torch.tensor([1.0, 2.0]), torch.tensor([0.1, 0.1]))
@@ -133,11 +133,11 @@ def add_product(input: Any, *factors: Any, beta: Any = 1, alpha: Any = 1, **name
 def einsum(equation: str, *operands: Any) -> GaussianMoments:
     r"""Moments of sums of products of one or two operands.
 
-    Status: exact for independent operands. An index that one operand has alone is summed first, so that nothing
-    uncertain occurs twice in a sum.
+    Status: exact for independent operands. An index that occurs in one operand only is summed first, so that no
+    uncertain element occurs twice in a sum.
 
     Raises:
-        UnsupportedError: more than two operands, twice the same uncertain one, or an ellipsis that is summed over.
+        UnsupportedError: for more than two operands, the same uncertain operand twice, or a sum over an ellipsis.
 
     Example:
         >>> x = GaussianMoments(torch.ones(2, 3), torch.ones(2, 3))
@@ -148,7 +148,7 @@ def einsum(equation: str, *operands: Any) -> GaussianMoments:
     reduced = []
     for k, (term, operand) in enumerate(zip(terms, operands, strict=True)):
         others = output + "".join(terms[:k] + terms[k + 1 :])
-        # Each index once: this takes diagonals, and sums over indices that occur nowhere else.
+        # Make each index unique: take diagonals, and sum over indices that occur nowhere else.
         kept = "".join(i for i in dict.fromkeys(term.replace("...", "")) if i in others)
         kept = "..." + kept if "..." in term else kept
         if kept != term:
@@ -162,7 +162,7 @@ def einsum(equation: str, *operands: Any) -> GaussianMoments:
 
 
 def _subscripts(equation: str, operands: tuple) -> tuple[list[str], str]:
-    """Split an equation, and refuse equations that the rule does not cover."""
+    """Split an equation into its terms; raise an error if the rule does not cover it."""
     left, arrow, output = equation.replace(" ", "").partition("->")
     terms = left.split(",")
     letters = left.replace("...", "").replace(",", "")
@@ -186,7 +186,7 @@ def _subscripts(equation: str, operands: tuple) -> tuple[list[str], str]:
 
 
 def _sizes_differ(terms: list[str], operands: tuple) -> bool:
-    """Return whether an index repeats an element, which would count as independent ones."""
+    """Return True if broadcasting an index would repeat an element, and count the copies as independent."""
     sizes: dict[str, int] = {}
     for term, operand in zip(terms, operands, strict=True):
         before, _, after = term.partition("...")
@@ -198,7 +198,7 @@ def _sizes_differ(terms: list[str], operands: tuple) -> bool:
 
 
 def _linear_in_one(function: Any, x: Any) -> Any:
-    """Sum or rearrange elements, each of which goes to an output at most once."""
+    """Sum or rearrange elements; each element enters an output at most once."""
     return (
         GaussianMoments(function(x.loc), function(x.variance))
         if isinstance(x, GaussianMoments)
@@ -207,7 +207,7 @@ def _linear_in_one(function: Any, x: Any) -> Any:
 
 
 def _alpha_of_columns(weight: Any) -> Tensor | None:
-    """Noise that belongs to the columns of a weight (``[1, in]``), as a row; None for any other noise."""
+    """Return noise shared by each column of a weight (``[1, in]``) as a row; None for any other noise."""
     if not isinstance(weight, MultiplicativeMoments):
         return None
     alpha = weight.alpha

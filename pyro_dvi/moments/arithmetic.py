@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Sums, products, quotients, powers, roots and logarithms of elements.
+r"""Elementwise sums, products, quotients, powers, roots and logarithms.
 
-Two different objects are taken as independent; an object with itself is not: ``x + x`` is ``2 * x``, ``x - x`` is
-zero, ``x * x`` is ``x.square()``. Views count as different objects.
+Two different objects are treated as independent, but an object is not independent of itself: ``x + x`` is ``2 * x``,
+``x - x`` is zero, ``x * x`` is ``x.square()``. Views count as different objects.
 
 Quotients, powers and logarithms of a function of a Gaussian, such as ``softplus(h)``, are integrated over that Gaussian
-(:func:`~pyro_dvi.moments.quadrature.through_link`). For a Gaussian itself the moments of most of these functions do not
-exist, since it puts mass outside their domain.
+(:func:`~pyro_dvi.moments.quadrature.through_link`). For a Gaussian itself, the moments of most of these functions do
+not exist, because it has mass outside their domain.
 
-Quotients by a Gaussian, and its powers other than 2 and 3, are therefore expanded around the mean. The expansion is
-good only where the deviation is small against the mean: the rules refuse a coefficient of variation above 0.2, where
-the deviation is wrong by 7 %. Logarithms use the tangent at the mean,
+Division by a Gaussian, and powers of it other than 2 and 3, are therefore expanded around the mean. The expansion is
+accurate only if the standard deviation is small relative to the mean: the rules raise an error for a coefficient of
+variation above 0.2, where the standard deviation is wrong by 7 %. Logarithms use the tangent at the mean,
 
 .. math:: m = f(\mu), \qquad v = f'(\mu)^2\,\sigma^2.
 
 Status: logarithms are exact to first order; the relative error of the variance is of the order of
-:math:`\sigma^2/\mu^2`. A mean outside the domain gives the value of the function there, nan or inf.
+:math:`\sigma^2/\mu^2`. For a mean outside the domain, the result is the value of the function there, nan or inf.
 """
 
 import math
@@ -34,12 +34,12 @@ from pyro_dvi.moments.value import GaussianMoments, Link, loc_of, second_moment_
 
 
 def promoted(loc: Tensor, variance: Tensor) -> GaussianMoments:
-    """Return moments whose variance follows the dtype of the mean, as certain operands may raise it."""
+    """Return moments with the variance in the dtype of the mean, which deterministic operands may have promoted."""
     return GaussianMoments(loc, variance if variance.dtype is loc.dtype else variance.to(loc.dtype))
 
 
 def squarable(factor: Any, like: Tensor) -> Any:
-    """Return a certain factor whose square does not overflow, as the square of a small integer would."""
+    """Return a deterministic factor in a dtype whose square does not overflow, unlike that of small integer types."""
     if isinstance(factor, int | float) or (isinstance(factor, Tensor) and factor.is_floating_point()):
         return factor
     return torch.as_tensor(factor, dtype=like.dtype, device=like.device)
@@ -90,7 +90,7 @@ def mul(input: Any, other: Any) -> GaussianMoments:
     .. math:: \mathrm E[xy] = m_x m_y, \qquad \mathrm{Var}[xy] = m_x^2 v_y + v_x (m_y^2 + v_y)
 
     Status: exact moments for independent x and y, and for the same object twice. The product of two Gaussians is not
-    Gaussian; the product of a Gaussian and a certain number is.
+    Gaussian; the product of a Gaussian and a constant is.
 
     Example:
         >>> x, y = (GaussianMoments(torch.ones(1), torch.ones(1)) for _ in range(2))
@@ -126,14 +126,15 @@ _LARGEST_VARIATION = 0.2
 def div(input: Any, other: Any, *, rounding_mode: str | None = None) -> GaussianMoments:
     r"""Moments of a quotient.
 
-    Status: exact for a certain denominator. An uncertain one is expanded, see :func:`reciprocal`.
+    Status: exact for a deterministic denominator. For an uncertain denominator, see :func:`reciprocal`.
 
     Raises:
-        UnsupportedError: rounding; or the deviation of the denominator is more than 0.2 of its mean.
+        UnsupportedError: for a rounding mode, or if the standard deviation of the denominator exceeds 0.2 times its
+            mean.
     """
     if rounding_mode is not None:
         raise UnsupportedError(
-            "torch.div with a rounding mode has steps, where moments have no rule: drop rounding_mode"
+            "torch.div with a rounding mode is a step function, for which moments have no rule: drop rounding_mode"
         )
     if input is other:
         return GaussianMoments(torch.ones_like(input.loc), torch.zeros_like(input.loc))
@@ -155,26 +156,26 @@ def reciprocal(input: GaussianMoments) -> GaussianMoments:
 
     With :math:`c^2 = v/m^2`, the mean is :math:`(1 + c^2 + 3c^4)/m` and the variance :math:`(c^2 + 8c^4)/m^2`.
 
-    Status: expansion around the mean. At the largest c allowed, 0.2, the mean is 0.2 % and the deviation 7 % too
-    small; at 0.1 they are 0.002 % and 0.4 %.
+    Status: expansion around the mean. At the largest c allowed, 0.2, the mean is 0.2 % too small and the standard
+    deviation 7 %; at 0.1, they are 0.002 % and 0.4 % too small.
 
     Raises:
-        UnsupportedError: c is more than 0.2 somewhere (this looks at the values, which waits for a GPU).
+        UnsupportedError: if c exceeds 0.2 anywhere (this check synchronises with a GPU).
     """
     return _expanded_power(input, -1.0)
 
 
 @moment_rule(torch.pow, kind=Kind.ELEMENTWISE)
 def pow(input: Any, exponent: Any) -> GaussianMoments:
-    r"""Moments of :math:`x^p` for a certain exponent, or of :math:`b^x` for a certain base.
+    r"""Moments of :math:`x^p` for a deterministic exponent, or of :math:`b^x` for a deterministic base.
 
-    Status: exact for p = 0, 1, 2, 3 and for a certain base; by quadrature where x is a function of a Gaussian, as
-    ``softplus(h)`` is; else an expansion around the mean, of the accuracy of :func:`reciprocal` or better for
-    -1 ≤ p ≤ 4.
+    Status: exact for p = 0, 1, 2, 3 and for a deterministic base; by quadrature if x is a function of a Gaussian, such
+    as ``softplus(h)``; otherwise an expansion around the mean, at least as accurate as :func:`reciprocal` for -1 ≤ p ≤
+    4.
 
     Raises:
-        UnsupportedError: base and exponent are uncertain, the exponent differs between elements, or the deviation is
-            more than 0.2 of the mean.
+        UnsupportedError: if base and exponent are uncertain, the exponent differs between elements, or the standard
+            deviation exceeds 0.2 times the mean.
     """
     if not isinstance(input, GaussianMoments):
         base = torch.as_tensor(input, dtype=exponent.dtype, device=exponent.device)
@@ -184,7 +185,7 @@ def pow(input: Any, exponent: Any) -> GaussianMoments:
         exponent = exponent.item()
     if isinstance(exponent, GaussianMoments | Tensor):
         raise UnsupportedError(
-            "torch.pow has rules for an exponent that is a number: write x ** 2, or exp(exponent * log(x)) if both vary"
+            "torch.pow of moments needs a number as exponent: write x ** 2, or exp(exponent * log(x)) if both vary"
         )
     if exponent == 0:
         return GaussianMoments(torch.ones_like(input.loc), torch.zeros_like(input.loc))
@@ -208,7 +209,7 @@ def _can_be_expanded(m: Tensor, c2: Tensor, p: float) -> bool:
 
 
 def _expanded_power(x: GaussianMoments, p: float) -> GaussianMoments:
-    """By quadrature over the Gaussian behind x; else to fourth order in the coefficient of variation."""
+    """Power by quadrature over the Gaussian behind x, or else to fourth order in the coefficient of variation."""
     linked = through_link(x, lambda value: value.pow(p))
     if linked is not None:
         return linked
@@ -230,7 +231,7 @@ def _expanded_power(x: GaussianMoments, p: float) -> GaussianMoments:
 
 @moment_rule(torch.log, kind=Kind.ELEMENTWISE)
 def log(input: GaussianMoments) -> GaussianMoments:
-    """Moments of the tangent of the logarithm.
+    """Moments of the logarithm, linearised at the mean.
 
     Status: approximate, to first order in σ/μ.
 
@@ -246,7 +247,7 @@ def log(input: GaussianMoments) -> GaussianMoments:
 
 @moment_rule(torch.log1p, torch.special.log1p, kind=Kind.ELEMENTWISE)
 def log1p(input: GaussianMoments) -> GaussianMoments:
-    """Moments of the tangent of log(1 + x). Status: approximate, as :func:`log`."""
+    """Moments of log(1 + x), linearised at the mean. Status: approximate, like :func:`log`."""
     linked = through_link(input, torch.log1p)
     if linked is not None:
         return linked

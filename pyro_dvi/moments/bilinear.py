@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Moments of anything that is linear in an input and linear in a weight: one formula for all layers.
+r"""Moments of functions that are linear in an input and linear in a weight: one formula for all layers.
 
 For independent factors :math:`y = \sum_j w_j x_j` has
 
@@ -8,15 +8,15 @@ For independent factors :math:`y = \sum_j w_j x_j` has
     \mathrm{Var}[y] = \sum_j \mathrm E[w_j]^2 \mathrm{Var}[x_j]
         + \mathrm{Var}[w_j]\bigl(\mathrm E[x_j]^2 + \mathrm{Var}[x_j]\bigr).
 
-Both lines are the same linear map with other numbers in it: the map of a convolution is a convolution. Weights with
-multiplicative noise, :math:`\mathrm{Var}[w_j] = \alpha_j \mathrm E[w_j]^2`, need it only once more,
+Both lines apply the same linear map to different arguments: for a convolution, the map is a convolution. Weights with
+multiplicative noise, :math:`\mathrm{Var}[w_j] = \alpha_j \mathrm E[w_j]^2`, need only one more application of the map:
 
 .. math::
     \mathrm{Var}[y] = \sum_j \mathrm E[w_j]^2
         \bigl(\alpha_j(\mathrm E[x_j]^2 + \mathrm{Var}[x_j]) + \mathrm{Var}[x_j]\bigr).
 
-Status: exact for independent inputs and weights. Inputs of a deeper layer that share weights are not independent; that
-is the assumption of the method.
+Status: exact for independent inputs and weights. Inputs of deeper layers share weights and are not independent; the
+method assumes that they are.
 
 Source: Schmitt & Roth (2021), Eq. 9; Wu et al. (2019), "Deterministic variational inference".
 """
@@ -37,10 +37,10 @@ from pyro_dvi.moments.value import GaussianMoments, loc_of, variance_of
 
 
 class MultiplicativeMoments(GaussianMoments):
-    r"""Gaussian weights whose noise multiplies them: :math:`\mathcal N(m, \alpha m^2)`.
+    r"""Gaussian weights with multiplicative noise: :math:`\mathcal N(m, \alpha m^2)`.
 
-    Linear functions of certain or uncertain inputs then need one more product instead of two. Everything else uses the
-    variance.
+    Linear functions of deterministic or uncertain inputs then need one additional product instead of two. All other
+    functions use the variance.
 
     Args:
         loc: m.
@@ -62,25 +62,25 @@ class MultiplicativeMoments(GaussianMoments):
 
     @property
     def variance(self) -> Tensor:
-        """Variances, computed when first asked for."""
+        """Variances, computed on first access."""
         if self._variance is self._loc:
             self._variance = self.loc * self.alpha * self.loc
         return self._variance
 
     def become(self, other: GaussianMoments) -> GaussianMoments:
-        """Refuse to change weights."""
+        """Raise an error: weights cannot be changed in place."""
         raise UnsupportedError(
-            "a weight is changed in place: write w = f(w) with the function that returns a new tensor"
+            "weights cannot be changed in place: use the function that returns a new tensor, w = f(w)"
         )
 
 
-# Called as product(x, weight) or, where there is a bias, product(x, weight, bias).
+# Called as product(x, weight) or, with a bias, product(x, weight, bias).
 Map = Callable[..., Tensor]
 Gradients = tuple[Tensor | None, ...]
 
 
 class Layer(ABC):
-    """A map that knows its gradients, so that both moments are one function for autograd.
+    """A bilinear map with its gradients, so that both moments form one autograd function.
 
     Args:
         function: the map.
@@ -97,7 +97,7 @@ class Layer(ABC):
 
     @abstractmethod
     def gradients(self, g: Tensor, x: Tensor, weight: Tensor, wanted: tuple) -> Gradients:
-        """Return new tensors: for a gradient g in the output those in x, weight and bias, each None if not wanted."""
+        """Return new tensors: the gradients with respect to x, weight and bias given g, each None if not wanted."""
 
 
 def bilinear_moments(
@@ -106,20 +106,20 @@ def bilinear_moments(
     """Moments of ``product(x, weight)`` or ``product(x, weight, bias)``, linear in each of x and weight.
 
     Args:
-        product: the linear map, called with means, variances or second moments. A :class:`Layer` costs fewer passes
-            over memory, and keeps inputs and weights only for its gradients, but these have no derivatives.
-        x: moments, or a tensor that is certain.
-        weight: likewise; at least one of the two has to be uncertain.
-        alpha: relative variance of the weight, of a shape that multiplies ``x``: only given where the noise of
+        product: the linear map, called with means, variances or second moments. A :class:`Layer` takes fewer passes
+            over memory and saves only inputs and weights for its gradients, but has no second derivatives.
+        x: moments or a deterministic tensor.
+        weight: likewise; at least one of the two must be uncertain.
+        alpha: relative variance of the weight, in a shape that multiplies ``x``; given only if the noise of
             :class:`~pyro_dvi.moments.bilinear.MultiplicativeMoments` belongs to inputs.
-        bias: added to the product, certain or not, at no extra cost in layers.
+        bias: added to the product, deterministic or uncertain; at no extra cost in layers.
 
     Raises:
-        UnsupportedError: x is the weight.
+        UnsupportedError: if x and the weight are the same object.
     """
     if x is weight:
         raise UnsupportedError(
-            "the product of uncertain x with itself (as outer(x, x)) has no rule: x.square().sum() sums squares"
+            "the product of uncertain x with itself has no rule: write x.square().sum() for a sum of squares"
         )
     if are_followed():
         return full_product(product, x, weight, bias)
@@ -130,7 +130,7 @@ def bilinear_moments(
     factors = loc_of(x), variance_of(x), loc_of(weight), variance, alpha if noisy else None
     biases = loc_of(bias), variance_of(bias)
     if isinstance(product, Layer):
-        # Autocast chooses dtypes inside the product, and does not do so for gradients; torch.func transforms operators.
+        # Autocast chooses dtypes inside the product, but not for gradients; torch.func transforms operators.
         if not (torch.is_autocast_enabled(x.device.type) or torch._C._are_functorch_transforms_active()):
             return GaussianMoments(*_LayerMoments.apply(product, *factors, *biases))
         product = product.function
@@ -167,7 +167,7 @@ def _noisy(x: Tensor, variance: Tensor, alpha: Tensor | None) -> Tensor:
     if alpha is None:
         return variance
     moment = torch.addcmul(variance, x, x)
-    # Fresh memory costs more than the sum: write over the moment if autograd allows.
+    # Allocating memory costs more than the sum: overwrite the moment if autograd allows.
     larger = (
         torch.broadcast_shapes(alpha.shape, moment.shape) != moment.shape
     )  # noise for each of a batch of nets
@@ -175,7 +175,7 @@ def _noisy(x: Tensor, variance: Tensor, alpha: Tensor | None) -> Tensor:
 
 
 class _LayerMoments(Function):
-    """Both moments of a layer. Squares are computed again for the gradients, since products cost far more."""
+    """Both moments of a layer. Gradients recompute the squares, which cost far less than the products."""
 
     @staticmethod
     def forward(ctx: Any, layer: Layer, *arguments: Any) -> tuple[Tensor, Tensor]:
@@ -214,7 +214,7 @@ class _LayerMoments(Function):
 
 
 def _pulled_back(slope: Tensor, x: Tensor, v: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of :func:`_noisy` in the variance, in the square of the mean, and in the noise."""
+    """Return the gradients of :func:`_noisy` with respect to variance, squared mean and noise."""
     moment = torch.addcmul(v, x, x)
     product = moment.mul_(slope) if slope.shape == x.shape else moment * slope
     in_alpha = product.sum_to_size(alpha.shape)
@@ -226,7 +226,7 @@ def _pulled_back(slope: Tensor, x: Tensor, v: Tensor, alpha: Tensor) -> tuple[Te
 
 
 def _plus_twice(total: Tensor | None, a: Tensor, b: Tensor | None) -> Tensor | None:
-    """Return total + 2ab, in the memory of ``total`` where there is one."""
+    """Return total + 2ab, computed in place if ``total`` is given."""
     if b is None:
         return total
     return (b * a).mul_(2) if total is None else total.addcmul_(a, b, value=2)

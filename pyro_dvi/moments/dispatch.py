@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of torch functions with moments: the rule is called, and its result linked, observed and written in place."""
+"""Calls of torch functions with moments: call the rule, then link, observe and write its result."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from pyro_dvi.moments.value import GaussianMoments, Link
 
 
 class Observer(Protocol):
-    """Sees every function of moments with its result, and returns the result to go on with.
+    """Called after every function of moments with its result; returns the result to continue with.
 
-    One with an attribute ``outermost`` that is true does not see functions that the rule of another one calls. One
-    with a method ``entering`` is told when a rule is about to be called, so that it knows which lie inside of others.
+    An observer whose attribute ``outermost`` is true is not called for functions inside the rule of another function. A
+    method ``entering`` is called before each rule, so that the observer can tell which calls are nested.
     """
 
     def __call__(self, func: Callable, args: tuple, kwargs: dict[str, Any], result: Any) -> Any:
-        """Return the result to go on with."""
+        """Return the result to continue with."""
 
 
 class _Local(threading.local):
@@ -41,7 +41,7 @@ _LOCAL = _Local()
 
 @contextmanager
 def observed_by(observer: Observer) -> Iterator[None]:
-    """Within this context, call ``observer`` at every function of moments."""
+    """Within this context, call ``observer`` after every function of moments."""
     with _observers((*_LOCAL.observers, observer)):
         yield
 
@@ -57,33 +57,34 @@ def _observers(observers: tuple[Observer, ...]) -> Iterator[None]:
 
 
 class Kind(Enum):
-    """The way a function treats elements, which decides the :class:`~pyro_dvi.moments.value.Link` of its result."""
+    """How a function treats elements, which determines the :class:`~pyro_dvi.moments.value.Link` of its result."""
 
     ELEMENTWISE = "a function of each element"
-    AFFINE = "scaling and shift by certain numbers: Gaussians stay Gaussian"
+    AFFINE = "scaling and shift by constants: Gaussians stay Gaussian"
     REARRANGEMENT = "elements move but keep their value"
-    CONVERSION = "elements keep place and value, in another dtype or device, or without their history"
+    CONVERSION = "elements keep place and value; dtype, device or history may change"
     OTHER = "anything else"
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A rule as it applies to one spelling of its function.
+    """A rule for one spelling of its function.
 
-    It is made when a rule is registered: looking at names at each call is slow, and ``torch.compile`` cannot trace it.
+    It is created when the rule is registered: inspecting names at each call is slow, and ``torch.compile`` cannot trace
+    it.
     """
 
     rule: Callable[..., Any]
     kind: Kind
     in_place: bool
-    name: str  # of the function, without the underscore of forms in place
+    name: str  # of the function, without the underscore of in-place forms
     from_user: bool
 
     def __call__(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Call the rule and complete its result.
 
         Raises:
-            UnsupportedError: a user's rule returned something else than moments.
+            UnsupportedError: if a user's rule returned something other than moments.
         """
         in_place = self.in_place
         if kwargs:
@@ -120,7 +121,7 @@ def _check(func: Callable, rule: Callable, result: Any) -> None:
     for part in result if isinstance(result, tuple | list) else (result,):
         if not isinstance(part, GaussianMoments | Tensor):
             raise UnsupportedError(
-                f"{where} returned {type(part).__name__}: return GaussianMoments, or a tensor if certain"
+                f"{where} returned {type(part).__name__}: return GaussianMoments, or a tensor if deterministic"
             )
         if isinstance(part, GaussianMoments) and not is_recording() and bool((part.variance < 0).any()):
             worst = part.variance.min().item()
@@ -130,7 +131,7 @@ def _check(func: Callable, rule: Callable, result: Any) -> None:
 
 
 def _with_link(entry: Entry, func: Callable, args: tuple, kwargs: dict[str, Any], result: Any) -> Any:
-    """Remember the Gaussian behind the one argument that is uncertain."""
+    """Link the result to the Gaussian behind the only uncertain argument."""
     uncertain = [k for k, a in enumerate(args) if isinstance(a, GaussianMoments)]
     if len(uncertain) != 1 or any(isinstance(a, GaussianMoments) for a in kwargs.values()):
         return result
@@ -140,7 +141,7 @@ def _with_link(entry: Entry, func: Callable, args: tuple, kwargs: dict[str, Any]
 
 @dataclass(frozen=True)
 class _Call:
-    """A torch function with all arguments but one."""
+    """A torch function with all but one argument fixed."""
 
     func: Callable
     entry: Entry
@@ -165,14 +166,14 @@ class _Call:
 
 
 def _elementwise(step: _Call, x: GaussianMoments, result: Any) -> Any:
-    """Call one function more on the Gaussian behind x, or on x if that is Gaussian."""
+    """Apply one more function to the Gaussian behind x, or to x itself if it is Gaussian."""
     if not isinstance(result, GaussianMoments):
         return result
     link = x.link
     if link is None:
         inner = broadcast(x.snapshot(), result)  # a copy of x, which may be changed in place later
         return result.linked(Link(inner, step, step.entry.name, uniform=step.uniform))
-    # A link of elements that moved is not broadcast: its function returns the shape of x.
+    # The link of moved elements is not broadcast: its function returns the shape of x.
     inner = broadcast(link.inner, result) if link.elementwise else link.inner
     uniform = link.uniform and step.uniform
     return result.linked(
@@ -181,7 +182,7 @@ def _elementwise(step: _Call, x: GaussianMoments, result: Any) -> Any:
 
 
 def _affine(step: _Call, x: GaussianMoments, result: Any) -> Any:
-    """Leave a Gaussian Gaussian, and note which one it came from."""
+    """Keep a Gaussian Gaussian, and record its origin."""
     if x.link is not None:
         return _elementwise(step, x, result)
     if isinstance(result, GaussianMoments) and result.link is None and result is not x:
@@ -190,7 +191,7 @@ def _affine(step: _Call, x: GaussianMoments, result: Any) -> Any:
 
 
 def _rearranged(step: _Call, x: GaussianMoments, result: Any) -> Any:
-    """Move the elements of the Gaussian; where the function differs between elements, those that it returns."""
+    """Move the elements of the Gaussian or, if the function differs between elements, the elements it returns."""
     link = x.link
     if link is None or not link.separate or result is x or isinstance(result, Tensor):
         return result
@@ -208,7 +209,7 @@ def _rearranged(step: _Call, x: GaussianMoments, result: Any) -> Any:
 
 
 def _converted(step: _Call, x: GaussianMoments, result: Any) -> Any:
-    """Convert the Gaussian if the function is known by its name, else the values of the function."""
+    """Convert the Gaussian if the function has a name, otherwise the values of the function."""
     link = x.link
     if link is None or result is x or not isinstance(result, GaussianMoments):
         return result
@@ -226,14 +227,14 @@ _LINKS = {
 
 
 def broadcast(inner: GaussianMoments, result: GaussianMoments) -> GaussianMoments:
-    """Return the Gaussian in the shape of a result, where the other operand is larger."""
+    """Return the Gaussian in the shape of a result, which a larger operand may have broadcast."""
     if inner.shape == result.shape:
         return inner
     return GaussianMoments(inner.loc.expand(result.shape), inner.variance.expand(result.shape))
 
 
 class _Moved:
-    """A function that moves elements, of values with any number of dimensions on the left."""
+    """A function that moves elements; its argument may have additional dimensions on the left."""
 
     def __init__(self, call: _Call, rank: int, place: int | None) -> None:
         self.call, self.rank, self.place = call, rank, place
@@ -262,7 +263,7 @@ class Composed:
 
 
 class _NotWritable(UnsupportedError, TypeError):
-    """A TypeError too: after one, Python computes tensor += moments as tensor = tensor + moments."""
+    """Also a TypeError, after which Python computes tensor += moments as tensor = tensor + moments."""
 
 
 def _written(func: Callable, target: Any, result: Any) -> Any:

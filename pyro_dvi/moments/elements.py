@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Functions that move, join, choose, add up, convert, read and write elements, for mean and variance alike.
+r"""Functions that move, join, select, sum, convert, read and write elements, for mean and variance alike.
 
-Status: exact. Views of moments do not share memory as views of tensors do: after a change in place the other views
-raise an error (:meth:`~pyro_dvi.moments.GaussianMoments.alias`). Only ``x[index]`` writes through to its base.
+Status: exact. Unlike views of tensors, views of moments do not share memory: after one is changed in place, the others
+raise an error when used (:meth:`~pyro_dvi.moments.GaussianMoments.alias`). Only ``x[index]`` writes through to its
+base.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ _VIEWS = [
         torch,
         "reshape flatten ravel unflatten permute transpose swapaxes swapdims movedim moveaxis t adjoint "
         "squeeze unsqueeze broadcast_to narrow select diagonal atleast_1d atleast_2d atleast_3d "
-        "split split_with_sizes chunk tensor_split hsplit vsplit dsplit unbind",  # these give tuples
+        "split split_with_sizes chunk tensor_split hsplit vsplit dsplit unbind",  # these return tuples
     ),
     *functions_of(torch.Tensor, "reshape unflatten permute squeeze expand unfold split"),
 ]
@@ -38,8 +39,8 @@ _COPIES = [
     *functions_of(torch.Tensor, "repeat tile flip"),
 ]
 
-# Elements besides those that move are zero, or elements are added, so a link to the Gaussian behind them is lost. Sums
-# are exact for independent elements; running sums are correlated, which is dropped.
+# These functions add elements or insert zeros, so the link to the Gaussian is lost. Sums are exact for independent
+# elements; correlations between running sums are dropped.
 _OTHERS: list[Callable] = [
     *functions_of(torch, "sum cumsum tril triu diag diag_embed"),
     *functions_of(F, "unfold fold"),
@@ -49,7 +50,7 @@ _OTHERS: list[Callable] = [
 def _certain(name: str, args: tuple, kwargs: dict[str, Any]) -> None:
     if any(isinstance(a, GaussianMoments) for a in (*args, *kwargs.values())):
         raise UnsupportedError(
-            f"{name} takes indices, sizes and masks that are certain: pass a tensor, such as x.loc"
+            f"{name} needs deterministic indices, sizes and masks: pass a tensor, such as x.loc"
         )
 
 
@@ -78,7 +79,7 @@ for _function in _OTHERS:
 
 @moment_rule(torch.Tensor.view, kind=Kind.REARRANGEMENT)
 def view(input: GaussianMoments, *shape: Any) -> GaussianMoments:
-    """Moments of ``x.view(...)``; the variance may be expanded where the mean is not, so it is reshaped."""
+    """Moments of ``x.view(...)``; the variance is reshaped instead, because it may be an expanded tensor."""
     if shape and isinstance(shape[0], torch.dtype):
         raise UnsupportedError(
             "x.view(dtype) reinterprets bits, which means nothing for moments: use x.to(dtype)"
@@ -94,7 +95,7 @@ def _following(function: Callable) -> Callable:
             return function(input, loc_of(other))
         return getattr(input, name.removesuffix("_as"))(other.shape)
 
-    follow.__doc__ = f"Moments of ``{name}``, which asks the other for its shape only."
+    follow.__doc__ = f"Moments of ``{name}``, which uses only the shape of the other argument."
     return follow
 
 
@@ -113,7 +114,7 @@ def broadcast_tensors(*tensors: Any) -> list[Any]:
 def pad(
     input: GaussianMoments, pad: Any, mode: str = "constant", value: float | None = None
 ) -> GaussianMoments:
-    """Moments of a padded tensor; a constant is certain, reflected and repeated borders are as uncertain as inside."""
+    """Moments of a padded tensor; constants have variance zero, reflected and repeated values keep their variance."""
     extend = partial(F.pad, pad=pad, mode=mode)
     return GaussianMoments(extend(input.loc, value=value), extend(input.variance))
 
@@ -137,14 +138,14 @@ for _function in _JOINING:
     moment_rule(_function)(_joining(_function))
 
 
-# Choosing -----------------------------------------------------------------------------------------------------
+# Selection ----------------------------------------------------------------------------------------------------
 
 
 @moment_rule(torch.where, kind=Kind.AFFINE)
 def where(condition: Any, input: Any = None, other: Any = None) -> GaussianMoments:
-    """Moments chosen element by element, by a condition that is certain."""
+    """Moments selected elementwise by a deterministic condition."""
     if isinstance(condition, GaussianMoments):
-        raise UnsupportedError("torch.where takes a condition that is certain, such as x.loc > 0")
+        raise UnsupportedError("torch.where needs a deterministic condition, such as x.loc > 0")
     loc = torch.where(condition, loc_of(input), loc_of(other))
     zero = constants(0.0, loc)
     first, second = (
@@ -155,13 +156,13 @@ def where(condition: Any, input: Any = None, other: Any = None) -> GaussianMomen
 
 @moment_rule(torch.Tensor.where, kind=Kind.AFFINE)
 def where_method(input: Any, condition: Any, other: Any) -> GaussianMoments:
-    """Moments of ``x.where(condition, other)``, whose arguments come in another order."""
+    """Moments of ``x.where(condition, other)``, whose arguments have a different order."""
     return where(condition, input, other)
 
 
 @moment_rule(torch.masked_fill, kind=Kind.AFFINE)
 def masked_fill(input: Any, mask: Tensor, value: Any) -> GaussianMoments:
-    """Moments where the mask is False, and a certain value where it is True."""
+    """Moments where the mask is False, and a constant where it is True."""
     _certain("masked_fill", (mask, value), {})
     return GaussianMoments(input.loc.masked_fill(mask, value), input.variance.masked_fill(mask, 0))
 
@@ -171,7 +172,7 @@ def masked_fill(input: Any, mask: Tensor, value: Any) -> GaussianMoments:
 
 @moment_rule(torch.Tensor.__getitem__, kind=Kind.REARRANGEMENT)
 def getitem(input: Any, index: Any) -> GaussianMoments:
-    """Moments of ``x[index]``; a view where tensors give one (integers, slices, None, Ellipsis).
+    """Moments of ``x[index]``; a view if tensors would return one (integers, slices, None, Ellipsis).
 
     Status: exact.
     """
@@ -182,14 +183,14 @@ def getitem(input: Any, index: Any) -> GaussianMoments:
 
 @moment_rule(torch.Tensor.__setitem__)
 def setitem(input: Any, index: Any, value: Any) -> None:
-    """Write moments or numbers into moments. Views taken before cannot be used any more.
+    """Write moments or numbers into moments. Earlier views become invalid.
 
     Status: exact.
     """
     _check(index)
     if not isinstance(input, GaussianMoments):
         raise UnsupportedError(
-            "moments are written into a tensor, which has no variance: join the parts with torch.stack or torch.cat"
+            "moments cannot be written into a tensor, which has no variance: join parts with torch.stack or torch.cat"
         )
     spread = variance_of(value)
     loc, variance = input.loc.clone(), input.variance.clone()
@@ -200,7 +201,7 @@ def setitem(input: Any, index: Any, value: Any) -> None:
 
 @moment_rule(torch.Tensor.copy_, torch.Tensor.fill_, torch.fill_, torch.Tensor.zero_, torch.zero_)
 def overwrite(input: Any, value: Any = 0, non_blocking: bool = False) -> Any:
-    """Overwrite moments by moments or certain numbers."""
+    """Overwrite moments with moments or constants."""
     setitem(input, ..., value)
     return input
 
@@ -208,7 +209,9 @@ def overwrite(input: Any, value: Any = 0, non_blocking: bool = False) -> Any:
 def _check(index: Any) -> None:
     for part in index if isinstance(index, tuple | list) else (index,):
         if isinstance(part, GaussianMoments):
-            raise UnsupportedError("an index has to be certain: index by a tensor, such as x.loc.argmax()")
+            raise UnsupportedError(
+                "an index must be deterministic: index with a tensor, such as x.loc.argmax()"
+            )
 
 
 def _is_basic(index: Any) -> bool:
@@ -222,7 +225,7 @@ _CONVERSIONS = [
     *functions_of(torch.Tensor, "to type type_as float double half bfloat16 cpu cuda contiguous"),
 ]
 
-# Functions that ask for shape, dtype and device only, and return a tensor that is certain.
+# Functions that use only shape, dtype and device, and return a deterministic tensor.
 _LIKE = [
     *functions_of(
         torch,
@@ -236,7 +239,7 @@ def _converting(function: Callable) -> Callable:
     def convert(input: Any, *args: Any, **kwargs: Any) -> Any:
         if any(
             isinstance(a, GaussianMoments) for a in (*args, *kwargs.values())
-        ):  # asked for dtype and device only
+        ):  # used only for dtype and device
             args, kwargs = tuple(map(loc_of, args)), {key: loc_of(value) for key, value in kwargs.items()}
             return getattr(input, function.__name__)(*args, **kwargs)
         loc = function(input.loc, *args, **kwargs)
@@ -246,12 +249,12 @@ def _converting(function: Callable) -> Callable:
             return loc  # x.type() is a name
         if not loc.is_floating_point():
             raise UnsupportedError(
-                f"moments cannot become {loc.dtype}: rounding to integers or truth values has no rule. Decide on x.loc"
+                f"moments cannot be converted to {loc.dtype}: rounding to integers has no rule. Convert x.loc"
             )
         result = GaussianMoments(loc, function(input.variance, *args, **kwargs))
         return result.alias(input, ...) if function is torch.detach else result
 
-    convert.__doc__ = f"Moments of ``{function.__name__}(x)``, applied to mean and variance."
+    convert.__doc__ = f"Moments of ``{function.__name__}(x)``: mean and variance are converted."
     return convert
 
 
@@ -259,7 +262,7 @@ def _describing(function: Callable) -> Callable:
     def describe(input: GaussianMoments, *args: Any, **kwargs: Any) -> Any:
         return function(input.loc, *args, **kwargs)
 
-    describe.__doc__ = f"Result of ``{function.__name__}``, which is certain."
+    describe.__doc__ = f"Deterministic result of ``{function.__name__}``."
     return describe
 
 
@@ -273,7 +276,7 @@ def _checking(function: Callable, combine: Callable) -> Callable:
     def check(input: GaussianMoments) -> Tensor:
         return combine(function(input.loc), function(input.variance))
 
-    check.__doc__ = f"Result of ``{function.__name__}`` for mean and variance together, which is certain."
+    check.__doc__ = f"Result of ``{function.__name__}`` for mean and variance together; deterministic."
     return check
 
 

@@ -3,14 +3,15 @@ r"""Convolutions, embeddings and dropout.
 
 **Convolutions** and their transposes are bilinear (:mod:`pyro_dvi.moments.bilinear`). Their moments are exact for
 independent inputs and weights, with every stride, padding, dilation and number of groups. Outputs at different
-positions share weights and are correlated; the next layer takes them as independent.
+positions share weights and are correlated; the next layer treats them as independent.
 
-**Dropout** in training multiplies by noise of known moments. With the mask :math:`b \sim \mathrm{Bernoulli}(1 - p)`,
+**Dropout** in training multiplies by noise with known moments. With the mask :math:`b \sim \mathrm{Bernoulli}(1 - p)`,
 independent of x,
 
 .. math:: \mathrm E\Bigl[\frac{b x}{1 - p}\Bigr] = m, \qquad \mathrm{Var} = \frac{v + p m^2}{1 - p}.
 
-No mask is drawn, and the marginals over mask and x are exact. Channels that drop out together are taken as independent.
+No mask is drawn, and the marginals over mask and x are exact. Elements of a channel that is dropped as a whole are
+treated as independent.
 
 Source: Schmitt & Roth (2021), Eq. 9.
 """
@@ -75,11 +76,11 @@ for _dims in (1, 2, 3):
 
 
 def _alpha_of_inputs(weight: Any, groups: int) -> Tensor | None:
-    """Noise that belongs to input channels, as ``[in, 1, ...]``; None for any other noise.
+    """Return noise shared by each input channel as ``[in, 1, ...]``; None for any other noise.
 
-    The weight ``[out, in / groups, ...]`` of the k-th group sees the k-th part of the channels. A row of noise
-    ``[1, in / groups, 1, ...]`` is the same for all groups. With one output channel per group, ``[out, in / groups,
-    1, ...]`` has a row for each.
+    The weight ``[out, in / groups, ...]`` of the k-th group acts on the k-th part of the channels. A row of noise ``[1,
+    in / groups, 1, ...]`` is the same for all groups. With one output channel per group, ``[out, in / groups, 1, ...]``
+    has a row for each.
     """
     if not isinstance(weight, MultiplicativeMoments):
         return None
@@ -107,10 +108,10 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> GaussianMoments:
-    """Moments of the rows of a table. Status: exact marginals; a row that occurs twice counts as two.
+    """Moments of rows of a table. Status: exact marginals; repeated rows are treated as independent.
 
     Raises:
-        UnsupportedError: ``max_norm``, which changes the table in place.
+        UnsupportedError: for ``max_norm``, which changes the table in place.
     """
     if max_norm is not None:
         raise UnsupportedError(
@@ -132,7 +133,7 @@ def dropout(input: GaussianMoments, p: float = 0.5, training: bool = True) -> Ga
         GaussianMoments(loc=tensor([1.]), variance=tensor([1.]))
     """
     if not 0 <= p <= 1:
-        raise ArgumentError(f"the dropout probability has to be between 0 and 1, got {p}")
+        raise ArgumentError(f"the dropout probability must be between 0 and 1, got {p}")
     if not training or p == 0:
         return input
     if p == 1:

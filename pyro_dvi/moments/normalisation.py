@@ -1,26 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Normalisation by the statistics of a batch or of each example.
+r"""Normalisation with statistics of the batch or of each example.
 
-**Batch norm** takes its statistics from the means, as if these were the data, and keeps them constant for the variance:
+**Batch norm** computes its statistics from the means, as if they were the data, and treats them as constants for the
+variance:
 
 .. math:: \mathrm{Var}[y] = \frac{\gamma^2}{s^2 + \varepsilon} \mathrm{Var}[x]
 
-**Layer, group, instance and RMS norm** divide by a statistic of each example, which is uncertain with it. It is taken
-at its expectation, the variance of the means plus the average variance, and its dependence on the input to first order:
-with :math:`h_i = (m_i - \bar m)/s` and n elements,
+**Layer, group, instance and RMS norm** divide by a statistic of each example, which is uncertain too. The statistic is
+replaced by its expectation, the variance of the means plus the average variance, and its dependence on the input is
+kept to first order: with :math:`h_i = (m_i - \bar m)/s` and n elements,
 
 .. math::
     s^2 = \overline{(m - \bar m)^2} + (1 - \tfrac1n)\bar v + \varepsilon, \qquad
     \mathrm{Var}[y_i] = \frac1{s^2}\sum_j \Bigl(\delta_{ij} - \frac{1 + h_i h_j}{n}\Bigr)^2 v_j.
 
-Without the average variance in s, noise as large as the signal would leave means too large by the factor √2. For 64
-independent Gaussian elements with noise up to that size, means are within 0.02 of sampling and deviations within 5 %.
+Without the average variance in s, means would be too large by a factor of √2 if the noise is as large as the signal.
+For 64 independent Gaussian elements and noise up to the size of the signal, means agree with sampling within 0.02 and
+standard deviations within 5 %.
 
-Noise that the elements share, as positions that a kernel makes do, is divided out by the norm, which independent
-elements cannot know. Where it is most of the noise, variances come out too large: see the page on moment propagation.
+The norm removes noise that all elements share, such as positions computed with the same kernel, but the rule treats
+elements as independent. Where shared noise dominates, variances are too large: see the page on moment propagation.
 
-Status: batch norm with running statistics is exact. With statistics of the batch it drops how they depend on the
-noise. The others are first order in the noise, with the expected statistic.
+Status: batch norm is exact with running statistics; with batch statistics, the rule ignores their dependence on the
+noise. The other norms are first order in the noise, with the expected statistic.
 """
 
 import math
@@ -49,18 +51,18 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> GaussianMoments:
-    """Moments of batch norm, which updates running statistics from the means.
+    """Moments of batch norm; running statistics are updated from the means.
 
-    Status: exact with running statistics. In training, statistics count as constants in the variance.
+    Status: exact with running statistics. In training, the variance treats the statistics as constants.
 
     Args:
         input: ``[batch, channels, *]``.
-        running_mean: ``[channels]``, as running_var.
-        running_var: updated in training.
-        weight: ``[channels]``, certain or not, as bias.
+        running_mean: ``[channels]``; updated in training.
+        running_var: likewise.
+        weight: ``[channels]``, deterministic or uncertain, like the bias.
         bias: ``[channels]``.
         training: True to use the statistics of the batch.
-        momentum: share of the batch in the running statistics.
+        momentum: weight of the batch in the running statistics.
         eps: added to the variance of the channel.
 
     Source: Schmitt & Roth (2021), Section 3.3.3, Eq. 13.
@@ -78,7 +80,7 @@ def batch_norm(
     variance = variance_of(input)
     if variance is not None:
         if not training:
-            assert running_var is not None  # or torch would have refused
+            assert running_var is not None  # otherwise torch would have raised an error
             inverse = torch.rsqrt(running_var + eps)
         variance = _ScaledChannels.apply(variance, inverse, affine[0])
     if certain_scale:
@@ -88,9 +90,9 @@ def batch_norm(
 
 
 class _ScaledChannels(Function):
-    """Variances of channels that are multiplied by a constant factor, which standardises them, and by their weight.
+    """Variances of channels multiplied by a constant, which standardises them, and by their weight.
 
-    It is batch norm with mean 0 and deviation 1, whose derivative torch has in one pass.
+    This is batch norm with mean 0 and standard deviation 1, whose derivative torch computes in one pass.
     """
 
     @staticmethod
@@ -119,15 +121,15 @@ def layer_norm(
     eps: float = 1e-5,
     cudnn_enable: bool = True,
 ) -> GaussianMoments:
-    """Moments of layer norm over the last dimensions. Status: see the module; weights and biases exact.
+    """Moments of layer norm over the last dimensions. Status: see the module; exact in weights and biases.
 
     Args:
         input: ``[*, *normalized_shape]``.
         normalized_shape: the dimensions that share a statistic.
-        weight: of that shape, certain or not, as bias.
+        weight: of shape ``normalized_shape``, deterministic or uncertain, like the bias.
         bias: likewise.
         eps: added to the variance.
-        cudnn_enable: without meaning here.
+        cudnn_enable: ignored.
     """
     mean, variance = _standardised(input, (*input.shape[: -len(normalized_shape)], -1), eps)
     return _affine(mean, variance, weight, bias)
@@ -142,7 +144,7 @@ def group_norm(
     eps: float = 1e-5,
     cudnn_enabled: bool = True,
 ) -> GaussianMoments:
-    """Moments of group norm of ``[batch, channels, *]``. Status: see the module; weights and biases exact."""
+    """Moments of group norm of ``[batch, channels, *]``. Status: see the module; exact in weights and biases."""
     mean, variance = _standardised(input, (input.shape[0], num_groups, -1), eps)
     shape = (input.shape[1], *[1] * (input.dim() - 2))
     return _affine(mean, variance, _reshaped(weight, shape), _reshaped(bias, shape))
@@ -161,12 +163,12 @@ def instance_norm(
 ) -> GaussianMoments:
     """Moments of instance norm: group norm with a group for each channel, or batch norm with running statistics.
 
-    Status: as these two. Running statistics are updated from the means.
+    Status: as for these two. Running statistics are updated from the means.
     """
     if not use_input_stats:
         return batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
     if running_mean is not None or running_var is not None:
-        with torch.no_grad():  # for its update of the statistics
+        with torch.no_grad():  # only updates the statistics
             F.instance_norm(loc_of(input), running_mean, running_var, momentum=momentum, eps=eps)
     return group_norm(input, input.shape[1], weight, bias, eps)
 
@@ -175,7 +177,7 @@ def instance_norm(
 def rms_norm(
     input: Any, normalized_shape: Sequence[int], weight: Any = None, eps: float | None = None
 ) -> GaussianMoments:
-    """Moments of root-mean-square norm over the last dimensions. Status: see the module; weights exact."""
+    """Moments of root-mean-square norm over the last dimensions. Status: see the module; exact in the weights."""
     shape = (*input.shape[: -len(normalized_shape)], -1)
     eps = torch.finfo(input.dtype).eps if eps is None else eps
     mean, variance = _standardised(input, shape, eps, centred=False)
@@ -184,14 +186,14 @@ def rms_norm(
 
 @moment_rule(F.normalize)
 def normalize(input: GaussianMoments, p: float = 2.0, dim: int = 1, eps: float = 1e-12) -> GaussianMoments:
-    """Moments of vectors over their Euclidean norm. Status: first order, with the expected squared norm.
+    """Moments of vectors divided by their Euclidean norm. Status: first order, with the expected squared norm.
 
     Raises:
-        UnsupportedError: another norm, or several dimensions.
+        UnsupportedError: for another norm or several dimensions.
     """
     if p != 2 or not isinstance(dim, int):
         raise UnsupportedError(
-            f"F.normalize(p={p}, dim={dim}) of moments has no rule: only p=2 over one dimension has"
+            f"F.normalize(p={p}, dim={dim}) of moments has no rule: only p=2 over one dimension is supported"
         )
     n = input.shape[dim]
     x = GaussianMoments(input.loc.movedim(dim, -1), input.variance.movedim(dim, -1))
@@ -204,13 +206,13 @@ def normalize(input: GaussianMoments, p: float = 2.0, dim: int = 1, eps: float =
 def weight_norm(v: Any, g: Any, dim: int = 0) -> GaussianMoments:
     r"""Moments of :math:`g\,v / \lVert v \rVert`, the weight of :func:`torch.nn.utils.parametrizations.weight_norm`.
 
-    Status: as :func:`normalize` in the direction v, exact in the length g. Elements of one row share both and are
-    correlated, which is dropped.
+    Status: like :func:`normalize` in the direction v, exact in the length g. Correlations between the elements of a
+    row, which share both, are dropped.
 
     Args:
-        v: directions, certain or not.
-        g: lengths, of size 1 but for ``dim``; certain or not.
-        dim: the dimension that keeps its rows apart; -1 for one norm of all elements.
+        v: directions, deterministic or uncertain.
+        g: lengths, of size 1 except along ``dim``; deterministic or uncertain.
+        dim: the dimension along which rows have separate norms; -1 for one norm of all elements.
     """
     rows = v.reshape(1, -1) if dim == -1 else v.movedim(dim, 0).flatten(1)
     direction = F.normalize(rows, dim=1)
@@ -223,7 +225,7 @@ def weight_norm(v: Any, g: Any, dim: int = 0) -> GaussianMoments:
 def _standardised(
     x: Any, shape: Sequence[int], eps: float, centred: bool = True
 ) -> tuple[Tensor, Tensor | None]:
-    """Standardise over the last dimension of ``shape``; the variance is None if x is certain."""
+    """Standardise over the last dimension of ``shape``; the variance is None if x is deterministic."""
     loc = loc_of(x).reshape(shape)
     if centred:
         power, middle = torch.var_mean(loc, -1, correction=0, keepdim=True)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""The rectifier, its leaky forms, and other functions with corners, in closed form with their derivatives.
+r"""ReLU, its leaky variants and other piecewise polynomials, in closed form with their derivatives.
 
-With :math:`\alpha = \mu/\sigma`, the rectifier has
+With :math:`\alpha = \mu/\sigma`, ReLU has
 
 .. math::
     m = \mu\Phi(\alpha) + \sigma\phi(\alpha), \qquad v = \sigma^2\Phi(\alpha) + m(\mu - m),
@@ -11,16 +11,16 @@ With :math:`\alpha = \mu/\sigma`, the rectifier has
     \frac{\partial v}{\partial\mu} = 2m(1 - \Phi), \quad
     \frac{\partial v}{\partial\sigma^2} = \Phi - \frac{m\phi}{\sigma}.
 
-Functions with several corners (:class:`Piecewise`) are polynomials of degree two at most between breakpoints. With
+Functions with several kinks (:class:`Piecewise`) are polynomials of degree two at most between breakpoints. With
 :math:`x = \mu + \sigma z`, each piece is a polynomial in z, and needs truncated moments of the standard Gaussian
 
 .. math:: T_k = \int_a^b z^k \phi(z)\,dz, \qquad T_k = (k-1)\,T_{k-2} + a^{k-1}\phi(a) - b^{k-1}\phi(b).
 
-Polynomials are written around f(μ): with :math:`d = f(x) - f(\mu)`,
+Polynomials are expanded around f(μ): with :math:`d = f(x) - f(\mu)`,
 
 .. math:: m = f(\mu) + \mathrm E[d], \qquad v = \mathrm E[d^2] - \mathrm E[d]^2.
 
-Status: exact for Gaussian x, with the exact slopes.
+Status: exact for Gaussian x, with exact derivatives.
 """
 
 import math
@@ -41,7 +41,7 @@ from pyro_dvi.moments.quadrature import DENSITY, ROOT_HALF, constants, elementwi
 from pyro_dvi.moments.rules import moment_rule
 from pyro_dvi.moments.value import GaussianMoments, raised, tiny_variance
 
-_FAR = 8.0  # of the argument of erfc: 11.3 deviations, a probability of 1e-29
+_FAR = 8.0  # in the argument of erfc: 11.3 standard deviations, a probability of 1e-29
 _LOG_DENSITY = -0.5 * math.log(2 * math.pi)  # at zero
 
 
@@ -62,7 +62,7 @@ def relu(input: GaussianMoments) -> GaussianMoments:
 
 @dataclass(frozen=True)
 class Leaky:
-    r"""The function :math:`ax + (1-a)x_+`, from the moments m and v of the rectifier.
+    r"""The function :math:`ax + (1-a)x_+`, from the moments m and v of ReLU.
 
     .. math::
         \mathrm E = a\mu + (1-a)\,m, \qquad \mathrm{Var} = a^2\sigma^2 + (1-a)^2\,v + 2a(1-a)\,\sigma^2\Phi(\alpha).
@@ -89,25 +89,25 @@ class Leaky:
 
 
 def _rectified(mu: Tensor, variance: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    r"""Return m, v, Φ(α) and φ(α)/σ in few passes, all but four of them in place.
+    r"""Return m, v, Φ(α) and φ(α)/σ in few passes over memory, mostly in place.
 
-    Activations are larger than any cache, and fresh memory costs more than the arithmetic.
+    Activations are larger than any cache, and allocating memory costs more than the arithmetic.
     """
     inverse = variance.clamp_min(tiny_variance(variance.dtype)).rsqrt_()
-    # Beyond 11 deviations from the kink nothing changes but for denormal numbers, which are slow.
+    # Beyond 11 standard deviations from the kink, only denormal numbers would change, which are slow.
     z = torch.addcmul(constants(0.0, mu), mu, inverse, value=-ROOT_HALF).clamp_(-_FAR, _FAR)
-    p = torch.special.erfc(z).mul_(0.5)  # by erfc: 1 + erf loses its digits in the left tail
+    p = torch.special.erfc(z).mul_(0.5)  # with erfc: 1 + erf cancels in the left tail
     slope = torch.addcmul(constants(_LOG_DENSITY, mu), z, z, value=-1, out=z).exp_().mul_(inverse)
     mean = torch.mul(variance, slope, out=inverse).addcmul_(mu, p).clamp_min_(0)
     return mean, torch.sub(mu, mean).mul_(mean).addcmul_(variance, p).clamp_min_(0), p, slope
 
 
 class _Rectifier(Function):
-    """Saves two tensors besides its mean, which the next function needs as well."""
+    """Saves two tensors besides its mean, which the next function saves anyway."""
 
     @staticmethod
     def forward(ctx: Any, mu: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-        # The floor is in the slopes alone, so that there is no mask in the derivative.
+        # The floor is used only in the slopes, so the derivative needs no mask.
         mean, spread, p, slope = _rectified(mu, variance)
         ctx.save_for_backward(mean, p, slope)
         return mean, spread
@@ -117,7 +117,9 @@ class _Rectifier(Function):
     def backward(ctx: Any, g_mean: Tensor, g_spread: Tensor) -> tuple[Tensor, Tensor]:
         mean, p, slope = ctx.saved_tensors
         zero = constants(0.0, mean)
-        product = torch.addcmul(zero, g_spread, mean, value=2)  # rounded once: it cancels far to the right
+        product = torch.addcmul(
+            zero, g_spread, mean, value=2
+        )  # rounded once, because it cancels far to the right
         rest = torch.sub(g_mean, product)
         g_mu = product.addcmul_(rest, p)
         return g_mu, torch.addcmul(zero, rest, slope, value=0.5, out=rest).addcmul_(g_spread, p)
@@ -128,7 +130,7 @@ elementwise_rule(Leaky(-1.0), torch.abs, torch.absolute)
 
 @moment_rule(F.leaky_relu, kind=Kind.ELEMENTWISE)
 def leaky_relu(input: GaussianMoments, negative_slope: float = 0.01) -> GaussianMoments:
-    """Moments of x where it is positive, and a multiple of it elsewhere. Status: exact.
+    """Moments of x where it is positive, and of a multiple of x elsewhere. Status: exact for Gaussian x.
 
     Example:
         >>> leaky_relu(GaussianMoments(torch.zeros(1), torch.ones(1)), 0.1).loc
@@ -137,7 +139,7 @@ def leaky_relu(input: GaussianMoments, negative_slope: float = 0.01) -> Gaussian
     return through(Leaky(float(negative_slope)), input)
 
 
-# Several corners --------------------------------------------------------------------------------------------------
+# Several kinks ----------------------------------------------------------------------------------------------------
 
 
 class Piece(NamedTuple):
@@ -172,7 +174,7 @@ class Piecewise:
         first: list[Any] = [0.0] * 3  # E[d z^k]
         second: list[Any] = [0.0] * 3  # E[d² z^k]
         for j, (below, above) in enumerate(zip([None, *cuts], [*cuts, None], strict=True)):
-            # The piece minus f(μ), as the sum of the changes between them: exactly zero where they are the same.
+            # The piece minus f(μ), as a sum of changes between pieces: exactly zero for equal pieces.
             start: Any = sum(
                 torch.where(r, 0.0 if k < j else -change, change if k < j else 0.0)
                 for k, (r, change) in enumerate(zip(right, changes, strict=True))
@@ -186,7 +188,7 @@ class Piecewise:
         return from_scores(centre, sigma, variance, first, second, slopes)
 
     def _change(self, k: int, x: Tensor) -> Tensor:
-        """Return the piece after break k minus the piece before, without a difference of large numbers."""
+        """Return the piece after break k minus the piece before it, without cancellation."""
         c, before, after = self.breaks[k], self.pieces[k], self.pieces[k + 1]
         square = after.square - before.square
         slope = after.slope - before.slope + 2 * square * c
@@ -196,7 +198,7 @@ class Piecewise:
 
 
 class Cut(NamedTuple):
-    """A breakpoint in units of σ from the mean, the density there and the mass on either side."""
+    """A breakpoint in units of σ from the mean, the density there and the probability on either side."""
 
     z: Tensor
     density: Tensor
@@ -213,7 +215,7 @@ class Cut(NamedTuple):
 
 
 def _in_z(piece: Piece, mu: Tensor, sigma: Tensor, start: Tensor) -> list[Tensor]:
-    """Coefficients of a piece in z, the constant one given."""
+    """Return the coefficients of a piece in z, given the constant one."""
     q = [start]
     if piece.slope or piece.square:
         q.append(sigma * (2 * piece.square * mu + piece.slope))
@@ -231,12 +233,12 @@ def _product(p: Sequence[Tensor], q: Sequence[Tensor]) -> list[Tensor]:
 
 
 def truncated(below: Cut | None, above: Cut | None, highest: int) -> list[Tensor]:
-    """Return the moments from 0 to the highest between two breakpoints, None for infinity."""
+    """Return the truncated moments up to order ``highest`` between two breakpoints; None is infinity."""
     if above is None:
         mass = below.above  # type: ignore[union-attr]
     elif below is None:
         mass = above.below
-    else:  # the difference of the smaller tails
+    else:  # difference of the smaller tails
         mass = torch.where(below.z > 0, below.above - above.above, above.below - below.below)
     moments = [mass]
     edges = [0.0 if c is None else c.density for c in (below, above)]
@@ -258,10 +260,10 @@ elementwise_rule(
 
 @moment_rule(torch.clamp, torch.clip, torch.clamp_min, kind=Kind.ELEMENTWISE)
 def clamp(input: GaussianMoments, min: Any = None, max: Any = None) -> GaussianMoments:
-    """Moments of x cut off at bounds that are numbers.
+    """Moments of x clamped to bounds that are numbers.
 
     Raises:
-        UnsupportedError: a bound is a tensor.
+        UnsupportedError: if a bound is a tensor.
     """
     if any(isinstance(bound, Tensor | GaussianMoments) for bound in (min, max)):
         raise UnsupportedError(
@@ -280,13 +282,13 @@ def clamp(input: GaussianMoments, min: Any = None, max: Any = None) -> GaussianM
 
 @moment_rule(torch.clamp_max, kind=Kind.ELEMENTWISE)
 def clamp_max(input: GaussianMoments, max: Any) -> GaussianMoments:
-    """Moments of x cut off above."""
+    """Moments of x clamped from above."""
     return clamp(input, max=max)
 
 
 @moment_rule(F.hardtanh, kind=Kind.ELEMENTWISE)
 def hardtanh(input: GaussianMoments, min_val: float = -1.0, max_val: float = 1.0) -> GaussianMoments:
-    """Moments of x cut off at two bounds.
+    """Moments of x clamped to two bounds.
 
     Example:
         >>> hardtanh(GaussianMoments(torch.zeros(1), torch.ones(1))).variance
@@ -297,5 +299,5 @@ def hardtanh(input: GaussianMoments, min_val: float = -1.0, max_val: float = 1.0
 
 @moment_rule(F.relu6, kind=Kind.ELEMENTWISE)
 def relu6(input: GaussianMoments) -> GaussianMoments:
-    """Moments of x cut off below 0 and above 6."""
+    """Moments of x clamped to the range from 0 to 6."""
     return clamp(input, 0.0, 6.0)

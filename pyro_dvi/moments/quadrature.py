@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Quadrature over Gaussians: nodes, elementwise functions in blocks, and one rule for any function bent at zero.
+r"""Quadrature over Gaussians: nodes, blockwise evaluation, and one rule for functions with a bend at zero.
 
-A function of each element is computed block by block, in one node of the autograd graph: intermediate results of a
-block stay in the cache, and only four numbers for each element are kept for the backward pass.
+An elementwise function is computed block by block, in one node of the autograd graph. Intermediate results of a block
+stay in the cache, and only four numbers per element are saved for the backward pass.
 
-:class:`BothSides` integrates on either side of zero. There the range :math:`\mu \pm R\sigma` from a to b is mapped to
+:class:`BothSides` integrates on each side of zero separately. There the range :math:`\mu \pm R\sigma` from a to b is
+mapped to
 
 .. math:: |x| = (c + a)\,e^w - c, \qquad 0 \le w \le \log\frac{c + b}{c + a},
 
 which places nodes densely near the bend of width c and serves slowly decaying tails, and integrated by Gauss-Legendre.
-Differences :math:`d = f(x) - f(\mu)` are computed from :math:`\delta = x - \mu`, so that they keep their digits however
-small σ is.
+Differences :math:`d = f(x) - f(\mu)` are computed from :math:`\delta = x - \mu`, so they are accurate however small σ
+is.
 
 Status: exact to 1e-8 (float64), 1e-4 (float32).
 """
@@ -38,17 +39,17 @@ DENSITY = 1 / math.sqrt(2 * math.pi)  # at zero
 Column = tuple[tuple[float], ...]
 Nodes = tuple[Column, Column]
 
-# Elements at once: with quadrature nodes for each they still fit into the cache. A function that needs more numbers for
-# each element has a smaller ``block``.
+# Elements per block: with the quadrature nodes of each, they still fit into the cache. A function that needs more
+# numbers per element has a smaller ``block``.
 _BLOCK, _ACCELERATED_BLOCK = 1 << 14, 1 << 18
 
-# compute(mu, variance, slopes): mean and variance of f(x); with slopes, then ∂mean/∂μ, ∂mean/∂σ², ∂variance/∂μ and
-# ∂variance/∂σ².
+# compute(mu, variance, slopes) returns mean and variance of f(x) and, with slopes, ∂mean/∂μ, ∂mean/∂σ², ∂variance/∂μ
+# and ∂variance/∂σ².
 Compute = Callable[[Tensor, Tensor, bool], list[Tensor]]
 
 
 def constants(numbers: Any, like: Tensor) -> Tensor:
-    """Return a number or a tuple of numbers as a tensor like another one, made once for each dtype and device.
+    """Return a number or a tuple of numbers as a tensor like another one, cached for each dtype and device.
 
     Tracers (``torch.compile``, ``torch.export``) make their own.
     """
@@ -59,7 +60,7 @@ def constants(numbers: Any, like: Tensor) -> Tensor:
 
 @lru_cache(maxsize=256)
 def _kept(numbers: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-    # An inference tensor could not take part in training later, and a recorded step is to hold what others share.
+    # An inference tensor could not be used in training later, and recorded steps must share the cached tensor.
     with torch.inference_mode(False), _disable_current_modes():
         return torch.tensor(numbers, dtype=dtype, device=device)
 
@@ -78,28 +79,29 @@ def gauss_legendre(order: int) -> Nodes:
 
 
 def column(numbers: Any) -> Column:
-    """Return an array as a column of numbers that :func:`constants` takes: one for each node, before elements."""
+    """Return an array as nested tuples for :func:`constants`: one entry per node, along the first dimension."""
     return tuple((float(x),) for x in numbers)
 
 
-# The number of deviations that count on one side of zero, in float64 and float32; nodes and weights on [0, 1].
+# Half-range in standard deviations, in float64 and float32; nodes and weights on [0, 1].
 _HALF_LINES = (9.0, gauss_legendre(48)), (6.5, gauss_legendre(26))
 
 
 def distribution(z: Tensor) -> Tensor:
-    r"""Return :math:`\Phi(z)`, by erfc, which keeps its digits in the left tail."""
+    r"""Return :math:`\Phi(z)`, computed with erfc, which is accurate in the left tail."""
     return torch.special.erfc(z * -ROOT_HALF) * 0.5
 
 
 def through(compute: Compute, x: GaussianMoments) -> GaussianMoments:
-    """Return the moments that ``compute(mu, variance, slopes)`` finds, with its slopes as derivatives.
+    """Return the moments from ``compute(mu, variance, slopes)``, with its slopes as derivatives.
 
-    Compiled code and predictors get all elements at once, others blocks of them. Half precision is computed in float32.
+    Compiled code and predictors compute all elements at once, other code block by block. Half precision is computed in
+    float32.
 
     Args:
-        compute: takes means and variances of one dimension, the variance at least the floor, and whether slopes are
-            needed; returns mean and variance, then with slopes the four derivatives: of the mean in μ and
-            σ², and of the variance in μ and σ².
+        compute: takes one-dimensional means and variances (at least the floor), and whether slopes are needed; returns
+            mean and variance and, with slopes, the derivatives of the mean with respect to μ and σ², then of the
+            variance.
         x: moments of the input.
     """
     dtype = x.loc.dtype
@@ -113,7 +115,7 @@ def elementwise_rule(compute: Compute, *functions: Callable) -> Callable[[Gaussi
     """Register ``compute`` as the rule of torch functions of one argument."""
 
     def rule(input: GaussianMoments) -> GaussianMoments:
-        """Moments of a function of each element."""
+        """Moments of an elementwise function."""
         return through(compute, input)
 
     return moment_rule(*functions, kind=Kind.ELEMENTWISE)(rule)
@@ -161,7 +163,7 @@ def from_scores(
     second: Sequence[Tensor],
     slopes: bool,
 ) -> list[Tensor]:
-    r"""Return moments of f, and their slopes by the score of the Gaussian.
+    r"""Return moments of f, and their slopes computed with the score of the Gaussian.
 
     .. math::
         \frac{\partial}{\partial\mu}\mathrm E[g] = \frac{\mathrm E[g z]}{\sigma}, \qquad
@@ -173,7 +175,7 @@ def from_scores(
         variance: σ².
         first: expectations of d, d z and d z².
         second: expectations of d², d² z and d² z².
-        slopes: True to return slopes as well; the later expectations are needed only for them.
+        slopes: whether to return slopes; only they need the expectations with z and z².
     """
     shift = first[0]
     mean, spread = centre + shift, torch.addcmul(second[0], shift, shift, value=-1)
@@ -187,13 +189,13 @@ def from_scores(
 
 @dataclass(frozen=True)
 class BothSides:
-    """A function that is smooth on either side of zero.
+    """A function that is smooth on each side of zero.
 
     Attributes:
         function: f.
         difference: f(x) - f(μ) from x, μ and x - μ.
         width: c, the distance from zero over which f bends.
-        block: how many elements are computed at once.
+        block: number of elements computed at once.
     """
 
     function: Callable[[Tensor], Tensor]
@@ -230,18 +232,18 @@ class BothSides:
 
 
 def through_link(x: GaussianMoments, function: Callable[[Tensor], Tensor]) -> GaussianMoments | None:
-    r"""Return mean and variance of ``function(x)`` from the Gaussian behind x; None where x has no such Gaussian.
+    r"""Return mean and variance of ``function(x)`` from the Gaussian behind x; None if x has no such Gaussian.
 
-    A scale ``(softplus(h) + eps).sqrt()`` cannot be expanded around its mean, as softplus(h) may vary widely while it
-    stays positive. The Gaussian h behind it is known (:class:`~pyro_dvi.moments.value.Link`), and the integral over h
-    is smooth.
+    A scale ``(softplus(h) + eps).sqrt()`` cannot be expanded around its mean, because softplus(h) may vary widely while
+    it stays positive. The Gaussian h behind it is known (:class:`~pyro_dvi.moments.value.Link`), and the integral over
+    h is smooth.
 
-    Status: Gauss-Hermite with 32 nodes, exact to rounding for functions that are smooth on the scale of the
+    Status: Gauss-Hermite with 32 nodes, exact up to rounding for functions that are smooth on the scale of the standard
     deviation.
 
     Args:
-        x: moments with a link, each of whose elements depends on one element of the Gaussian.
-        function: of each element, defined for every value of the link.
+        x: moments with a link; each element depends on one element of the Gaussian.
+        function: elementwise, defined for every value of the link.
 
     Example:
         >>> h = GaussianMoments(torch.zeros(1), torch.ones(1))
@@ -253,7 +255,7 @@ def through_link(x: GaussianMoments, function: Callable[[Tensor], Tensor]) -> Ga
         return None
     loc, scale = link.inner.loc, floored(link.inner.variance).sqrt()
     nodes, weights = gauss_hermite(32)
-    centre = function(link.function(loc))  # differences from it keep their digits
+    centre = function(link.function(loc))  # differences from it are accurate
     first, second = torch.zeros_like(centre), torch.zeros_like(centre)
     for (node,), (weight,) in zip(nodes, weights, strict=True):
         shift = function(link.function(loc + node * scale)) - centre

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Means, extremes and norms over dimensions, pooling over windows, and resizing of images and signals.
 
-The largest of many Gaussians has no closed form. It is taken to be the element with the largest mean, which is exact
-where one element is clearly the largest; elsewhere the mean is too small.
+The largest of many Gaussians has no closed form. It is approximated by the element with the largest mean, which is
+exact if one element is clearly the largest; otherwise the mean is too small.
 """
 
 import math
@@ -21,10 +21,10 @@ from pyro_dvi.moments.value import GaussianMoments
 
 @moment_rule(torch.mean)
 def mean(input: GaussianMoments, *args: Any, **kwargs: Any) -> GaussianMoments:
-    """Moments of a mean over n elements, whose variance is their mean variance over n.
+    """Moments of a mean over n elements; its variance is the mean variance divided by n.
 
-    Status: exact for independent elements. Those of a feature map share weights and are not: the variance of a global
-    average pool is then too small.
+    Status: exact for independent elements. Elements of a feature map share weights and are correlated, so the variance
+    of a global average pool is too small.
     """
     loc = torch.mean(input.loc, *args, **kwargs)
     number = input.loc.numel() / max(loc.numel(), 1)
@@ -51,10 +51,10 @@ def _extreme(
             values, index = values.squeeze(dim), index.squeeze(dim)
         return getattr(torch.return_types, name)((values, index))
 
-    extreme.__doc__ = f"""Moments of ``{name}``: over a dimension with the index of the {name} of the means, over all
-    elements, or of two things.
+    extreme.__doc__ = f"""Moments of ``{name}``: over a dimension (with the index of the {name} of the means), over all
+    elements, or of two arguments.
 
-    Status: over elements, the moments of the element with the {name} mean; of two things, as ``{of_two.__name__}``.
+    Status: over elements, the moments of the element with the {name} mean; of two arguments, as ``{of_two.__name__}``.
     """
     return extreme
 
@@ -104,13 +104,14 @@ def norm(
         \mathrm{Var}\lVert x\rVert = \mathrm E[S]\,u(2 - u), \qquad
         u = \frac{c^2}8 - \frac{c^4}{128},
 
-    the first terms of the series of a gamma variable S, which S is where all elements have mean 0 and one variance.
+    the first terms of the series for a gamma variable S. S has a gamma distribution if all elements have mean 0 and
+    equal variances.
 
-    Status: approximate, for independent elements with any noise: against sampling, means are within 5 % and deviations
-    within 15 %, both exact to first order in the noise and for noise alone.
+    Status: approximate, for independent elements. Compared with sampling, means are within 5 % and standard deviations
+    within 15 % for any noise; both are exact to first order in the noise, and for zero means.
 
     Raises:
-        UnsupportedError: another norm.
+        UnsupportedError: for any other norm.
 
     Example:
         >>> x = GaussianMoments(torch.tensor([3.0, 4.0]), torch.full((2,), 0.01))
@@ -135,7 +136,7 @@ def norm(
 
 def _max_pool(function: Callable[..., tuple[Tensor, Tensor]], dims: int) -> Callable[..., GaussianMoments]:
     def max_pool(input: GaussianMoments, *args: Any, **kwargs: Any) -> GaussianMoments:
-        """Moments of the element with the largest mean. Status: exact where one is clearly the largest."""
+        """Moments of the element with the largest mean. Status: exact if one element is clearly the largest."""
         loc, index = function(input.loc, *args, **kwargs)
         variance = input.variance.flatten(-dims).gather(-1, index.flatten(-dims)).view_as(index)
         return GaussianMoments(loc, variance)
@@ -164,7 +165,10 @@ def _avg_pool(function: Callable[..., Tensor], dims: int) -> Callable[..., Gauss
         count_include_pad: bool = True,
         divisor_override: int | None = None,
     ) -> GaussianMoments:
-        """Moments of means over windows: the variance is the mean variance over the divisor. Status: exact."""
+        """Moments of means over windows: the variance is the mean variance divided by the divisor of the window.
+
+        Status: exact for independent elements.
+        """
         stride = kernel_size if stride is None or stride == () else stride
         windows: tuple[Any, ...] = kernel_size, stride, padding, ceil_mode, count_include_pad
         if divisor_override is not None:
@@ -179,8 +183,8 @@ def _avg_pool(function: Callable[..., Tensor], dims: int) -> Callable[..., Gauss
 
 
 def _window_weights(like: Tensor, windows: tuple, dims: int) -> Tensor:
-    """Return one over the divisor of each window, which is smaller at borders."""
-    row = 1 if dims == 1 else 0  # a signal is an image of one row
+    """Return the reciprocal of each window's divisor, which is smaller at borders."""
+    row = 1 if dims == 1 else 0  # a signal is an image with one row
     ones = like.new_ones(1, 1, *[1] * row, *like.shape[-dims:])
     sizes = [[least] * row + _each(size, dims) for least, size in zip((1, 1, 0), windows[:3], strict=True)]
     pool: Callable[..., Tensor] = F.avg_pool3d if dims == 3 else F.avg_pool2d
@@ -195,7 +199,7 @@ def _each(value: Any, dims: int) -> list[int]:
 
 def _adaptive_avg_pool(function: Callable[..., Tensor], dims: int) -> Callable[..., GaussianMoments]:
     def adaptive_avg_pool(input: GaussianMoments, output_size: Any) -> GaussianMoments:
-        """Moments of means over windows that share out the input. Status: exact."""
+        """Moments of means over windows that partition the input. Status: exact for independent elements."""
         sizes = [
             n if out is None else out
             for n, out in zip(input.shape[-dims:], _each(output_size, dims), strict=True)
@@ -221,7 +225,7 @@ for _dims in (1, 2, 3):
 
 # Resizing ------------------------------------------------------------------------------------------------------
 
-# Modes that F.interpolate has for one number of dimensions.
+# Modes that F.interpolate supports for one number of dimensions only.
 _FLAT = {"linear": "bilinear", "trilinear": "bilinear"}
 
 
@@ -239,8 +243,8 @@ def interpolate(
 
     .. math:: \mathrm{Var}[y] = (W_1^{\circ 2} \otimes \dots \otimes W_d^{\circ 2}) \mathrm{Var}[x]
 
-    Status: exact for independent inputs. The mode "nearest" copies elements; the matrices of the others are read off
-    from the function itself, applied to unit vectors.
+    Status: exact for independent inputs. The mode "nearest" copies elements; for the other modes, the matrices are
+    computed by applying the function to unit vectors.
     """
     options: dict[str, Any] = {
         "align_corners": align_corners,

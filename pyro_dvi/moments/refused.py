@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions that need a value, or whose moments would mislead: each is refused with a remedy."""
+"""Functions that need a value, or whose moments would mislead: each raises an error that states a remedy."""
 
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -14,7 +14,7 @@ from pyro_dvi.moments.tensor_like import name_of
 
 def _refusing(function: Callable, instead: str) -> Callable[..., NoReturn]:
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
-        raise UnsupportedError(f"{name_of(function)} of moments is refused. {instead}.")
+        raise UnsupportedError(f"{name_of(function)} of moments is not supported. {instead}.")
 
     refuse.__doc__ = f"Refuse ``{function.__name__}``."
     return refuse
@@ -22,8 +22,8 @@ def _refusing(function: Callable, instead: str) -> Callable[..., NoReturn]:
 
 _WITH_INDICES = [f"{kind}max_pool{dims}d_with_indices" for kind in ("", "adaptive_") for dims in (1, 2, 3)]
 _REMEDIES: dict[str, list[Callable]] = {
-    "A comparison of something uncertain has no answer, only a probability. Compare x.loc if the mean may decide (as "
-    "in torch.where(x.loc > 0, x, y)), or use the activation that the comparison spells out": (
+    "A comparison of something uncertain has no answer, only a probability. Compare x.loc to decide by the mean (as "
+    "in torch.where(x.loc > 0, x, y)), or use the activation function that the comparison implements": (
         functions_of(
             torch,
             "eq ne not_equal gt ge greater greater_equal lt le less less_equal isclose allclose equal bitwise_not "
@@ -31,7 +31,7 @@ _REMEDIES: dict[str, list[Callable]] = {
         )
         + functions_of(torch.Tensor, "__eq__ __ne__ __gt__ __ge__ __lt__ __le__")
     ),
-    "Which element is largest is itself uncertain. Choose by the mean (x.loc.argmax(-1), then x.gather), use "
+    "The index of the largest element is itself uncertain. Choose by the mean (x.loc.argmax(-1), then x.gather), use "
     "x.amax(-1) or pooling without indices for the element with the largest mean, and torch.logsumexp or softmax for a "
     "smooth maximum": functions_of(
         torch,
@@ -43,7 +43,7 @@ _REMEDIES: dict[str, list[Callable]] = {
     "F.group_norm, which have rules, or ((x - x.loc.mean()) ** 2).mean()": functions_of(
         torch, "var std var_mean std_mean"
     ),
-    "A loss of something uncertain is its expectation over the Gaussian, not its value at one place: let the model "
+    "A loss of something uncertain is its expectation over the Gaussian, not its value at one point: let the model "
     "sample the data (pyro.sample('obs', dist.Categorical(logits=logits), obs=y)), or take the loss of x.loc": [
         *functions_of(
             F,
@@ -52,13 +52,15 @@ _REMEDIES: dict[str, list[Callable]] = {
         ),
         torch.Tensor.backward,
     ],
-    "Steps have no rule: round x.loc, or leave the function out of the model": (
+    "Step functions have no rule: round x.loc, or remove the function from the model": (
         functions_of(torch, "sign sgn round floor ceil trunc frac fmod remainder floor_divide heaviside")
         + functions_of(torch.Tensor, "__mod__ __rmod__ __floordiv__ __rfloordiv__")
     ),
-    "It draws samples, which moments replace: use F.softmax": [F.gumbel_softmax],
+    "Sampling is not needed with moments: use F.softmax": [F.gumbel_softmax],
     "Write F.embedding(indices, weight) with a sum or mean over the bag": [F.embedding_bag],
-    "Call the function of this name in torch.nn.functional": functions_of(torch, "batch_norm instance_norm"),
+    "Call the function of the same name in torch.nn.functional": functions_of(
+        torch, "batch_norm instance_norm"
+    ),
 }
 for _instead, _functions in _REMEDIES.items():
     for _function in dict.fromkeys(_functions):

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of rules: which function of moments stands for which torch function.
+"""The table of rules, which maps torch functions to functions of moments.
 
-A rule is a function with the signature of the torch function it stands for, that takes
-:class:`~pyro_dvi.moments.GaussianMoments` in place of some tensors and returns moments. It is registered by
-:func:`moment_rule` under every name by which users call that function. Methods (``x.relu()``), operators and the
-forms that work in place (``x.relu_()``, ``F.relu(x, inplace=True)``, ``x += y``) are found from there.
+A rule is a function with the signature of a torch function; it takes :class:`~pyro_dvi.moments.GaussianMoments` in
+place of some tensors and returns moments. :func:`moment_rule` registers it under every name by which users call the
+torch function. Methods (``x.relu()``), operators and in-place forms (``x.relu_()``, ``F.relu(x, inplace=True)``, ``x +=
+y``) are derived from these names.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,23 +21,23 @@ Rule = TypeVar("Rule", bound=Callable[..., Any])
 RULES: dict[Callable, Callable] = {}
 _KINDS: dict[Callable, Kind] = {}
 _OWNERS = (torch.Tensor, torch, torch.nn.functional)
-# Modules with the functions that some public functions call.
+# Modules that contain the functions behind some public functions.
 _INTERNAL = (torch._C._nn, torch._C.TensorBase, torch._C._VariableFunctions)
 _OPERATORS = frozenset("add sub mul truediv div matmul pow".split())
 
 
 def moment_rule(*functions: Callable, kind: Kind = Kind.OTHER) -> Callable[[Rule], Rule]:
-    """Return a decorator that registers a rule for torch functions (or any function that dispatches as they do).
+    """Return a decorator that registers a rule for torch functions, or for any function that dispatches as they do.
 
-    The rule has the signature of the function. Name all its spellings, as ``F.relu, torch.relu``; the method
-    ``Tensor.relu`` and forms in place follow from ``torch.relu``.
+    The rule has the signature of the function. List all spellings, such as ``F.relu, torch.relu``; the method
+    ``Tensor.relu`` and in-place forms are derived from ``torch.relu``.
 
     Args:
         functions: the torch functions that the rule is for.
-        kind: the way the function treats elements, so that a likelihood can look through it.
+        kind: how the function treats elements, so that a likelihood can integrate over the Gaussian behind its result.
 
     Raises:
-        ValueError: a function has a rule already.
+        ValueError: if a function already has a rule.
 
     Example:
         >>> import torch
@@ -68,7 +68,7 @@ def functions_of(owner: Any, names: str) -> list[Callable]:
 
 
 def _spellings(function: Callable) -> Iterator[Callable]:
-    """Yield the functions that a rule for this one serves, or may serve."""
+    """Yield the functions that a rule for this function may also serve."""
     yield function
     name = getattr(function, "__name__", "")
     operators = {"div": ("div", "truediv")}.get(name, (name,))
@@ -94,7 +94,7 @@ def _entry(func: Callable) -> Entry | None:
 
 
 def _operator(name: str) -> Entry | None:
-    """Rules for the operators of a tensor on the left of moments."""
+    """Return the rule for an operator with a tensor on the left of moments."""
     for prefix in ("", "r", "i"):
         core = name.removeprefix(prefix)
         if name.startswith(prefix) and core in _OPERATORS:

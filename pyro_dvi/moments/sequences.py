@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Recurrent networks and attention.
 
-**Recurrent cells** combine the rules of their parts step by step. Each step is as exact as its parts, for independent
-gates and state. The same weights act at every step, so states of different steps are correlated; that is dropped, and
-deviations of long sequences are too small where the state accumulates.
+**Recurrent cells** combine the rules of their parts step by step. Each step is as accurate as its parts, for
+independent gates and state. The same weights act at every step, so states of different steps are correlated; these
+correlations are dropped, and standard deviations are too small for long sequences if the state accumulates.
 
-**Attention** averages values, weighted by a softmax of scores.
-With scores of mean m and variance s, :math:`q` the mean of their softmax (:mod:`pyro_dvi.moments.softmax`) and
+**Attention** averages values with weights from a softmax of scores. With scores of mean m and variance s, :math:`q` the
+mean of their softmax (:mod:`pyro_dvi.moments.softmax`) and
 :math:`\bar v = \sum_j q_j v_j`,
 
 .. math::
@@ -15,13 +15,12 @@ With scores of mean m and variance s, :math:`q` the mean of their softmax (:mod:
         + \sum_j a_j \bigl((v_j - \bar v)^2 + \mathrm{Var}[v_j]\bigr), \qquad
     a_j = \frac{q_j^2 s_j}{1 + q_j s_j}.
 
-The second sum is of first order in the scores and respects that weights sum to one. Its damping keeps the variance
-below
-:math:`\sum_j q_j (v_j - \bar v)^2`, the largest variance that random weights of mean q can give.
+The second sum is first order in the scores and accounts for weights that sum to one. Its damping keeps the variance
+below :math:`\sum_j q_j (v_j - \bar v)^2`, the largest variance that random weights with mean q can give.
 
-Attention is approximate: scores of one query are taken as independent. Two identities remove most of their correlation.
-A shift of all keys cancels in the softmax, so keys are centred; and with uncertain weights, inputs are averaged
-*before* they are projected to values, since all values share those weights.
+Attention is approximate: scores of one query are treated as independent. Two identities remove most of their
+correlation. A shift of all keys cancels in the softmax, so keys are centred; and with uncertain weights, inputs are
+averaged *before* they are projected to values, because all values share the weights of the projection.
 """
 
 import math
@@ -38,7 +37,7 @@ from pyro_dvi.moments.rules import moment_rule
 from pyro_dvi.moments.softmax import probabilities
 from pyro_dvi.moments.value import GaussianMoments, loc_of, second_moment_of, variance_of
 
-State = tuple[Any, ...]  # hidden state first, then the cell of an LSTM
+State = tuple[Any, ...]  # hidden state first, then the cell state of an LSTM
 
 
 def _lstm_step(x: Any, state: State, w_hh: Any, b_hh: Any, w_hr: Any = None) -> State:
@@ -128,7 +127,7 @@ def _network(name: str, step: Callable[..., State]) -> Callable[..., State]:
     def network(input: Any, hx: Any, params: Any, *options: Any) -> State:
         if isinstance(hx, Tensor) and not hx.is_floating_point():  # the batch sizes of a packed sequence
             raise UnsupportedError(
-                f"torch.{name} of moments has no rule for packed sequences: pass padded ones and mask the likelihood"
+                f"torch.{name} of moments has no rule for packed sequences: pad them and mask the likelihood"
             )
         state = tuple(hx) if isinstance(hx, tuple | list) else (hx,)
         return _sequence(step, input, state, params, options)
@@ -136,7 +135,7 @@ def _network(name: str, step: Callable[..., State]) -> Callable[..., State]:
     network.__doc__ = f"""Moments of the outputs and last states of ``torch.{name}``.
 
     Raises:
-        UnsupportedError: a packed sequence.
+        UnsupportedError: for a packed sequence.
     """
     return network
 
@@ -171,10 +170,10 @@ def scaled_dot_product_attention(
         query: ``[*, L, d]``.
         key: ``[*, S, d]``.
         value: ``[*, S, e]``.
-        attn_mask: True where a query attends, or a tensor or moments that are added to the scores.
-        dropout_p: probability of leaving out a weight, whose moments are added; nothing is drawn.
-        is_causal: True if a query attends to no later key.
-        scale: of the scores, by default the inverse root of d.
+        attn_mask: True where a query attends, or a tensor or moments added to the scores.
+        dropout_p: probability of dropping a weight; its moments are included, and nothing is drawn.
+        is_causal: True if queries do not attend to later keys.
+        scale: of the scores; by default the inverse square root of d.
         enable_gqa: True if several heads of queries share one head of keys.
     """
     if enable_gqa:
@@ -205,7 +204,7 @@ def _masked(scores: Any, mask: Any, is_causal: bool) -> Any:
 
 
 def _weights(scores: Any) -> tuple[Tensor, Tensor | None]:
-    """Return the mean q of the attention weights, and the factors a of squared differences; None if certain."""
+    """Return the mean q of the attention weights, and the factors a (None for deterministic scores)."""
     if not isinstance(scores, GaussianMoments):
         return torch.softmax(scores, -1), None
     s = scores.variance
@@ -218,7 +217,7 @@ def _averaged(q: Tensor, a: Tensor | None, values: Any) -> Any:
     if a is None:
         return torch.matmul(q, values)
     v, spread = loc_of(values), variance_of(values)
-    shift = v.mean(-2, keepdim=True)  # which all values share: it is certain, as the weights sum to one
+    shift = v.mean(-2, keepdim=True)  # shared by all values, and deterministic because the weights sum to one
     c = v - shift
     centre = torch.matmul(q, c)
     cross = a.sum(-1, keepdim=True) * centre - 2 * torch.matmul(a, c)
@@ -271,11 +270,11 @@ def multi_head_attention(
     Status: approximate, see the module.
 
     Raises:
-        UnsupportedError: ``add_bias_kv``, ``add_zero_attn`` or static keys.
+        UnsupportedError: for ``add_bias_kv``, ``add_zero_attn`` or static keys.
     """
     if add_zero_attn or any(t is not None for t in (bias_k, bias_v, static_k, static_v)):
         raise UnsupportedError(
-            "attention of moments has no rule for add_bias_kv and add_zero_attn: build nn.MultiheadAttention without"
+            "attention of moments has no rule for add_bias_kv and add_zero_attn: build the layer without them"
         )
     batched = query.dim() == 3
     if not batched:
@@ -288,7 +287,7 @@ def multi_head_attention(
     biases = (None,) * 3 if in_proj_bias is None else in_proj_bias.chunk(3)
     query, key, value = (t.transpose(0, 1) for t in (query, key, value))  # [B, L, E]
 
-    # A key bias, and any shift of all keys, cancel in the softmax, also where the weights are uncertain.
+    # A key bias, or any shift of all keys, cancels in the softmax, even with uncertain weights.
     queries = _heads(F.linear(query, weights[0], biases[0]), num_heads)
     keys = _heads(F.linear(_centred(key), weights[1]), num_heads)
     if attn_mask is not None and attn_mask.dim() == 3:
@@ -325,7 +324,7 @@ def multi_head_attention(
 
 
 def _attended(mask: Any) -> Any:
-    """The mask with True where a query attends: in multi-head attention, True means to leave out."""
+    """Return the mask with True where a query attends; in multi-head attention, True means masked."""
     return ~mask if mask is not None and mask.dtype is torch.bool else mask
 
 

@@ -3,11 +3,11 @@ r"""Moments of dependent Gaussians: the weights of one layer, and the outputs th
 
 .. math:: x_i = \bar x_i + \sum_r F_{ri}\,\epsilon_r + \sqrt{d_i}\,\delta_i, \qquad \epsilon_r, \delta_i \sim N(0, 1)
 
-The weights of a posterior with a Cholesky factor or a low-rank factor have this form, and so has everything that is
-linear in them: a function that moves or scales a weight does so to each row of F. A layer :math:`y = Wh + b` with
-certain :math:`h` has exact covariances. With uncertain :math:`h`, independent of the weights, variances are exact;
-covariances between outputs that share the noise of :math:`h` are dropped, as in all other layers. A layer that is used
-twice shares :math:`\epsilon` in both uses, while d counts as independent in each.
+The weights of a posterior with a Cholesky factor or a low-rank factor have this form, and so does everything that is
+linear in them: a function that moves or scales a weight does the same to each row of F. For a layer :math:`y = Wh + b`
+with deterministic :math:`h`, covariances are exact. With uncertain :math:`h`, independent of the weights, variances are
+exact; covariances between outputs that share the noise of :math:`h` are dropped, as in all other layers. If a layer is
+used twice, both uses share :math:`\epsilon`, but the noise :math:`\delta` is treated as independent in each use.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,11 +32,11 @@ NO_RULE = (
 
 @dataclass(frozen=True)
 class SharedNoise:
-    r"""The noise that dependent Gaussians share.
+    r"""The noise shared by dependent Gaussians.
 
     Attributes:
         factor: F, ``[R, *shape]``.
-        sites: the sites that it belongs to, for messages.
+        sites: the sites that the noise belongs to, for messages.
         between_outputs: True if the outputs of the layer share it; else every row of a weight has noise of its own.
         dual: the factor times the covariance of :math:`\epsilon`, where that is not the identity: between activations,
             each example has a covariance of its own.
@@ -83,7 +83,7 @@ class JointMoments(GaussianMoments):
         rest: variance that is not shared; None for zero.
         noise: the shared noise.
         of_weights: True for weights; False for outputs that are linear in weights.
-        variance: the whole variance if it is known.
+        variance: the total variance, if known.
     """
 
     __slots__ = ("_rest", "noise", "of_weights")
@@ -107,7 +107,7 @@ class JointMoments(GaussianMoments):
 
     @property
     def variance(self) -> Tensor:
-        """Whole variances, computed when first asked for."""
+        """Total variances, computed on first access."""
         if self._variance is self._loc:
             shared = self.noise.variance
             self._variance = shared if self._rest is None else self._rest + shared
@@ -142,10 +142,10 @@ def covariance_between(first: JointMoments, second: JointMoments) -> Tensor:
 
 
 def covariance_of(*gaussians: GaussianMoments) -> Tensor:
-    """Return the covariance ``[*batch, n, n]`` of the numbers along the last dimensions, one after the other.
+    """Return the covariance ``[*batch, n, n]`` of the last dimensions of all arguments, concatenated.
 
     Args:
-        gaussians: ``[*batch, n_k]``, with the same noise where they share any.
+        gaussians: ``[*batch, n_k]``; all that share noise share the same noise.
     """
     own = [g.rest if isinstance(g, JointMoments) and has_covariances(g) else g.variance for g in gaussians]
     rests = [torch.zeros_like(g.loc) if r is None else r for g, r in zip(gaussians, own, strict=True)]
@@ -180,8 +180,8 @@ def joint_product(product: Callable[..., Tensor], x: Any, weight: Any, bias: Any
     .. math::
         F'_r = F_r h, \qquad d' = d\,(\bar h^2 + v) + \Bigl(\bar W^2 + \sum_r F_r^2\Bigr) v
 
-    Status: exact means and variances for :math:`h` that is independent of the weights; the covariance of outputs that
-    common noise v of :math:`h` causes is dropped.
+    Status: exact means and variances if :math:`h` is independent of the weights; covariances of outputs caused by the
+    variance v of :math:`h` are dropped.
 
     Args:
         product: as for :func:`~pyro_dvi.moments.bilinear.bilinear_moments`.
@@ -190,7 +190,7 @@ def joint_product(product: Callable[..., Tensor], x: Any, weight: Any, bias: Any
         bias: likewise, or None.
 
     Raises:
-        UnsupportedError: two factors share noise, a bias has the noise of another layer, or outputs enter a further
+        UnsupportedError: if both factors share noise, a bias has the noise of another layer, or outputs enter a further
             layer.
     """
     joint, other = (weight, x) if isinstance(weight, JointMoments) else (x, weight)
@@ -210,7 +210,7 @@ def joint_product(product: Callable[..., Tensor], x: Any, weight: Any, bias: Any
     if spread is not None:
         rest = _sum(rest, of(joint.loc.square() + joint.noise.factor.square().sum(0), spread))
     own = bias.rest if isinstance(bias, JointMoments) else variance_of(bias)
-    if own is not None:  # added where the product adds a bias
+    if own is not None:  # added like a bias
         zeros = torch.zeros_like(joint.loc), torch.zeros_like(mean)
         rest = _sum(rest, of(*zeros, own))
     return outputs_with(of(joint.loc, mean, *shifts), rest, noise)
@@ -254,7 +254,7 @@ class Followed:
         parts: list[Any] = [result] if isinstance(result, GaussianMoments) else list(result)
         if alone and first.link is not None and moves:
             inners: list[Any] = [part.link.inner for part in parts]
-            if not isinstance(inners[0], JointMoments):  # moved by the rule alone
+            if not isinstance(inners[0], JointMoments):  # already moved by the rule
                 inners = _through(
                     entry.rule, [first.link.inner], _with(args, first, first.link.inner), kwargs, inners
                 )
@@ -328,7 +328,7 @@ def _refuse(joint: JointMoments, what: str) -> NoReturn:
         raise UnsupportedError(f"activations {what}, {NO_RULE}")
     subject = "weights" if joint.of_weights else "outputs of the layer"
     raise UnsupportedError(
-        f"the posterior of {joint.noise.sites} has covariances, and its {subject} {what}. Only a last layer may have "
-        "them: a linear layer with only shifts, scaling and views between it and the likelihood. Use LastLayerGuide, "
+        f"the posterior of {joint.noise.sites} has covariances, and its {subject} {what}. Only a last layer may "
+        "have covariances: a linear layer, followed only by shifts, scaling and views. Use LastLayerGuide, "
         "or train with Pyro's Trace_ELBO and predict with Samples(n)."
     )

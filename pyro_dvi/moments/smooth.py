@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Smooth functions that are straight far from zero: sigmoid, tanh, erf, softplus, SiLU, GELU by tanh.
+r"""Smooth functions that are linear far from zero: sigmoid, tanh, erf, softplus, SiLU, GELU by tanh.
 
-Two quadratures share the work; which one holds is decided for each element.
+There are two quadratures, chosen for each element.
 
 *Narrow Gaussians* (σ below ``crossover``): Gauss-Hermite around f(μ), with :math:`d = f(\mu+\sigma z) - f(\mu)`,
 
 .. math::
     m = f(\mu) + \mathrm E[d], \qquad v = \mathrm E[d^2] - \mathrm E[d]^2,
 
-which keeps its digits however small σ is. It converges as :math:`e^{-2\rho\sqrt{n}/\sigma}` where ρ is the distance of
-the poles of f from the real line, so it fails for wide Gaussians.
+which is accurate however small σ is. It converges as :math:`e^{-2\rho\sqrt{n}/\sigma}` where ρ is the distance of the
+poles of f from the real line, so it fails for wide Gaussians.
 
-*Wide Gaussians*: f is a smoothed copy of its straight ends plus a remainder that is zero beyond a few units,
+*Wide Gaussians*: f is a smoothed copy of its linear tails plus a remainder that vanishes beyond a few units,
 
 .. math:: f(x) = q(x)\,\Phi(x/s) + r_1(x), \qquad f(x)^2 = q(x)^2\,\Phi(x/s) + r_2(x), \qquad q = 1 \text{ or } x.
 
@@ -19,11 +19,11 @@ The first terms have closed forms. The remainders are integrated by the trapezoi
 
 .. math:: \mathrm E[r(x)] \approx h\sum_k r(x_k)\,\mathcal N(x_k; \mu, \sigma^2),
 
-where all :math:`r(x_k)` are constants; its error falls as :math:`e^{-2\pi\rho/h}`, and derivatives in μ and σ² fall on
-the Gaussian alone.
+where all :math:`r(x_k)` are constants. Its error falls as :math:`e^{-2\pi\rho/h}`, and derivatives in μ and σ² act only
+on the Gaussian.
 
-All functions have a symmetry, :math:`f(x) = 1 - f(-x)` for steps and :math:`f(x) = x + f(-x)` for ramps. Means on the
-right are mirrored, so that no digits cancel far from zero.
+All functions have a symmetry, :math:`f(x) = 1 - f(-x)` for steps and :math:`f(x) = x + f(-x)` for ramps. Positive means
+are mirrored, so that there is no cancellation far from zero.
 
 Derivatives in σ² are half of second derivatives in μ (Price's theorem).
 
@@ -44,20 +44,18 @@ from pyro_dvi.core.recorder import assumed, is_recording
 from pyro_dvi.moments.quadrature import DENSITY, Nodes, column, constants, distribution, gauss_hermite
 
 _SERIES = (1e-6, 1e-3)  # variances in float64 and float32
-_LANES = (
-    64  # sums over rows on one thread round alike in all columns where their number is a multiple of this one
-)
+_LANES = 64  # with a multiple of this many columns, sums over rows on one thread round alike in all columns
 Form = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 class _Nodes(NamedTuple):
-    """The density of nodes for a kind of functions, in float64 and in float32.
+    """Quadrature nodes for one kind of function, in float64 and in float32.
 
     Attributes:
-        crossover: the deviation beyond which the lattice takes over.
-        order: the number of nodes of Gauss-Hermite, enough up to there.
+        crossover: the standard deviation beyond which the lattice is used.
+        order: the number of Gauss-Hermite nodes, sufficient up to the crossover.
         reach: half the length of the lattice.
-        spacing: of the lattice.
+        spacing: spacing of the lattice.
     """
 
     crossover: float
@@ -76,9 +74,9 @@ class Smooth:
 
     Attributes:
         value_and_slope: f and its derivative.
-        ramp: True if f follows x to the right; else it tends to 1.
-        steep: True if f reaches its ends as fast as a Gaussian decays, else as an exponential does.
-        smoothing: s, the width of the smoothed end.
+        ramp: True if f(x) approaches x on the right; False if it approaches 1.
+        steep: True if f approaches its tails as fast as a Gaussian decays; False if as fast as an exponential.
+        smoothing: s, the width of the smoothed step or ramp.
     """
 
     value_and_slope: Form
@@ -93,16 +91,18 @@ class Smooth:
 
     def around(self, mu: Tensor, variance: Tensor, slopes: bool) -> list[Tensor]:
         """Return the difference of the mean from f(μ) and the variance, and the slopes of both."""
-        side = torch.copysign(constants(1.0, mu), mu).neg_()  # products with it: torch.where is slow on CPU
+        side = torch.copysign(
+            constants(1.0, mu), mu
+        ).neg_()  # multiply with it, because torch.where is slow on CPU
         block = _Block(mu * side, variance, side, slopes)
         table = self._tables[mu.dtype is not torch.float64]
         return self._mirrored_back(block, self._chosen(table, block))
 
     def _chosen(self, table: "_Table", block: "_Block") -> list[Tensor]:
-        """Run on each element the quadrature it needs where a look at the values costs nothing, else both on all.
+        """Run the right quadrature on each element if reading values is cheap, otherwise both on all elements.
 
-        The result is the same to the last bit, so that a recorded step can be compared with this one; where several
-        threads share a large block with both kinds of elements, nearly so.
+        The results agree to the last bit, so that a recorded step can be compared with an eager one, except for
+        rounding if several threads share a large block with both kinds of elements.
         """
         y, variance, limit = block.y, block.variance, table.limit
         if y.device.type != "cpu" or torch.compiler.is_compiling() or y.numel() == 0:
@@ -133,7 +133,7 @@ class Smooth:
         return [torch.where(variance > limit, a, b) for a, b in zip(far, near, strict=True)]
 
     def _near(self, table: "_Table", block: "_Block", some_tiny: bool = True) -> list[Tensor]:
-        """Gauss-Hermite around f(y): shift of the mean, variance, E f', then slopes and E f'''."""
+        """Gauss-Hermite around f(y): shift of the mean, variance and E f'; then slopes and E f'''."""
         y, variance, _, slopes = block
         sigma = variance.sqrt()
         z, w = (constants(column, y) for column in table.nodes)
@@ -149,8 +149,8 @@ class Smooth:
             by_mu = weighted.mul_(slope).sum(0).addcmul_(shift, first, value=-1).mul_(2)
             by_variance = weighted.mul_(z).sum(0).addcmul_(shift, second, value=-1).div_(sigma)
         if some_tiny:
-            # Differences d near rounding: E d = σ² E f'' / 2, and three terms of
-            # Var f = σ² Σ E[f' He_k(z)]² / (k + 1)!.
+            # For differences d near rounding: E d = σ² E f'' / 2, and three terms of Var f = σ² Σ E[f' He_k(z)]² / (k +
+            # 1)!.
             tiny = variance < table.series
             shift = torch.where(tiny, 0.5 * sigma * second, shift)
             series = torch.addcmul(first.square(), second, second, value=0.5).addcmul_(
@@ -166,7 +166,7 @@ class Smooth:
         return [shift, spread, first, second.div_(sigma).mul_(0.5), by_mu, by_variance, third / variance]
 
     def _far(self, table: "_Table", block: "_Block") -> list[Tensor]:
-        """The same by the lattice, and closed forms of the ends."""
+        """The same with the lattice, and closed forms of the tails."""
         y, variance, _, slopes = block
         of_f, of_square = self._rest(table, block)
         _add_straight_ends(self, y, variance, of_f, of_square)
@@ -179,9 +179,9 @@ class Smooth:
         return [shift, spread, f1, f2.mul_(0.5), by_mu, by_variance, f3]
 
     def _mirrored_back(self, block: "_Block", g: list[Tensor]) -> list[Tensor]:
-        r"""Undo the reflection of means on the right.
+        r"""Undo the mirroring of positive means.
 
-        A step is :math:`1 - f(-x)`. A ramp is :math:`x + f(-x)`, of variance
+        A step is :math:`1 - f(-x)`. A ramp is :math:`x + f(-x)`, with variance
         :math:`\mathrm{Var}\,f + \sigma^2 - 2\sigma^2\,\mathrm E[f']` by Stein's lemma.
         """
         variance, side = block.variance, block.side
@@ -192,7 +192,7 @@ class Smooth:
                 return [shift, spread]
             b, c, d, _ = rest
             return [shift, spread, a, b.mul_(side), c.mul_(side), d]
-        right = torch.mul(side, -0.5).add_(0.5)  # 1 for means that were on the right, else 0
+        right = torch.mul(side, -0.5).add_(0.5)  # 1 for means that were positive, else 0
         excess = torch.add(constants(1.0, a), a, alpha=-2).mul_(right)
         spread = spread.addcmul_(variance, excess)
         if not rest:
@@ -204,14 +204,14 @@ class Smooth:
         return [shift, spread, a.add_(excess), b, c, d]
 
     def _rest(self, table: "_Table", block: "_Block") -> tuple[list[Tensor], list[Tensor]]:
-        """Expected remainders of f (to the third derivative in the mean) and f² (to the second); else fewer."""
+        """Expected remainders of f and f², up to the third and second derivative in the mean; fewer without slopes."""
         y, variance, _, slopes = block
         inverse = variance.rsqrt()
         places, remainders = (constants(numbers, y) for numbers in table.lattice)
         u = torch.sub(places, y).mul_(inverse).clamp_(-table.reach, table.reach)
         density = torch.addcmul(inverse.log(), u, u, value=-0.5).exp_()
         terms = remainders * density
-        u.mul_(inverse)  # each product with it is a derivative in the mean, up to lower ones
+        u.mul_(inverse)  # multiplying by it takes a derivative in the mean, up to lower-order terms
         sums = [terms.sum(1), terms.mul_(u).sum(1)]
         if slopes:
             squared = inverse.square()
@@ -253,7 +253,7 @@ class Rescaled:
 def _add_straight_ends(
     function: Smooth, y: Tensor, variance: Tensor, of_f: list[Tensor], of_square: list[Tensor]
 ) -> None:
-    r"""Add the expectations of q Φ(x/s), and of q² Φ(x/s), and as many derivatives in the mean as there are rows.
+    r"""Add the expectations of q Φ(x/s) and q² Φ(x/s), and as many derivatives in the mean as there are rows.
 
     With :math:`c = v + s^2`, :math:`z = y/\sqrt c` and :math:`p = \phi(z)/\sqrt c`, the expectation of x Φ(x/s) and its
     derivatives are
@@ -289,7 +289,7 @@ def _add_straight_ends(
 
 
 class _Block(NamedTuple):
-    """Elements whose means are mirrored to the left of zero; the side is -1 for those that were on the right."""
+    """Elements whose positive means are mirrored; the side is -1 for mirrored elements."""
 
     y: Tensor
     variance: Tensor
@@ -302,19 +302,19 @@ class _Block(NamedTuple):
         return _Block(y, variance, side, self.slopes)
 
     def with_variance(self, variance: Tensor) -> "_Block":
-        """Return the same means with other variances; the compiler of torch 2.8 does not know ``_replace``."""
+        """Return the same means with other variances; torch.compile in torch 2.8 does not support ``_replace``."""
         return _Block(self.y, variance, self.side, self.slopes)
 
 
 class _Table(NamedTuple):
-    """The numbers of a function in one precision, as Python floats, which every device and compiler takes.
+    """The constants of a function in one precision, as Python floats, which work on every device and when compiled.
 
     Attributes:
-        series: the variance below which differences from f(μ) are lost.
-        reach: deviations from the mean beyond which a density counts as zero: denormal numbers are slow.
-        limit: the variance beyond which the lattice takes over.
+        series: the variance below which differences from f(μ) are lost to rounding.
+        reach: standard deviations beyond which a density is set to zero, because denormal numbers are slow.
+        limit: the variance beyond which the lattice is used.
         nodes: nodes and weights of Gauss-Hermite, as columns.
-        lattice: points, and the remainders of f and f² there, times spacing and the Gaussian's constant, as columns.
+        lattice: points, and the remainders of f and f² there, times spacing and the Gaussian constant, as columns.
     """
 
     series: float

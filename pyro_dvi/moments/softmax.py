@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Softmax, its logarithm, the logarithm of a sum of exponentials, and the larger of two Gaussians.
+r"""Softmax, log-softmax, log-sum-exp, and the maximum of two Gaussians.
 
 With :math:`p = \mathrm{softmax}(m)` at the means, one correction of the logits gives the mean,
 
 .. math:: q = \mathrm{softmax}\Bigl(m + \frac{v(1 - 2p)}{2 + v/2}\Bigr),
 
-which is the second order in v, damped so that large variances neither overshoot nor leave the simplex. The deviation of
-:math:`\log q_i` to first order, :math:`s_i^2 = (1-q_i)^2 v_i + \sum_{j \ne i} q_j^2 v_j`, and the largest variance that
-a number in [0, 1] of this mean can have, bound the variance together:
+which is second order in v, damped so that large variances do not overshoot. The standard deviation of
+:math:`\log q_i` to first order, :math:`s_i^2 = (1-q_i)^2 v_i + \sum_{j \ne i} q_j^2 v_j`, and the largest variance of a
+number in [0, 1] with this mean together bound the variance:
 
 .. math:: \frac1{\mathrm{Var}_i} = \frac1{q_i^2 s_i^2} + \frac1{q_i(1 - q_i)}.
 
-For two classes the softmax is the sigmoid of a Gaussian, and has its moments. A likelihood that takes softmax
+For two classes, the softmax is the sigmoid of a Gaussian, whose moments are used. A likelihood that takes softmax
 probabilities does not use these moments: it integrates over the logits, to which they are linked.
 
-The larger of two independent x and y is :math:`\max(x, y) = y + (x - y)_+`. By Stein's lemma, with :math:`d = x - y`,
+The maximum of independent x and y is :math:`\max(x, y) = y + (x - y)_+`. By Stein's lemma, with :math:`d = x - y`,
 
 .. math:: \mathrm{Var}[y + d_+] = \mathrm{Var}[d_+] + \mathrm{Var}[y]\,(1 - 2\,\mathrm P(d > 0)),
 
-where y has the smaller variance, so that no digits are lost.
+where y has the smaller variance, to avoid cancellation.
 
 Source: for the maximum, Clark (1961), "The greatest of a finite set of random variables".
 """
@@ -40,7 +40,7 @@ from pyro_dvi.moments.value import GaussianMoments, Link, floored, loc_of, varia
 
 
 def probabilities(m: Tensor, v: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Return mean and variance of the softmax; for two classes, of the sigmoid of their difference."""
+    """Return mean and variance of the softmax; for two classes, of the sigmoid of the difference of logits."""
     if m.shape[dim] == 2:
         difference = GaussianMoments(m.select(dim, 0) - m.select(dim, 1), v.select(dim, 0) + v.select(dim, 1))
         first = sigmoid(difference)
@@ -55,9 +55,9 @@ def probabilities(m: Tensor, v: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def _half_step(m: Tensor, v: Tensor, dim: int) -> Tensor:
-    r"""Rise of E[logsumexp] above its value at the mean.
+    r"""Return how much E[logsumexp] exceeds its value at the mean.
 
-    Its slope along Gaussians of variance tv is ½ Σ v E[p(1 - p)] at t, here taken at t = ½.
+    For variance tv, its derivative in t is ½ Σ v E[p(1 - p)], here evaluated at t = ½.
     """
     q, variance = probabilities(m, v / 2, dim)
     return (0.5 * v * (q - q.square() - variance)).sum(dim, keepdim=True)
@@ -67,14 +67,14 @@ def _converted(
     input: GaussianMoments, dim: int | None, dtype: torch.dtype | None, name: str
 ) -> tuple[GaussianMoments, int]:
     if dim is None:
-        raise UnsupportedError(f"{name} of moments needs its dimension: {name}(x, dim=-1)")
+        raise UnsupportedError(f"{name} of moments needs a dimension: {name}(x, dim=-1)")
     if dtype is not None:
         input = input.to(dtype)
     return input, dim if dim < 0 else dim - input.dim()
 
 
 def _linked(result: GaussianMoments, x: GaussianMoments, function: Any, name: str) -> GaussianMoments:
-    """Remember the logits."""
+    """Link the result to the logits."""
     if x.link is None:
         return result.linked(Link(x.snapshot(), function, name, elementwise=False))
     composed = Composed(x.link.function, function)
@@ -87,14 +87,14 @@ def softmax(
 ) -> GaussianMoments:
     r"""Moments of the softmax over a dimension.
 
-    Status: exact for two classes, else approximate. Against sampling, with means from N(0, 4) and variances around v,
-    half the sum of the absolute errors of the mean is at most 0.002, 0.015, 0.075 for v = 0.1, 1, 4 and up to ten
-    classes (softmax of the mean: 0.009, 0.07, 0.16), and the median ratio of deviations is within 15 % of one. The
-    outputs sum to one and are correlated; that is dropped.
+    Status: exact for two classes, otherwise approximate. Compared with sampling, with means from N(0, 4), variances
+    around v and up to ten classes, half the sum of the absolute errors of the mean is at most 0.002, 0.015, 0.075 for v
+    = 0.1, 1, 4 (softmax of the mean: 0.009, 0.07, 0.16), and the median ratio of standard deviations is within 15 % of
+    one. The outputs sum to one and are correlated; these correlations are dropped.
 
     Args:
         input: logits.
-        dim: over which they are normalised.
+        dim: the dimension over which the softmax is taken.
         dtype: of the result.
 
     Example:
@@ -112,17 +112,17 @@ def softmax(
 def log_softmax(
     input: GaussianMoments, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
 ) -> GaussianMoments:
-    r"""Moments of the logarithm of the softmax.
+    r"""Moments of the log-softmax.
 
     .. math:: \mathrm{Var}_i \approx v_i (1 - 2 q_i) + \sum_j v_j (q_j^2 + \tfrac12 \mathrm{Var}[p_j])
 
-    Status: approximate, as :func:`logsumexp`.
+    Status: approximate, like :func:`logsumexp`.
     """
     x, dim = _converted(input, dim, dtype, "log_softmax")
     q, variance = probabilities(x.loc, x.variance, dim)
     loc = torch.log_softmax(x.loc, dim) - _half_step(x.loc, x.variance, dim)
     shares = x.variance * (q.square() + 0.5 * variance)
-    # Without the own share: the differences of large numbers would cost digits where q is close to one.
+    # The sum excludes the element itself, to avoid cancellation where q is close to one.
     own = x.variance * ((1 - q).square() + 0.5 * variance)
     spread = own + (shares.sum(dim, keepdim=True) - shares).clamp_min(0)
     return _linked(GaussianMoments(loc, spread), x, partial(torch.log_softmax, dim=dim), "log_softmax")
@@ -136,13 +136,13 @@ def logsumexp(input: GaussianMoments, dim: Any, keepdim: bool = False) -> Gaussi
         \mathrm E \approx \log\sum_j e^{m_j} + \tfrac12 \sum_j v_j \mathrm E_{v/2}[p_j(1 - p_j)], \qquad
         \mathrm{Var} \approx \sum_j v_j (q_j^2 + \tfrac12 \mathrm{Var}[p_j])
 
-    Status: approximate. Against sampling as in :func:`softmax`, the mean is off by 0.004, 0.015, 0.1 for v = 0.1, 1, 4
-    (second order in v: 0.25 for v = 4), and the deviation by 6 %.
+    Status: approximate. Compared with sampling as in :func:`softmax`, the error of the mean is 0.004, 0.015, 0.1 for v
+    = 0.1, 1, 4 (to second order in v: 0.25 for v = 4), and the error of the standard deviation 6 %.
     """
     if isinstance(dim, tuple | list):
         if len(dim) != 1:
             raise UnsupportedError(
-                "torch.logsumexp of moments has one dimension: flatten those that belong together"
+                "torch.logsumexp of moments takes one dimension: flatten the dimensions to sum over"
             )
         dim = dim[0]
     m, v = input.loc, input.variance
@@ -154,7 +154,7 @@ def logsumexp(input: GaussianMoments, dim: Any, keepdim: bool = False) -> Gaussi
 
 @moment_rule(torch.maximum, torch.fmax, kind=Kind.ELEMENTWISE)
 def maximum(input: Any, other: Any) -> GaussianMoments:
-    """Moments of the larger of two. Status: exact for independent Gaussians, and where one is certain.
+    """Moments of the larger of two. Status: exact for independent Gaussians, and if one is deterministic.
 
     Example:
         >>> x, y = (GaussianMoments(torch.zeros(1), torch.ones(1)) for _ in range(2))
@@ -177,5 +177,5 @@ def maximum(input: Any, other: Any) -> GaussianMoments:
 
 @moment_rule(torch.minimum, torch.fmin, kind=Kind.ELEMENTWISE)
 def minimum(input: Any, other: Any) -> GaussianMoments:
-    """Moments of the smaller of two. Status: as :func:`maximum`."""
+    """Moments of the smaller of two. Status: like :func:`maximum`."""
     return input.snapshot() if input is other else -maximum(-input, -other)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objects that pass through torch functions: each call of a function goes to its entry in a table.
+"""Objects that pass through torch functions: each call is dispatched to an entry in a table.
 
-The table is filled by :mod:`pyro_dvi.moments.rules`. It lies here, below the classes whose calls it answers, so that
-they need not import the rules.
+The table is filled by :mod:`pyro_dvi.moments.rules`. It is defined here so that the classes whose calls it dispatches
+need not import the rules.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pyro_dvi.errors import UnsupportedError
 
-# The entry that answers a call, by the function as it is called.
+# Entries by the function as it is called.
 ENTRIES: dict[Callable, Any] = {}
 
 # Attributes and methods of a tensor that say nothing about its values.
@@ -31,7 +31,7 @@ def call(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Call a torch function of moments.
 
     Raises:
-        UnsupportedError: it has no rule.
+        UnsupportedError: if the function has no rule.
     """
     entry = ENTRIES.get(func)
     if entry is None:
@@ -47,7 +47,7 @@ def _no_rule(func: Callable) -> str:
         f"    @moment_rule({name})\n"
         f"    def {name.rsplit('.', 1)[-1].strip('_')}_moments(x, ...):\n"
         "        return GaussianMoments(mean_of_the_result, variance_of_the_result)\n\n"
-        "(see 'Adding a moment rule' in the documentation), replace the function in the model by one that has a rule, "
+        "(see 'Adding a moment rule' in the documentation), replace the function with one that has a rule, "
         "or train with TaylorELBO, which needs none."
     )
 
@@ -82,7 +82,7 @@ def _reflected(function: Callable) -> Callable[..., Any]:
 
 
 class TensorLike:
-    """Has the operators, methods and attributes of a tensor, but no value: code that needs a number is refused.
+    """Has the operators, methods and attributes of a tensor, but no value: code that needs a number raises an error.
 
     The shape, dtype and device are those of ``loc``.
     """
@@ -91,9 +91,9 @@ class TensorLike:
 
     def _refuse_value(self, *args: Any) -> NoReturn:
         raise UnsupportedError(
-            "the code asks for the value of something uncertain (an if, .item(), a conversion to a number or array): "
-            "decide on x.loc if the mean may decide, or write a rule with pyro_dvi.moments.moment_rule. If a class of "
-            "torch.distributions asked for it, use the class of the same name in pyro.distributions."
+            "the code needs the value of something uncertain (an if, .item(), a conversion to a number or array): "
+            "use x.loc to decide by the mean, or write a rule with pyro_dvi.moments.moment_rule. If a class in "
+            "torch.distributions needs it, use the class of the same name in pyro.distributions."
         )
 
     __bool__ = __float__ = __int__ = __index__ = __complex__ = __array__ = _refuse_value  # type: ignore[assignment]
@@ -139,7 +139,7 @@ class TensorLike:
     def __len__(self) -> int:
         if not self.shape:
             raise TypeError(
-                "an uncertain number has no length; torch.tensor and torch.as_tensor hold certain numbers: take x.loc"
+                "an uncertain number has no length, and torch.tensor and torch.as_tensor take plain numbers: pass x.loc"
             )
         return len(self.loc)
 
@@ -152,7 +152,7 @@ class TensorLike:
     def __setitem__(self, index: Any, value: Any) -> None:
         call(torch.Tensor.__setitem__, (self, index, value), {})
 
-    # Operators: forwards, with the other on the left, and in place.
+    # Operators: forward, reflected and in place.
     __add__, __radd__, __iadd__ = _operator(torch.add), _reflected(torch.add), _operator(torch.Tensor.add_)
     __sub__, __rsub__, __isub__ = _operator(torch.sub), _reflected(torch.sub), _operator(torch.Tensor.sub_)
     __mul__, __rmul__, __imul__ = _operator(torch.mul), _reflected(torch.mul), _operator(torch.Tensor.mul_)

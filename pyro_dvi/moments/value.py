@@ -19,15 +19,15 @@ from pyro_dvi.moments.tensor_like import TensorLike, call
 
 @dataclass(frozen=True)
 class Link:
-    """The Gaussian that some moments were computed from, and the function: likelihoods integrate over that Gaussian.
+    """The Gaussian from which moments were computed, and the function; likelihoods integrate over this Gaussian.
 
     Attributes:
         inner: the Gaussian.
         function: the map from its values to values of the moments.
-        name: its name if it is one torch function and nothing else ("exp", "softmax", ...); else None.
+        name: the name of the function if it is a single torch function ("exp", "softmax", ...); else None.
         elementwise: True if each element depends on one element of ``inner``, of the same shape.
-        uniform: True if ``function`` is the same at each element, so that it still holds after elements moved.
-        moved: True if each element depends on one element of ``inner``, but of another place or shape.
+        uniform: True if ``function`` is the same for each element, so that elements may be moved.
+        moved: True if each element depends on one element of ``inner``, but in another place or shape.
     """
 
     inner: GaussianMoments
@@ -44,7 +44,7 @@ class Link:
 
 
 class Memory:
-    """The number of changes in place, shared by moments that are views of each other."""
+    """The number of in-place changes, shared by moments that are views of each other."""
 
     __slots__ = ("version",)
 
@@ -59,24 +59,24 @@ class GaussianMoments(TensorLike):
 
     Torch functions of moments return moments; a function without a rule raises an error that shows how to write one.
     Operators, methods, and functions of :mod:`torch` and :mod:`torch.nn.functional` all work. Code that needs a number
-    (``if x > 0``, ``x.item()``) is refused. Moments are not instances of :class:`torch.Tensor`, whose memory torch's
-    compiled code would read; write ``hasattr(x, "shape")`` where a model asks.
+    (``if x > 0``, ``x.item()``) raises an error. Moments are not instances of :class:`torch.Tensor`, because torch's
+    compiled code would read their memory; a model that checks the type can use ``hasattr(x, "shape")`` instead.
 
-    Status: each rule states its accuracy; correlations between elements are dropped, except of an object with
+    Status: each rule states its accuracy; correlations between elements are dropped, except between an object and
     itself (``x + x`` has four times the variance).
 
     Args:
         loc: means, floating point.
-        variance: variances, broadcastable to ``loc``, not negative (not checked here, which would cost a pass).
-        link: how these moments came from Gaussian ones, if they did.
+        variance: nonnegative variances, broadcastable to ``loc`` (the sign is not checked, to save a pass over memory).
+        link: how these moments were computed from a Gaussian, if they were.
 
     Attributes:
         shape, dtype, device: of ``loc``.
         link: as above.
-        origin: the Gaussian that these, Gaussian too, are a multiple of and a shift, if they are.
+        origin: the Gaussian of which these moments are a shifted multiple, if any.
 
     Raises:
-        ArgumentError: shapes, dtypes or devices differ.
+        ArgumentError: if shapes, dtypes or devices differ.
 
     Example:
         >>> x = GaussianMoments(torch.tensor([1.0, 2.0]), torch.tensor([0.5, 0.5]))
@@ -91,7 +91,7 @@ class GaussianMoments(TensorLike):
             variance = _fitted(loc, variance)
         if loc.dtype is not variance.dtype or loc.device != variance.device:
             raise ArgumentError(
-                f"loc is {loc.dtype} on {loc.device}, variance {variance.dtype} on {variance.device}: they must agree"
+                f"loc is {loc.dtype} on {loc.device}, variance {variance.dtype} on {variance.device}: they must match"
             )
         self._loc, self._variance, self.link = loc, variance, link
         self._memory = Memory()
@@ -124,7 +124,7 @@ class GaussianMoments(TensorLike):
         return call(torch.detach, (self,), {})
 
     def snapshot(self) -> GaussianMoments:
-        """Return the same moments as another object, which changes in place do not reach."""
+        """Return a copy that in-place changes do not affect."""
         copy = GaussianMoments(self.loc, self.variance, self.link)
         copy.origin = self.origin
         return copy
@@ -134,19 +134,19 @@ class GaussianMoments(TensorLike):
     def alias(self, base: GaussianMoments, place: Any = None) -> GaussianMoments:
         """Mark as a view of ``base``.
 
-        When either is changed in place, the other must not be used any more. A view made by an index is an exception: a
-        change is written into its base as well.
+        After either is changed in place, the other must not be used. Views made by indexing are an exception: their
+        changes are also written into the base.
 
         Args:
-            base: the moments that this is a view of.
-            place: the index that made it, if one did.
+            base: the moments of which this is a view.
+            place: the index that made the view, if any.
         """
         self._memory, self._seen = base._memory, base._memory.version
         self._place = None if place is None else (ref(base), place)
         return self
 
     def become(self, other: GaussianMoments) -> GaussianMoments:
-        """Take the value of ``other``, as functions that work in place do."""
+        """Take the value of ``other``, as in-place functions do."""
         base, place = (None, None) if self._place is None else (self._place[0](), self._place[1])
         if base is not None and base._seen == self._memory.version:
             loc, variance = base.loc.clone(), base.variance.clone()
@@ -167,12 +167,12 @@ class GaussianMoments(TensorLike):
 
 
 def loc_of(x: Any) -> Any:
-    """Return the mean of moments, and anything else as it is."""
+    """Return the mean of moments, and anything else unchanged."""
     return x.loc if isinstance(x, GaussianMoments) else x
 
 
 def variance_of(x: Any) -> Any:
-    """Return the variance of moments, and None for anything else, which is certain."""
+    """Return the variance of moments, and None for anything else, which is deterministic."""
     return x.variance if isinstance(x, GaussianMoments) else None
 
 
@@ -198,9 +198,9 @@ def _refuse_stale() -> NoReturn:
 
 
 class _Local(threading.local):
-    """The floor that this thread asked for."""
+    """The floor set in this thread."""
 
-    def __init__(self) -> None:  # an attribute of the instance: Dynamo of torch 2.8 guards no others
+    def __init__(self) -> None:  # an instance attribute, because Dynamo in torch 2.8 guards no others
         self.floor: float | None = None
 
 
@@ -209,13 +209,13 @@ _LOCAL = _Local()
 
 @contextmanager
 def variance_floor(minimum: float) -> Iterator[None]:
-    r"""Raise the variances of the inputs of nonlinearities to at least ``minimum``.
+    r"""Raise the input variances of nonlinearities to at least ``minimum``.
 
-    The slopes of :math:`\mathrm E[f(x)]` in the variance grow as :math:`1/\sigma` where f has a kink. By default the
-    floor is the square of the rounding error of the dtype, which changes no result.
+    The slopes of :math:`\mathrm E[f(x)]` in the variance grow as :math:`1/\sigma` at a kink of f. By default, the floor
+    is the square of the rounding error of the dtype, which changes no result.
 
     Raises:
-        ArgumentError: a negative floor.
+        ArgumentError: if the floor is negative.
     """
     if minimum < 0:
         raise ArgumentError(f"a variance floor must not be negative, got {minimum}")
@@ -235,7 +235,7 @@ def floored(variance: Tensor) -> Tensor:
 
 
 def raised(variance: Tensor) -> Tensor:
-    """Return the variance, at least the floor if one was asked for: rules that see to zeros themselves start so."""
+    """Return the variance, at least the floor if one was set; for rules that handle zero variance themselves."""
     floor = _LOCAL.floor
     return variance if floor is None else variance.clamp_min(floor)
 

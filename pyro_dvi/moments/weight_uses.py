@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Warn of weights that a result depends on by two ways, as seen while a model runs with moments.
+"""Warn about weights that affect a result along two paths, observed while a model runs with moments.
 
-A result may depend on weights by two ways: a network applied twice, tied layers. Moments drop the covariance of both.
+A result may depend on weights along two paths, in tied layers or a network applied twice. Moments drop the covariance
+between the paths.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +20,7 @@ from pyro_dvi.moments.value import GaussianMoments
 
 
 def parts_of(result: Any) -> Iterator[GaussianMoments]:
-    """Moments that a function returned."""
+    """Yield the moments that a function returned."""
     for part in result if isinstance(result, tuple | list) else (result,):
         if isinstance(part, GaussianMoments):
             yield part
@@ -27,10 +28,10 @@ def parts_of(result: Any) -> Iterator[GaussianMoments]:
 
 @contextmanager
 def warned_of_repeated_uses(weights: Mapping[str, GaussianMoments]) -> Iterator[None]:
-    """Warn at the end of the context if uses of one weight met, naming the weights.
+    """Warn at the end of the context if two uses of a weight were combined, naming the weights.
 
-    Two uses that never meet in one function (a net that sees two data sets, each with its own likelihood) are fine, and
-    all that happens within the rule of one function (the steps of :class:`torch.nn.LSTM`) is one use.
+    Two uses that are never combined in one function (a network applied to two data sets, each with its own likelihood)
+    are fine. Everything within the rule of one function (the steps of :class:`torch.nn.LSTM`) counts as one use.
 
     Args:
         weights: latent weights by name; may be filled while the model runs.
@@ -40,8 +41,8 @@ def warned_of_repeated_uses(weights: Mapping[str, GaussianMoments]) -> Iterator[
         yield
     if uses.repeated:
         warn(
-            f"the result depends on {', '.join(map(repr, uses.repeated))} by two ways (a network applied twice, tied "
-            "layers), whose covariance moments drop: variances come out too wide in differences f(a) - f(b), too "
+            f"the result depends on {', '.join(map(repr, uses.repeated))} along two paths (a network applied twice, "
+            "tied layers), whose covariance moments drop: variances come out too wide in differences f(a) - f(b), too "
             "narrow in sums. Measure it with compare_with_sampling; use a weight once ((a - b) @ w), predict with "
             "Moments(propagation=ReverseDelta()), or train with TaylorELBO and predict with Samples(n)."
         )
@@ -54,9 +55,9 @@ class _Uses:
 
     def __init__(self, weights: Mapping[str, GaussianMoments]) -> None:
         self.weights, self.parts = weights, WeightParts()
-        self.repeated: dict[str, None] = {}  # in the order in which they were found
+        self.repeated: dict[str, None] = {}  # in the order found
         self._number = count()
-        # By the tensor of means, kept alive: the parts of each weight, by the number of the call and their identity.
+        # Keyed by the tensor of means, which is kept alive: parts of each weight, by call number and identity.
         self._behind: dict[int, tuple[Tensor, dict[str, dict[tuple[int, int], Part]]]] = {}
 
     def __call__(self, func: Callable, args: tuple, kwargs: dict[str, Any], result: Any) -> Any:

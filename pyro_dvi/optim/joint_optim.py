@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One torch optimizer for all parameters of an SVI, where Pyro makes one for each: JointOptim, Adam and SGD."""
+"""JointOptim, Adam and SGD: one torch optimizer for all parameters of an SVI, where Pyro uses one per parameter."""
 
 import copy
 import inspect
@@ -28,25 +28,25 @@ _TOGETHER = {"max_norm", "norm_type"}  # of torch's clip_grad_norm_
 
 
 class JointOptim(PyroOptim):
-    """A Pyro optimizer that steps all parameters with equal options at once, by fused or foreach kernels.
+    """A Pyro optimizer that steps all parameters with equal options at once, with fused or foreach kernels.
 
-    It replaces Pyro's own optimizers, with the same numbers up to rounding. Its state has Pyro's format, one entry for
-    each name, and can be exchanged with the states of Pyro's optimizers and schedulers.
+    It replaces Pyro's own optimizers and gives the same results up to rounding. Its state has Pyro's format, one entry
+    per name, and can be exchanged with the states of Pyro's optimizers and schedulers.
 
-    Three things differ. After a step gradients are None instead of zero: the next backward pass writes them instead of
-    adding to zeros, and a parameter that is part of a step but gets no gradient there stays as it is, as in torch.
-    A state that is set is copied and acts at once on parameters that were stepped before. To change a rate by hand,
-    go through ``set(optimizer.optim_objs.values())``, since parameters share these optimizers.
+    There are three differences. After a step, gradients are None instead of zero: the next backward pass writes them
+    instead of adding to zeros, and a parameter without a gradient is not changed, as in torch. ``set_state`` copies the
+    state and also applies it to parameters that were already stepped. To change a learning rate by hand, iterate over
+    ``set(optimizer.optim_objs.values())``, because parameters share these optimizers.
 
-    Copies and pickles know parameters by their names in Pyro's store.
+    Copies and pickles refer to parameters by their names in Pyro's store.
 
     Args:
         optim_constructor: class of the torch optimizer. Its kernels are chosen for each parameter by device and dtype,
             unless the options name one (``fused``, ``foreach``).
-        optim_args: its options, or a function of the name of a parameter that returns them, as for Pyro's optimizers.
-            Parameters with equal options share one torch optimizer.
-        clip_args: as for Pyro's optimizers, ``{"clip_norm": 10.0}`` or ``{"clip_value": 1.0}`` for every gradient by
-            itself, or options of :func:`torch.nn.utils.clip_grad_norm_` for all parameters of a step together:
+        optim_args: options of the torch optimizer, or a function from parameter names to options, as for Pyro's
+            optimizers. Parameters with equal options share one torch optimizer.
+        clip_args: ``{"clip_norm": 10.0}`` or ``{"clip_value": 1.0}`` to clip each gradient separately, as for Pyro's
+            optimizers, or options of :func:`torch.nn.utils.clip_grad_norm_` for all parameters of a step together:
             ``{"max_norm": 10.0}``, ``{"max_norm": 10.0, "norm_type": math.inf}`` for the largest entry.
 
     Example:
@@ -69,16 +69,16 @@ class JointOptim(PyroOptim):
             self._together = {name: clip_args[name] for name in clip_args.keys() & _TOGETHER}
             clip_args = {name: value for name, value in clip_args.items() if name not in _TOGETHER}
         PyroOptim.__init__(self, optim_constructor, optim_args, clip_args)
-        # An optimizer, or the scheduler of one, for each set of options and place in the schedule.
+        # One optimizer, or its scheduler, for each set of options and position in the schedule.
         self._shared: list[Any] = []
         self._places: dict[Tensor, tuple[Any, ...]] = {}
 
     def __call__(self, params: Iterable[Tensor], *args: Any, **kwargs: Any) -> None:
-        """Step the parameters that have gradients, and drop these.
+        """Step the parameters that have gradients, and set the gradients to None.
 
         Args:
-            params: parameters of Pyro's store. Others stay as they are, even those with gradients.
-            *args: of the torch optimizer's ``step``.
+            params: parameters from Pyro's store. Other parameters are not changed, even if they have gradients.
+            *args: arguments of the torch optimizer's ``step``.
             **kwargs: likewise.
         """
         params, store = list(params), pyro.get_param_store()
@@ -92,7 +92,7 @@ class JointOptim(PyroOptim):
                 self._places[parameter] = place
             if (clip := self.grad_clip[parameter]) is not None:
                 clip(parameter)
-            # Fused kernels of the CPU assume that parameter and gradient have the same layout.
+            # Fused CPU kernels assume that parameter and gradient have the same layout.
             if is_plain and parameter.grad is not None and not parameter.grad.is_contiguous():
                 parameter.grad = parameter.grad.contiguous()
         if self._together:
@@ -109,7 +109,7 @@ class JointOptim(PyroOptim):
             parameter.grad = gradient
 
     def get_state(self) -> dict[str, Any]:
-        """Return the state by names of parameters, with what waits for those not stepped yet; tensors are no copies."""
+        """Return the state by parameter name, including pending states of parameters; tensors are not copied."""
         store, state = pyro.get_param_store(), dict(self._state_waiting_to_be_consumed)
         for shared in self._shared:
             for parameter, own in _states(shared).items():
@@ -118,14 +118,14 @@ class JointOptim(PyroOptim):
         return state
 
     def set_state(self, state_dict: dict[str, Any]) -> None:
-        """Take over a copy of a state, of this class or of Pyro's, for parameters stepped before and those to come."""
+        """Load a copy of a state, of this class or of Pyro's, for parameters that were or will be stepped."""
         super().set_state(copy.deepcopy(state_dict))
         for name, parameter in pyro.get_param_store().named_parameters():
             if name in state_dict and parameter in self._places:
                 self._adopt(parameter, self._state_waiting_to_be_consumed[name])
 
     def _adopt(self, parameter: Tensor, state: dict[str, Any] | None) -> None:
-        """Give a parameter an optimizer in this state, which others with the same options share."""
+        """Assign a parameter with this state to an optimizer, shared by parameters with the same options."""
         made = self._get_optim(parameter)
         if state is not None:
             load_state(made, state)
@@ -162,18 +162,19 @@ class JointOptim(PyroOptim):
         return {**_kernels(self.pt_optim_constructor, param, options), **options}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the tensors, which a copy would not find in Pyro's store; their state waits for their names."""
+        """Drop the tensors, which a copy would not find in Pyro's store; keep their state by name."""
         held: dict[str, Any] = {"optim_objs": {}, "grad_clip": {}, "_places": {}, "_shared": []}
         return {**self.__dict__, **held, "_state_waiting_to_be_consumed": self.get_state()}
 
 
 class ScheduledJointOptim(JointOptim, PyroLRScheduler):
-    """A :class:`JointOptim` with a schedule for each set of options, moved by ``step`` as Pyro's schedulers are.
+    """A :class:`JointOptim` with a schedule for each set of options, advanced by ``step`` like Pyro's schedulers.
 
-    A parameter that appears late begins its schedule then, as with Pyro's schedulers.
+    A parameter that appears later starts its schedule then, as with Pyro's schedulers.
 
     Args:
-        scheduler: makes a torch scheduler for a torch optimizer: a class, or ``partial(CosineAnnealingLR, T_max=100)``.
+        scheduler: returns a torch scheduler for a torch optimizer: a class, or ``partial(CosineAnnealingLR,
+            T_max=100)``.
         optim_constructor: as for :class:`JointOptim`.
         optim_args: likewise.
         clip_args: likewise.
@@ -191,10 +192,10 @@ class ScheduledJointOptim(JointOptim, PyroLRScheduler):
         self.pt_scheduler_constructor, self.kwargs = opened.func, opened.keywords
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Move the learning rates.
+        """Advance the learning rates.
 
         Args:
-            *args: of the torch scheduler's ``step``: the loss, for ``ReduceLROnPlateau``.
+            *args: arguments of the torch scheduler's ``step``, such as the loss for ``ReduceLROnPlateau``.
             **kwargs: likewise.
         """
         for scheduler in self._shared:
@@ -208,11 +209,11 @@ def torch_optimizer(held: Any) -> Optimizer:
 
 
 def _states(held: Any) -> dict[Tensor, dict[str, Any]]:
-    """Return for each parameter the state that Pyro's own optimizer or scheduler of it would have."""
+    """Return for each parameter the state of Pyro's own optimizer or scheduler."""
     optimizer, states = torch_optimizer(held), {}
     packed, (group,) = optimizer.state_dict(), optimizer.param_groups
     options = {**packed["param_groups"][0], "params": [0]}
-    options |= {kernel: None for kernel in _KERNELS & options.keys()}  # for the one to choose who loads
+    options |= {kernel: None for kernel in _KERNELS & options.keys()}  # chosen again when loaded
     for index, parameter in enumerate(group["params"]):
         own = {0: packed["state"][index]} if index in packed["state"] else {}
         state = {"state": own, "param_groups": [dict(options)]}
@@ -223,14 +224,14 @@ def _states(held: Any) -> dict[Tensor, dict[str, Any]]:
 
 
 def _present(held: Any) -> dict[str, Any]:
-    """Return the current options and the place in the schedule."""
+    """Return the current options and the position in the schedule."""
     (group,) = torch_optimizer(held).param_groups
     options = {name: value for name, value in group.items() if name != "params"}
     return options if held is torch_optimizer(held) else {**options, "scheduler": held.state_dict()}
 
 
 def load_state(held: Any, state: dict[str, Any]) -> None:
-    """Load a state of Pyro's format, but for the kernels in it."""
+    """Load a state in Pyro's format, except for its choice of kernels."""
     optimizer = torch_optimizer(held)
     if held is not optimizer:
         held.load_state_dict(state["scheduler"])
@@ -241,13 +242,13 @@ def load_state(held: Any, state: dict[str, Any]) -> None:
 
 
 def _kernels(constructor: Any, parameter: Tensor, options: dict[str, Any]) -> dict[str, bool]:
-    """Return the option for torch's fastest kernel for this parameter; empty where the user has chosen one."""
+    """Return the option for torch's fastest kernel for this parameter; empty if the user has chosen one."""
     offered, device = inspect.signature(constructor).parameters, parameter.device.type
     spoken = (_KERNELS | {"differentiable", "capturable"}) & options.keys()
     odd = type(parameter) not in (Tensor, nn.Parameter) or _has_sparse_gradient(parameter)
     if spoken or odd or device not in ("cpu", "cuda") or any(map(torch.is_tensor, options.values())):
         return {}
-    # The fused SGD cannot begin the momentum of one parameter where others have theirs; Adagrad has it on the CPU only.
+    # Fused SGD cannot start the momentum of one parameter if others have theirs; fused Adagrad exists on the CPU only.
     fused = "fused" in offered and not options.get("momentum")
     fused &= device == "cpu" or constructor is not torch.optim.Adagrad
     if fused and parameter.is_floating_point() and parameter.is_contiguous():
@@ -260,13 +261,13 @@ def _has_sparse_gradient(parameter: Tensor) -> bool:
 
 
 def for_svi(constructor: type[Optimizer]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Refuse calls of an optimizer for SVI that are meant for torch's class of the same name, and name this class.
+    """Raise an error if an SVI optimizer is called like torch's class of the same name.
 
     Args:
         constructor: the class of torch.
 
     Raises:
-        ArgumentError: in such a call.
+        ArgumentError: naming torch's class.
     """
     name = constructor.__name__.removesuffix("Optimizer")
     module = constructor.__module__.rpartition(".")[0]
@@ -281,8 +282,8 @@ def for_svi(constructor: type[Optimizer]) -> Callable[[Callable[P, R]], Callable
                     return fn(*args, **kwargs)
                 reason = f"optim_args must be a dict of options, got {reprlib.repr(options)}"
             raise ArgumentError(
-                f"{name}: {reason}. {name} is the optimizer for SVI, and takes a dictionary of options: "
-                f"{name}({{'lr': ...}}). Where a class of torch's optimizers is wanted, as in "
+                f"{name}: {reason}. {name} is the optimizer for SVI and takes a dictionary of options: "
+                f"{name}({{'lr': ...}}). If a torch optimizer class is required, as in "
                 "pyro.optim.ExponentialLR({'optimizer': ...}), or for elbo(model, guide), use "
                 f"{module}.{constructor.__name__}."
             )
@@ -301,26 +302,26 @@ def Adam(  # noqa: N802 (Pyro's style)
 ) -> JointOptim:
     """Adam for SVI (Kingma & Ba, 2015), one :class:`torch.optim.Adam` over all parameters.
 
-    It agrees with ``pyro.optim.Adam`` up to rounding, in fewer calls of the device; :class:`JointOptim` lists the
+    It agrees with ``pyro.optim.Adam`` up to rounding and needs fewer kernel launches; :class:`JointOptim` lists the
     differences.
 
     Args:
         optim_args: options of the torch optimizer, :func:`learning_rates`, or any function of the parameter's name.
-        clip_args: as for :class:`JointOptim`: ``{"clip_norm": 10.0}`` bounds the norm of each gradient by itself,
-            ``{"max_norm": num_data, "norm_type": math.inf}`` divides all by the largest entry of any where that exceeds
-            the number of examples. Losses are sums over the data; for their means that bound is one.
-        scheduler: makes a torch scheduler of the learning rate: a class, or ``partial`` of it. ``fit`` moves it after
-            each epoch, or after each step with ``lr_schedule=EveryStep(optimizer)``; in a loop of your own call
-            ``optimizer.step()``. Schedules that multiply the rate keep the multiple of posterior scales; those that set
-            it (``OneCycleLR(max_lr=...)``) give all parameters the same.
+        clip_args: as for :class:`JointOptim`: ``{"clip_norm": 10.0}`` bounds the norm of each gradient separately, and
+            ``{"max_norm": num_data, "norm_type": math.inf}`` rescales all gradients so that no entry exceeds the number
+            of examples. Losses are sums over the data; for mean losses, this bound would be one.
+        scheduler: returns a torch scheduler of the learning rate: a class, or ``partial`` of it. ``fit`` advances it
+            after each epoch, or after each step with ``lr_schedule=EveryStep(optimizer)``; in a loop of your own, call
+            ``optimizer.step()``. Schedules that multiply the learning rate keep the ratio for posterior scales; those
+            that set it (``OneCycleLR(max_lr=...)``) give all parameters the same rate.
 
     Returns:
         The optimizer; with ``scheduler``, also a ``pyro.optim.PyroLRScheduler``.
 
     Raises:
-        ArgumentError: ``scheduler`` makes no scheduler.
-        TypeError: the optimizer has no such option.
-        ValueError: an option is out of range.
+        ArgumentError: if ``scheduler`` does not return a scheduler.
+        TypeError: if the optimizer has no such option.
+        ValueError: if an option is out of range.
 
     Example:
         >>> from functools import partial
@@ -337,7 +338,7 @@ def Adam(  # noqa: N802 (Pyro's style)
 def SGD(  # noqa: N802
     optim_args: Options, clip_args: Any = None, *, scheduler: Scheduler = None
 ) -> JointOptim:
-    """Stochastic gradient descent for SVI, one :class:`torch.optim.SGD`; arguments as :func:`Adam`.
+    """Stochastic gradient descent for SVI, one :class:`torch.optim.SGD`; arguments as for :func:`Adam`.
 
     Example:
         >>> SGD({"lr": 0.1, "momentum": 0.9}).pt_optim_constructor.__name__
@@ -349,7 +350,7 @@ def SGD(  # noqa: N802
 def _joint(
     constructor: type[Optimizer], optim_args: Options, clip_args: Any, scheduler: Scheduler
 ) -> JointOptim:
-    """Build the optimizer, after its options have been tried on one that is thrown away."""
+    """Build the optimizer, after checking its options with a temporary one."""
     known = optim_args("") if isinstance(optim_args, LearningRates) else optim_args
     optimizer = constructor([torch.zeros(())], **({} if callable(known) else known))
     if scheduler is None:
@@ -360,7 +361,7 @@ def _joint(
         made = error
     if not isinstance(made, LRScheduler | ReduceLROnPlateau):
         raise ArgumentError(
-            f"{constructor.__name__}: scheduler= must make a torch scheduler for a torch optimizer, as partial("
-            f"torch.optim.lr_scheduler.ExponentialLR, gamma=0.99) does; {scheduler!r} makes {made!r}"
+            f"{constructor.__name__}: scheduler= must return a torch scheduler for a torch optimizer, like partial("
+            f"torch.optim.lr_scheduler.ExponentialLR, gamma=0.99); {scheduler!r} returns {made!r}"
         )
     return ScheduledJointOptim(scheduler, constructor, optim_args, clip_args)

@@ -2,10 +2,9 @@
 r"""Learning rates for posterior scales.
 
 The optimizer sees the logarithm (or inverse softplus) of a posterior scale :math:`\sigma`. Its gradient is small and
-its optimum several units away from the start, so with the step size of the means it has not converged when the means
-have.
-The functions here give scales their own step size, for Pyro's optimizers (:func:`learning_rates`) and for torch's
-(:func:`parameter_groups`).
+its optimum is several units away from the start, so with the learning rate of the means it converges much later than
+the means. The functions here give scales their own learning rate, for Pyro's optimizers (:func:`learning_rates`) and
+for torch's (:func:`parameter_groups`).
 """
 
 import re
@@ -22,9 +21,9 @@ from pyro_dvi.core.arguments import check_positive
 from pyro_dvi.errors import GuideError, UnsupportedError
 
 #: A pattern for names of log-scales: ``<Guide>.scales.<site>`` (MeanFieldGuide, AutoNormal), ``<Guide>.alphas.<site>``
-#: (MultiplicativeNoiseGuide) and ``<Guide>.scale`` (AutoDiagonalNormal), also as a part of an AutoGuideList. All are
-#: tied to the guide's name, a class name with a capital or ``guide`` in an ELBOModule, because a network may own a
-#: parameter called ``scale``, which ten times the learning rate would silently harm.
+#: (MultiplicativeNoiseGuide) and ``<Guide>.scale`` (AutoDiagonalNormal), also as a part of an AutoGuideList. All
+#: patterns require the guide's name (a capitalised class name, or ``guide`` in an ELBOModule), because a network may
+#: have a parameter called ``scale``, which must not silently get ten times the learning rate.
 SCALE_PATTERN = r"(^|\.)([A-Z]\w*|guide)(\.\d+)*\.(scales\.|alphas\.|scale$)"
 
 
@@ -42,8 +41,8 @@ class LearningRates:
         check_positive("scale_multiplier", self.scale_multiplier)
         re.compile(self.scale_pattern)
 
-    # One parameter, not two: PyroOptim counts them, and hands the old two-argument form (module, name) where
-    # the name of a guide's parameter would arrive cut in pieces.
+    # One parameter, not two: PyroOptim counts them, and would pass (module, name) to a function of two arguments, with
+    # the name of a guide's parameter split up.
     def __call__(self, param_name: str) -> dict[str, Any]:
         """Return the options of the optimizer of one parameter."""
         is_scale = re.search(self.scale_pattern, param_name) is not None
@@ -56,8 +55,8 @@ def learning_rates(
     *,
     scale_pattern: str | re.Pattern[str] = SCALE_PATTERN,
     **optimizer_options: Any,
-) -> Any:  # LearningRates; Pyro's ClippedAdam takes functions but declares a dict
-    r"""Options for a Pyro optimizer in which posterior scales have a learning rate of their own.
+) -> Any:  # LearningRates; Pyro's ClippedAdam accepts functions but declares a dict
+    r"""Options for a Pyro optimizer with a separate learning rate for posterior scales.
 
     .. math::
         \eta_{\mu} = \eta, \qquad \eta_{\log\sigma} = c\,\eta
@@ -67,14 +66,14 @@ def learning_rates(
     Args:
         base: :math:`\eta`, the learning rate of everything that is not a posterior scale.
         scale_multiplier: :math:`c`, the factor for posterior scales.
-        scale_pattern: regular expression, searched in the name that a parameter has in Pyro's store (with
-            dots). The default finds the scales of ``MeanFieldGuide``, ``AutoNormal`` and
-            ``AutoDiagonalNormal``, and the relative variances of ``MultiplicativeNoiseGuide``; for a hand-written
-            guide with ``pyro.param("weight_sigma", ...)`` pass ``r"_sigma$"``.
+        scale_pattern: regular expression, searched in the parameter's name in Pyro's store (with dots). The default
+            matches the scales of ``MeanFieldGuide``, ``AutoNormal`` and ``AutoDiagonalNormal``, and the relative
+            variances of ``MultiplicativeNoiseGuide``; for a hand-written guide with ``pyro.param("weight_sigma", ...)``
+            pass ``r"_sigma$"``.
         **optimizer_options: further options of the optimizer, the same for every parameter (``betas=...``).
 
     Returns:
-        A picklable callable for the ``optim_args`` of any Pyro optimizer, also inside a scheduler's.
+        A picklable callable for the ``optim_args`` of any Pyro optimizer, including one inside a scheduler.
 
     Raises:
         ArgumentError: if a rate is not a positive finite number.
@@ -101,7 +100,7 @@ def parameter_groups(
     scale_pattern: str | re.Pattern[str] = SCALE_PATTERN,
     **options: Any,
 ) -> list[dict[str, Any]]:
-    r"""Parameter groups for a torch optimizer in which posterior scales have a learning rate of their own.
+    r"""Parameter groups for a torch optimizer with a separate learning rate for posterior scales.
 
     .. math::
         \eta_{\mu} = \eta, \qquad \eta_{\log\sigma} = c\,\eta
@@ -109,17 +108,15 @@ def parameter_groups(
     Status: exact; a choice of step sizes, no approximation.
 
     Args:
-        module: what ``elbo(model, guide)`` returns, or a guide, a model, or a module that holds them
-            (Lightning). A parameter that two of them share appears once. Parameters that do not require
-            gradients are left out.
+        module: the result of ``elbo(model, guide)``, a guide, a model, or a module that holds them (Lightning). Shared
+            parameters appear once; parameters that do not require gradients are omitted.
         base: :math:`\eta`, the learning rate of everything that is not a posterior scale.
         scale_multiplier: :math:`c`, the factor for posterior scales.
         scale_pattern: as for :func:`learning_rates`.
         **options: further options of both groups (``weight_decay=...``).
 
     Returns:
-        Groups with ``"params"``, ``"lr"`` and ``"name"`` (``"parameters"`` or ``"scales"``); empty ones are
-        left out.
+        Groups with ``"params"``, ``"lr"`` and ``"name"`` (``"parameters"`` or ``"scales"``); empty groups are omitted.
 
     Raises:
         ArgumentError: if a rate is not a positive finite number.
@@ -147,7 +144,7 @@ def parameter_groups(
         if isinstance(part, AutoGuide) and is_uninitialised(part):
             raise GuideError(
                 f"parameter_groups: {type(part).__name__} has no parameters before its first call: call guide(*batch) "
-                "before the optimizer is built."
+                "before building the optimizer."
             )
     groups: dict[str, dict[str, Any]] = {}
     for name, parameter in parameter_names(module):
@@ -187,19 +184,19 @@ def parameter_names(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _root_name(module: nn.Module, path: str) -> str:
-    """Replace the part of ``path`` above the outermost PyroModule by the name that Pyro gives this one."""
+    """Replace the part of ``path`` above the outermost PyroModule with the name that Pyro gives this module."""
     parts = path.split(".") if path else []
     for depth in range(len(parts) + 1):
         current = module.get_submodule(".".join(parts[:depth]))
         if isinstance(current, PyroModule):
             own = str(current._pyro_name)
-            # An unnamed root keeps its attribute's name inside a larger module, so that two stay apart.
+            # Inside a larger module, an unnamed root keeps the name of its attribute, so that names stay unique.
             return ".".join([own, *parts[depth:]] if own else parts)
     return path
 
 
 def check_parts(module: ELBOModule) -> None:
-    """Refuse a model or guide that is a function: its parameters are in Pyro's store, where no torch optimizer looks.
+    """Raise an error if model or guide is a function: torch optimizers do not see parameters in Pyro's store.
 
     Raises:
         UnsupportedError: naming which.
@@ -207,11 +204,11 @@ def check_parts(module: ELBOModule) -> None:
     for role, part in (("model", module.model), ("guide", module.guide)):
         if not isinstance(part, nn.Module):
             raise UnsupportedError(
-                f"The {role} of the ELBOModule is a function, whose parameters live in Pyro's store, where a torch "
+                f"The {role} of the ELBOModule is a function, whose parameters are in Pyro's store, where a torch "
                 "optimizer cannot find them: train it with pyro.infer.SVI, or write it as a PyroModule."
             )
 
 
 def is_uninitialised(guide: AutoGuide) -> bool:
-    """Return whether an automatic guide has no parameters: it has neither seen its model nor been loaded."""
+    """Return whether an automatic guide has no parameters yet: it was neither called nor loaded."""
     return guide.prototype_trace is None and next(guide.parameters(), None) is None

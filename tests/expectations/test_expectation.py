@@ -277,7 +277,7 @@ def test_a_gaussian_that_leaves_the_domain_is_refused(family, parameters, name):
 )
 def test_probabilities_without_a_gaussian_behind_them_are_refused(family):
     probs = GaussianMoments(torch.full((3,), 0.3), torch.full((3,), 0.1))
-    with pytest.raises(UnsupportedError, match=rf"{family.__name__}\(probs=.*Give logits="):
+    with pytest.raises(UnsupportedError, match=rf"{family.__name__}\(probs=.*Pass logits="):
         expected_log_prob(family, {"probs": probs}, torch.ones(3))
 
 

@@ -69,7 +69,7 @@ def started(net, guide_class=dvi.MeanFieldGuide):
 
 REPEATED = {
     "a siamese network": (Siamese, "'net.b.0.weight', 'net.b.0.bias', 'net.b.2.weight', 'net.b.2.bias'"),
-    "tied layers": (tied, "'net.0.weight' by two ways"),
+    "tied layers": (tied, "'net.0.weight' along two paths"),
     "a cell in a loop": (Stepped, "'net.cell.weight_ih', 'net.cell.weight_hh'"),
     "attention twice": (AttentionTwice, "'net.attention.in_proj_weight'"),
 }
@@ -192,10 +192,10 @@ def test_tied_layers_have_the_loss_of_one_weight_that_is_written_twice(guide_cla
         guide.initialize(X, X)
         with torch.no_grad():
             next(guide.locs.parameters()).copy_(start)
-        with pytest.warns(DviWarning, match=r"0.weight' by two ways"):
+        with pytest.warns(DviWarning, match=r"0.weight' along two paths"):
             loss = dvi.MomentPropagationELBO().differentiable_loss(model, guide, X, X)
         gradients.append(torch.autograd.grad(loss, list(guide.parameters())))
-        with pytest.warns(DviWarning, match=r"0.weight' by two ways"):
+        with pytest.warns(DviWarning, match=r"0.weight' along two paths"):
             means.append(dvi.predict(model, guide, X, method=dvi.Moments()))
         losses.append(loss.detach())
     torch.testing.assert_close(*losses)

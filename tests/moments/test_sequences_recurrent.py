@@ -182,5 +182,5 @@ def test_gradients_reach_weights_through_time() -> None:
 @pytest.mark.parametrize("name", ["LSTM", "GRU", "RNN"])
 def test_packed_sequences_are_refused(name: str) -> None:
     packed = pack_sequence([torch.randn(4, 3, **DOUBLE), torch.randn(2, 3, **DOUBLE)])
-    with pytest.raises(UnsupportedError, match="padded"):
+    with pytest.raises(UnsupportedError, match="pad them"):
         uncertain(built(name), 0.1)(packed)

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     import pandas
 
 UNUSUAL = 0.01  # two-sided p-value below which a statistic of the data is called unusual
-SURE = 0.9  # mean confidence of networks from the prior, above which they are called overconfident
-VAGUE = 10.0  # times the spread of the data, from which a prior is called vague
+SURE = 0.9  # mean confidence of networks drawn from the prior above which they are called overconfident
+VAGUE = 10.0  # multiple of the spread of the data above which a prior is called vague
 
 
 def prior_predictive_check(
@@ -48,35 +48,36 @@ def prior_predictive_check(
         \theta \sim p(\theta), \quad y_{\mathrm{rep}} \sim p(y \mid x, \theta), \qquad
         p = P\bigl(T(y_{\mathrm{rep}}) > T(y)\bigr) + \tfrac12 P\bigl(T(y_{\mathrm{rep}}) = T(y)\bigr)
 
-    The statistics T are mean, standard deviation, minimum and maximum of numbers, and the share of the most frequent
-    class; for classes, the table also has the mean probability of the likeliest class under the prior. A prior
-    should make the data possible without being much wider than they are; priors that look harmless for single weights
-    can make a deep network certain of one class. Neither training nor a guide is needed. Modules run in
-    evaluation mode. For other statistics and for figures, export draws of the prior with ``to_arviz(prior=200)``.
+    The statistics T are the mean, standard deviation, minimum and maximum for regression, and the share of the most
+    frequent class for classification; for classes, the table also has the mean probability of the most probable class
+    under the prior. A prior should make the data possible without being much wider than they are; priors that look
+    harmless for single weights can make a deep network overconfident in one class. Neither training nor a guide is
+    needed. Modules run in evaluation mode. For other statistics and for figures, export draws from the prior with
+    ``to_arviz(prior=200)``.
 
-    Status: p-values are exact for the prior up to Monte-Carlo error. If the data came from the prior, each statistic
-    would be called unusual once in a hundred times.
+    Status: p-values are exact for the prior up to Monte Carlo error. If the data came from the prior, each statistic
+    would be called unusual in one of a hundred cases.
 
     Args:
         model: the Pyro model, a module or a function.
-        data: as in :func:`~pyro_dvi.predict`, with observations: ``(x, y)`` or a loader; used are the first
-            ``batch_size`` examples, or the first batch of a loader.
-        num_samples: data sets to draw; fewer than a hundred call nothing unusual.
-        site: observed site, where the model has several.
-        observed: the model's argument that holds the observation; by default the one whose default is None, of several
-            the one that is called like ``site``.
+        data: as for :func:`~pyro_dvi.predict`, with observations: ``(x, y)`` or a loader; only the first ``batch_size``
+            examples, or the first batch of a loader, are used.
+        num_samples: number of data sets to draw; with fewer than a hundred, nothing is called unusual.
+        site: observed site, if the model has several.
+        observed: the model's argument for the observation; by default the argument whose default is None or, of
+            several, the one named like ``site``.
         batch_size: number of examples to use.
-        seed: of the draws. The global random state is left as it was.
+        seed: seed of the draws. The global random state is not changed.
 
     Returns:
-        The report, to print: for each ``statistic`` the value of the ``data``, quantiles over the prior, and the
+        A report to print: for each ``statistic``, the value for the ``data``, quantiles under the prior, and the
         ``p-value``.
 
     Raises:
-        ArgumentError: fewer than two draws.
-        DataError: data without observations, or that cannot be right.
-        ModelError: no observed site, several and no ``site``, or a prior that cannot be drawn from.
-        NonFiniteError: a statistic is NaN.
+        ArgumentError: if there are fewer than two draws.
+        DataError: if the data are invalid or have no observations.
+        ModelError: if there is no observed site, several without ``site``, or a prior from which nothing can be drawn.
+        NonFiniteError: if a statistic is NaN.
 
     Source: Box (1980), "Sampling and Bayes' inference in scientific modelling and robustness"; Gabry et al. (2019),
     "Visualization in Bayesian workflow", section 3.
@@ -98,14 +99,14 @@ def prior_predictive_check(
     options: Any = {"observed": observed, "batch_size": batch_size, "device": device}
     batch = next(batches(model, data, sites=lambda _: names, **options))
     if batch.observed is None:
-        raise DataError("the check compares with observations: pass them with the inputs, as (x, y)")
+        raise DataError("the check needs observations: pass them with the inputs, as (x, y)")
     with evaluation_mode(model), seeded(seed, device) as seed:
         torch.manual_seed(seed)
         try:
             nodes = observed_run(model, batch, {})
         except NotImplementedError as error:
             raise ModelError(
-                f"a prior of the model cannot be drawn from ({type(error).__name__} {error}): improper priors have no "
+                f"cannot draw from a prior of the model ({type(error).__name__} {error}): improper priors have no "
                 "prior predictive distribution"
             ) from error
         latents = [name for name in responses(nodes, ()) if not nodes[name]["is_observed"]]
@@ -113,7 +114,7 @@ def prior_predictive_check(
             site, [name for name in responses(nodes, latents) if nodes[name]["is_observed"]]
         )
         rule = PriorSamples(num_samples, model, batch.inputs, tuple(latents))
-        noise = torch.Generator().manual_seed(seed + 1)  # not the numbers of the latents
+        noise = torch.Generator().manual_seed(seed + 1)  # not the random numbers of the latents
         drawn = _DataSets(num_samples, num_samples, noise)
         Components(model, None, rule, seed).read(drawn, replace(batch, observed=None), name)
     statistics = _statistics(nodes[name], drawn)
@@ -194,36 +195,35 @@ def _verdict(rows: list[dict[str, Any]]) -> str:
 
 
 def compare_held_out(predictions: Mapping[str, Prediction], y: Any = None) -> "pandas.DataFrame":
-    r"""Table of log scores on data that no posterior was trained on.
+    r"""Return a table of log scores on data that were not used for training.
 
-    The expected log predictive density of m held-out examples, and the difference to the best, pair by pair:
+    It contains the expected log predictive density of m held-out examples, and the paired difference from the best:
 
     .. math::
         \mathrm{elpd}_a = \sum_{i=1}^m \log p_a(y_i \mid x_i), \qquad
         \mathrm{dse}_a = \sqrt{\frac{m}{m-1} \sum_{i=1}^m (d_i - \bar d)^2}, \qquad
         d_i = \log p_a(y_i \mid x_i) - \log p_{\text{best}}(y_i \mid x_i)
 
-    Every prediction is scored by its own rule: at the mean, by moments, linearised or over draws.
-    ``az.loo`` and ``az.compare`` estimate the same number from the data of the training, by reweighting posterior
-    draws; that needs predictions which average over these draws (:class:`~pyro_dvi.Samples`), and a posterior near
-    the exact one. A difference well above its ``dse`` is more than the choice of examples explains; other training
-    runs may still differ.
+    Every prediction is scored with its own rule: at the mean, with moments, linearised or with draws. ``az.loo`` and
+    ``az.compare`` estimate the same number from the training data, by reweighting posterior draws. This requires
+    predictions that average over these draws (:class:`~pyro_dvi.Samples`), and a posterior close to the exact one. A
+    difference well above its ``dse`` is not explained by the choice of examples, but other training runs may still
+    differ.
 
-    Status: unbiased for new examples of the same kind; the standard errors treat examples as independent.
+    Status: unbiased for new examples from the same distribution; the standard errors treat examples as independent.
 
     Args:
-        predictions: by name, each of the same data: same site, same examples in the same order.
-        y: held-out observations, examples first; by default those that came with the predictions. What the model
-            masks is left out.
+        predictions: predictions by name, all of the same site and the same examples in the same order.
+        y: held-out observations, examples first; by default those of the predictions. Masked examples are left out.
 
     Returns:
-        ``pandas.DataFrame``, a row for each name from best to worst, with ``rank``, ``elpd`` and its standard error
-        ``se``, ``elpd_diff`` (to the best, zero or less) and its standard error ``dse``, all in nats;
-        ``az.plot_compare`` of ArviZ 1.x draws it. One example gives no standard errors: NaN.
+        ``pandas.DataFrame`` with one row per name, from best to worst, and the columns ``rank``, ``elpd`` and its
+        standard error ``se``, ``elpd_diff`` (from the best, zero or less) and its standard error ``dse``, all in nats;
+        ``az.plot_compare`` of ArviZ 1.x draws it. With a single example, standard errors are NaN.
 
     Raises:
-        ArgumentError: no predictions, or something else in their place.
-        DataError: predictions of other examples, sites, observations or masks than the first.
+        ArgumentError: if ``predictions`` is empty or not a mapping of predictions.
+        DataError: if examples, sites, observations or masks differ between predictions.
 
     Source: Vehtari, Gelman & Gabry (2017), "Practical Bayesian model evaluation using leave-one-out cross-validation
     and WAIC", Eq. 23-24, for held-out data.
@@ -272,7 +272,7 @@ def _scores(predictions: Mapping[str, Prediction], y: Any) -> dict[str, Tensor]:
     """Return the log predictive density of every example, by name."""
     if not predictions or not all(isinstance(own, Prediction) for own in predictions.values()):
         raise ArgumentError(
-            f"predictions must map names to what predict returned, not {reprlib.repr(predictions)}"
+            f"predictions must map names to results of predict, not {reprlib.repr(predictions)}"
         )
     found: dict[str, Tensor] = {}
     first_name, first = next(iter(predictions.items()))
@@ -286,11 +286,11 @@ def _scores(predictions: Mapping[str, Prediction], y: Any) -> dict[str, Tensor]:
             same = torch.equal(found[name].isnan(), found[first_name].isnan())
         if not same:
             raise DataError(
-                f"{name!r} and {first_name!r} predict other examples, sites, observations or masks: predict the same "
-                "data, in the same order (a loader without shuffle), with each"
+                f"{name!r} and {first_name!r} predict different examples, sites, observations or masks: predict the "
+                "same data, in the same order (a loader without shuffle), with each method"
             )
     counts = ~found[first_name].isnan()  # not a number: masked
-    # The parts of an example are no examples, and one that is masked as a whole is none.
+    # Sum over the parts of each example, and drop examples that are masked completely.
     return {name: score[counts.any(-1)].nansum(-1) for name, score in found.items()}
 
 

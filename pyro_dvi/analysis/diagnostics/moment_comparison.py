@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Comparison of propagated moments with draws of the weights, at every layer of a model."""
+"""Comparison of propagated moments with draws of the weights at every layer of a model."""
 
 import math
 from collections import Counter
@@ -25,9 +25,9 @@ from pyro_dvi.predictive.rules.rule import Samples
 from pyro_dvi.runs.posterior_run import PosteriorMoments, median
 from pyro_dvi.runs.uncertain import uncertain_likelihoods, uncertain_part
 
-_MOST_RANKED = 200_000  # elements whose ranks are compared
+_MOST_RANKED = 200_000  # maximal number of elements whose ranks are compared
 
-# A module and the number of its call, or a parameter of the observed site.
+# A module and the index of its call, or a parameter of the observed site.
 Place = tuple[nn.Module, int] | str
 
 
@@ -43,42 +43,42 @@ def compare_with_sampling(
     batch_size: int = 100,
     seed: int | None = None,
 ) -> Table:
-    r"""Report where propagated moments deviate from draws of the weights.
+    r"""Report where propagated moments deviate from moments of weight draws.
 
-    The model runs once with moments and ``num_samples`` times at draws from the guide. Compared are the outputs of
-    every module that returns moments, and the uncertain parameters of the observed site. The first layer whose
-    standard deviations are off is where covariances were lost, or where a rule approximates badly. Memory takes a few
-    copies of all activations.
+    The model runs once with moments and ``num_samples`` times with draws from the guide. The outputs of every module
+    that returns moments, and the uncertain parameters of the observed site, are compared. At the first layer with wrong
+    standard deviations, covariances were lost or a rule is inaccurate. The comparison holds a few copies of all
+    activations in memory.
 
-    A row for each module that returned moments, in the order of the computation, and for each uncertain parameter of
-    the observed site, with the columns ``layer`` (the path of the module in ``model``), ``class``, ``elements``,
-    ``mean_error`` (the average of :math:`|m - \hat m| / \hat\sigma` over elements), ``sd_ratio`` (the average
-    propagated standard deviation over the average sampled one) and ``rank_correlation`` (Spearman's, of the standard
-    deviations).
+    The report has a row for each module that returned moments, in the order of computation, and for each uncertain
+    parameter of the observed site, with the columns ``layer`` (the path of the module in ``model``), ``class``,
+    ``elements``, ``mean_error`` (the average of :math:`|m - \hat m| / \hat\sigma` over elements), ``sd_ratio`` (the
+    average propagated standard deviation over the average sampled one) and ``rank_correlation`` (Spearman's, of the
+    standard deviations).
 
     Args:
         model: the Pyro model.
         guide: its trained guide, a factorised Gaussian.
-        data: as in :func:`~pyro_dvi.predict`; used are the first ``batch_size`` examples, or the first batch of a
-            loader.
-        num_samples: draws of the weights. A standard deviation of n draws has a relative error of about
+        data: as for :func:`~pyro_dvi.predict`; only the first ``batch_size`` examples, or the first batch of a loader,
+            are used.
+        num_samples: number of weight draws. A standard deviation from n draws has a relative error of about
             :math:`1/\sqrt{2n}`.
         propagation: the propagation to compare, ``Independent()`` by default. ``ReverseDelta()`` changes the parameters
             of the observed site only.
-        site: observed site, where the model has several.
-        observed: the model's argument that holds the observation; by default the one whose default is None.
+        site: observed site, if the model has several.
+        observed: the model's argument for the observation; by default the argument whose default is None.
         batch_size: number of examples to use.
-        seed: of the draws. The global random state is left as it was.
+        seed: seed of the draws. The global random state is not changed.
 
     Returns:
-        The report, to print.
+        A report to print.
 
     Raises:
-        ArgumentError: fewer than two draws, or no propagation.
-        DataError: moments or draws that are not finite.
-        GuideError: the guide is not a factorised Gaussian, or was never run.
-        ModelError: nothing that the model computes is uncertain.
-        UnsupportedError: a function of the model has no rule.
+        ArgumentError: if there are fewer than two draws, or ``propagation`` is not a propagation.
+        DataError: if moments or draws are not finite.
+        GuideError: if the guide is not a factorised Gaussian, or was never run.
+        ModelError: if nothing that the model computes is uncertain.
+        UnsupportedError: if a function of the model has no rule.
 
     Example:
         >>> import pyro, pyro.distributions as dist
@@ -118,7 +118,7 @@ def compare_with_sampling(
         if not propagated:
             raise ModelError(
                 "nothing that the model computes is uncertain: no module returned moments, and the parameters of site "
-                f"{response.site!r} are certain. Are the guide's Gaussians used by the model?"
+                f"{response.site!r} are deterministic. Does the model use the guide's Gaussians?"
             )
         sampled = {place: _RunningMoments() for place in propagated}
 
@@ -128,7 +128,7 @@ def compare_with_sampling(
 
         torch.manual_seed(seed)
         for draw in Samples(num_samples).draws(guide, batch.inputs):
-            # Sites that did not enter as moments stay at their centre.
+            # Sites that are not propagated as moments stay at their centre.
             values = {name: draw[name] if name in weights.given else value for name, value in centre.items()}
             with arguments_kept() as made, _watching(add):
                 response = run(values)
@@ -150,8 +150,8 @@ def compare_with_sampling(
     chance = math.sqrt(2 / (math.pi * num_samples))
     heading = (
         f"Propagated moments against {num_samples:,} draws of the weights, {batch.num_rows:,} examples.\n"
-        f"Mean error in sampled standard deviations, of which {chance:.3f} is chance. The ratio of standard deviations "
-        "is propagated over sampled."
+        f"Mean error in units of the sampled standard deviation, of which {chance:.3f} is Monte Carlo error. The ratio "
+        "of standard deviations is propagated over sampled."
     )
     numbers = dict.fromkeys(("mean_error", "sd_ratio", "rank_correlation"), ".3f")
     return Table(heading, rows, {"layer": "", "class": "", "elements": ",", **numbers})
@@ -159,7 +159,7 @@ def compare_with_sampling(
 
 @contextmanager
 def _watching(see: Callable[[Place, Any], None]) -> Iterator[None]:
-    """Pass the output of every module to ``see``, with the number of its call."""
+    """Pass the output of every module to ``see``, with the index of its call."""
     calls: Counter[nn.Module] = Counter()
 
     def hook(module: nn.Module, _inputs: Any, output: Any) -> None:
@@ -174,7 +174,7 @@ def _watching(see: Callable[[Place, Any], None]) -> Iterator[None]:
 
 
 class _RunningMoments:
-    """Mean and variance of values that come one after the other, by Welford's recursion."""
+    """Running mean and variance with Welford's recursion."""
 
     def __init__(self) -> None:
         self.count, self.mean, self._squares = 0, torch.zeros(()), torch.zeros(())
@@ -193,16 +193,16 @@ class _RunningMoments:
 
 
 def _compared(layer: str, loc: Tensor, variance: Tensor, sampled: _RunningMoments) -> dict[str, float]:
-    """Return the numbers of one layer.
+    """Return the comparison for one layer.
 
     Raises:
-        DataError: a number is not finite.
+        DataError: if a number is not finite.
     """
     import pandas
 
     numbers = torch.stack([loc, variance, sampled.mean, sampled.variance]).cpu().double().flatten(1)
     if not bool(numbers.isfinite().all()):
-        raise DataError(f"{layer} has moments or draws that are NaN or infinite: look at its input first")
+        raise DataError(f"{layer} has moments or draws that are NaN or infinite: check its input first")
     loc, sd, mean, truth = numbers[0], numbers[1].sqrt(), numbers[2], numbers[3].sqrt()
     varying = truth > 0
     errors = (loc - mean).abs()[varying] / truth[varying]

@@ -32,22 +32,23 @@ from pyro_dvi.predictive.engine.posterior_values import check_is_set_up, predict
 from pyro_dvi.runs.divergences import normal_in_unconstrained_space
 from pyro_dvi.runs.latents import unconstraining_transform
 
-MOVING = 0.01  # relative change above which scales are said to move
-AT_START = 0.05  # relative change since the start below which a scale was hardly trained
+MOVING = 0.01  # relative change above which scales count as moving
+AT_START = 0.05  # relative change below which a scale counts as still at its start
 
 
 @dataclass(frozen=True)
 class ScaleReport(Table):
     r"""Posterior scales of every site, and whether they have converged.
 
-    A row for each site with a Gaussian posterior, with the columns ``site``, ``elements``, ``scale_5%``, ``scale_50%``
-    and ``scale_95%`` (quantiles of σ over elements, in unconstrained space), ``to_prior`` (the median of σ over the
-    prior's standard deviation), ``to_start`` (the exponential of the mean :math:`\log(\sigma/\sigma_0)`), ``change``
+    There is one row per site with a Gaussian posterior, with the columns ``site``, ``elements``, ``scale_5%``,
+    ``scale_50%`` and ``scale_95%`` (quantiles of σ over elements, in unconstrained space), ``to_prior`` (the median of
+    σ over the prior's standard deviation), ``to_start`` (the exponential of the mean :math:`\log(\sigma/\sigma_0)`),
+    ``change``
     since the snapshot, and ``state``: ``"moves"``, ``"settled"``, ``"at its start"``, ``"not trained"`` or
-    ``"unknown"``. A quantity that is not known is NaN.
+    ``"unknown"``. Unknown quantities are NaN.
 
     Attributes:
-        converged: whether the scales stand still; None without a snapshot to compare with.
+        converged: whether the scales have stopped changing; None without a snapshot to compare with.
     """
 
     converged: bool | None = None
@@ -56,25 +57,25 @@ class ScaleReport(Table):
 def scale_report(guide: Any, *, earlier: Mapping[str, Tensor] | None = None) -> ScaleReport:
     r"""Report whether posterior standard deviations have converged, site by site.
 
-    Scales converge after the means, and training that stops when the loss looks flat leaves them near their start: the
-    posterior is then as narrow, or as wide, as it was initialised. Each site's σ is compared with the prior's, with the
-    start, and with an earlier snapshot. Sites are judged by the typical change of their elements,
-    :math:`\exp(\mathrm{mean}\,|\log(\sigma/\sigma_{\mathrm{then}})|) - 1`, above one per cent of which they move.
+    Scales converge after the means. If training stops when the loss looks flat, scales are still near their initial
+    values, and so the posterior is as narrow or as wide as it was initialised. Each site's σ is compared with the
+    prior's, with its initial value, and with an earlier snapshot. A site counts as moving if the typical change of its
+    elements, :math:`\exp(\mathrm{mean}\,|\log(\sigma/\sigma_{\mathrm{then}})|) - 1`, exceeds one per cent.
 
     Status: the numbers are exact; the verdict is a rule of thumb. A small change between two snapshots means little if
-    they are a few steps apart, or if the learning rate has decayed to nothing in between.
+    they are a few steps apart, or if the learning rate has decayed to zero in between.
 
     Args:
         guide: a guide of this library (a :class:`~pyro_dvi.LaplaceGuide` after its fit), Pyro's ``AutoNormal``,
             ``AutoDiagonalNormal``, ``AutoMultivariateNormal``, ``AutoLowRankMultivariateNormal``, or an
             ``AutoGuideList`` of these.
-        earlier: the value of :func:`scale_snapshot` some epochs ago.
+        earlier: result of :func:`scale_snapshot` from some epochs earlier.
 
     Returns:
-        The report, to print.
+        A report to print.
 
     Raises:
-        DataError: a snapshot of other sites or shapes.
+        DataError: if the snapshot has other sites or shapes.
         GuideError: a guide without Gaussians, or one that has not seen its model.
         UnsupportedError: the method of a LaplaceGuide has no variances.
 
@@ -99,7 +100,7 @@ def scale_report(guide: Any, *, earlier: Mapping[str, Tensor] | None = None) -> 
 
 
 def scale_snapshot(guide: Any) -> dict[str, Tensor]:
-    """Copy the posterior standard deviations of every site, to compare later ones with.
+    """Copy the posterior standard deviations of every site, for later comparison.
 
     Args:
         guide: as in :func:`scale_report`.
@@ -127,24 +128,24 @@ def signal_to_noise(guide: Any) -> dict[str, Tensor]:
     r"""Return :math:`|\mu|/\sigma` of every weight of a Gaussian posterior.
 
     Weights with a low ratio can be pruned: their posterior density at zero is below the density at the mean by the
-    factor :math:`\exp(-\text{ratio}^2/2)`. The share that can be pruned measures how much of a network the data
-    needed. Latents with a constrained support (a noise scale, say) are left out, since zero means nothing there.
-    Multiplicative noise has one ratio for each input unit, :math:`\alpha_j^{-1/2}`.
+    factor :math:`\exp(-\text{ratio}^2/2)`. The share of weights that can be pruned indicates how much of the network
+    the data require. Latents with a constrained support, such as a noise scale, are left out, because zero has no
+    special meaning there. Multiplicative noise has one ratio per input unit, :math:`\alpha_j^{-1/2}`.
 
-    Status: exact for the marginals of the posterior; a joint posterior may contradict them.
+    Status: exact for the marginals of the posterior; correlations are ignored.
 
     Args:
         guide: as in :func:`scale_report`.
 
     Returns:
-        Ratios of the site's shape by site name, on the CPU.
+        Ratios by site name, in the shape of the site, on the CPU.
 
     Raises:
         GuideError: a guide without Gaussians, or one that has not seen its model.
         UnsupportedError: the method of a LaplaceGuide has no variances.
 
-    Source: Graves (2011), "Practical variational inference for neural networks", for the heuristic of pruning;
-    Blundell et al. (2015), "Weight uncertainty in neural networks", for the ratio.
+    Source: Graves (2011), "Practical variational inference for neural networks", for the pruning heuristic; Blundell et
+    al. (2015), "Weight uncertainty in neural networks", for the ratio.
 
     Example:
         >>> import pyro, pyro.distributions as dist, torch
@@ -172,7 +173,7 @@ def _row(spread: "Spread", earlier: Mapping[str, Tensor] | None) -> dict[str, An
         if not isinstance(then, Tensor) or then.shape != scale.shape:
             raise DataError(
                 f"the snapshot of site {spread.site!r} does not hold its {scale.numel()} scales of shape "
-                f"{tuple(scale.shape)}: make it by scale_snapshot(guide)"
+                f"{tuple(scale.shape)}: create it with scale_snapshot(guide)"
             )
         change = float((scale / then.cpu().double()).log().abs().mean().expm1())
     if not bool(scale.isfinite().all()):
@@ -192,35 +193,35 @@ def _row(spread: "Spread", earlier: Mapping[str, Tensor] | None) -> dict[str, An
 
 
 def _verdict(states: Mapping[str, str]) -> tuple[bool | None, str]:
-    """Return whether the scales have converged, and the finding in words, with the remedy."""
+    """Return whether the scales have converged, and the verdict in words, with a remedy."""
     if set(states.values()) == {"not trained"}:
-        return True, "Scales are computed or fixed, not trained: there is nothing to converge."
+        return True, "Scales are computed or fixed, not trained, so convergence is not an issue."
     unfinished = [site for site, state in states.items() if state in ("moves", "at its start", "not finite")]
     if unfinished:
         shown = ", ".join(unfinished[:3]) + (", ..." if len(unfinished) > 3 else "")
         return False, (
-            f"Scales of {len(unfinished)} of {len(states)} sites ({shown}) have not converged; train longer or, where "
-            "gradients train them, raise scale_multiplier of learning_rates."
+            f"Scales of {len(unfinished)} of {len(states)} sites ({shown}) have not converged; train longer or, if "
+            "they are trained with gradients, raise scale_multiplier of learning_rates."
         )
     if "settled" in states.values():
         return True, "Scales have settled."
     return None, (
-        "It is unknown whether scales still move: pass earlier=scale_snapshot(guide) of some epochs ago."
+        "It is unknown whether scales still change: pass earlier=scale_snapshot(guide) from some epochs earlier."
     )
 
 
 @dataclass(frozen=True)
 class Spread:
-    """The Gaussian of one latent site in unconstrained space, beside its prior.
+    """The Gaussian of one latent site in unconstrained space, with its prior.
 
     Attributes:
         site: name.
         loc: posterior mean.
         scale: posterior standard deviation, of the shape of ``loc``.
-        prior_scale: standard deviation of the prior, broadcastable to ``loc``; None where it has none there.
-        initial_scale: posterior standard deviation before training, broadcastable; None where it is not known.
+        prior_scale: standard deviation of the prior, broadcastable to ``loc``; None if it has none.
+        initial_scale: posterior standard deviation before training, broadcastable; None if unknown.
         is_real: whether the site's own values are real numbers, without a transform.
-        is_learned: whether training moves the scale; scales of a fixed family or of Laplace's method are not.
+        is_learned: whether the scale is trained; false for scales of a fixed family or of Laplace's method.
     """
 
     site: str
@@ -234,16 +235,16 @@ class Spread:
 
 @torch.no_grad()
 def posterior_spread(guide: Any) -> Iterator[Spread]:
-    """Give the Gaussian of every latent site, one after the other; point masses are left out, entries of sites too.
+    """Yield the Gaussian of every latent site; point masses are left out, including single entries of sites.
 
-    Priors are read at the posterior median, so that a scale that is itself a latent or a parameter counts with its
-    present value. For a guide from a file, without its model, they are the priors of its first run.
+    Priors are read at the posterior median, so a scale that is itself a latent or a parameter has its current value.
+    For a guide loaded without its model, the priors are those of its first run.
 
     Args:
         guide: as in :func:`scale_report`.
 
     Raises:
-        GuideError: another guide, one that has not seen its model, or one of point masses alone.
+        GuideError: for any other guide, one that has not seen its model, or one with point masses only.
     """
     check_is_set_up(guide)
     gaussians = list(_gaussians(guide))
@@ -256,7 +257,7 @@ def posterior_spread(guide: Any) -> Iterator[Spread]:
     for site, loc, scale, initial, is_learned in gaussians:
         transform = unconstraining_transform(priors[site].support)
         prior, scale = _prior_scale(priors[site], transform, loc), scale.expand_as(loc)
-        if not is_learned and not bool(scale.all()):  # of a Laplace fit, some entries of which are fixed
+        if not is_learned and not bool(scale.all()):  # a Laplace fit with some fixed entries
             varies = scale > 0
             prior = None if prior is None else prior.expand_as(loc)[varies]
             loc, scale = loc[varies], scale[varies]
@@ -264,7 +265,7 @@ def posterior_spread(guide: Any) -> Iterator[Spread]:
 
 
 def _gaussians(guide: Any) -> Iterator[tuple[str, Tensor, Tensor, Tensor | None, bool]]:
-    """Give site, mean, scale and initial scale of each Gaussian, and whether its scale is learned."""
+    """Yield site, mean, scale and initial scale of each Gaussian, and whether its scale is learned."""
     if isinstance(guide, AutoGuideList):
         for part in guide:
             yield from _gaussians(part)
@@ -291,8 +292,8 @@ def _gaussians(guide: Any) -> Iterator[tuple[str, Tensor, Tensor, Tensor | None,
         raise GuideError(
             f"{getattr(guide, '__name__', type(guide).__name__)} is not known to be Gaussian: scales are read from "
             "guides of this library (of an ensemble, take guide.members[k].guide), from AutoNormal, "
-            "AutoDiagonalNormal, AutoMultivariateNormal and AutoLowRankMultivariateNormal, and from what "
-            "AutoLaplaceApproximation.laplace_approximation(*args) returns"
+            "AutoDiagonalNormal, AutoMultivariateNormal and AutoLowRankMultivariateNormal, and from the "
+            "result of AutoLaplaceApproximation.laplace_approximation(*args)"
         )
 
 
@@ -317,7 +318,7 @@ def _priors(guide: Any) -> Mapping[str, Any]:
 
 
 def _prior_scale(prior: Any, transform: Any, loc: Tensor) -> Tensor | None:
-    """Return the standard deviation of a prior in unconstrained space, of a Normal there or any on the real line."""
+    """Return the standard deviation of a prior in unconstrained space, if Normal there or on the real line."""
     normal = normal_in_unconstrained_space(prior, transform)
     if normal is None and transform is not None:
         return None
@@ -329,5 +330,5 @@ def _prior_scale(prior: Any, transform: Any, loc: Tensor) -> Tensor | None:
     scale = torch.where(scale.isfinite(), scale, torch.nan)
     if bool(scale.isnan().all()):
         return None
-    # The priors of a batch of a plate are alike, or nearly so.
+    # The priors of a minibatch are identical, or nearly so.
     return scale if broadcasts_to(scale.shape, loc.shape) else scale.nanmedian()

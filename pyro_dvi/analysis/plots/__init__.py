@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plots: matplotlib axes in, matplotlib axes out.
 
-Only this folder imports matplotlib; ``import pyro_dvi`` does not load it. Every function draws into the axes that it is
-given, or makes a figure, and returns the axes for titles, limits and saving. Styles and ``rcParams`` are respected and
-left unchanged.
+Only this folder imports matplotlib; ``import pyro_dvi`` does not load it. Every function draws into given axes or into
+a new figure, and returns the axes for titles, limits and saving. Styles and ``rcParams`` are respected and not changed.
 """
 
 from pyro_dvi.analysis.plots.panels import compare, tuning

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics of several methods, and scores of several settings, with one panel for each metric or setting."""
+"""Metrics of several methods, and scores of several settings, with one panel per metric or setting."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,7 +17,7 @@ from pyro_dvi.predictive.metrics import Estimate
 
 ERROR = "_standard_error"
 
-# Metrics whose better direction is known, by the beginning of their name.
+# Metrics with a known better direction, by the prefix of their name.
 _LOWER = tuple("nll rmse brier ece adaptive_ece crps aumrc fpr error loss width seconds".split())
 _HIGHER = ("accuracy", "auroc", "log_likelihood", "lppd", "elpd")
 
@@ -25,27 +25,28 @@ _HIGHER = ("accuracy", "auroc", "log_likelihood", "lppd", "elpd")
 def compare(
     results: Mapping[str, Any], *, metrics: Sequence[str] | None = None, axes: Sequence[Axes] | None = None
 ) -> np.ndarray:
-    r"""Draw metrics of several methods with their standard errors: a row for each method, a panel for each metric.
+    r"""Draw metrics of several methods with their standard errors: one row per method, one panel per metric.
 
-    Bars are one standard error to each side. For a single run it is the metric's standard error over test examples,
-    where it has one; for several runs (seeds) the dot is their mean, the bar their standard deviation divided by the
-    square root of their number, and each run is a small tick. The best method of each panel is a filled dot with a
-    dashed line through it; the title says which direction is good, where that is known. Standard errors of methods on
-    the same test data are correlated: bars that overlap do not rule out a clear difference of pairs.
+    Error bars extend one standard error to each side. For a single run, this is the metric's standard error over test
+    examples, if it has one. For several runs (seeds), the dot is the mean, the error bar is the standard deviation
+    divided by the square root of the number of runs, and each run is a small tick. The best method of each panel is a
+    filled dot with a dashed line through it; the title states whether lower or higher is better, if known. Standard
+    errors of methods on the same test data are correlated: paired differences can be significant even if error bars
+    overlap.
 
     Args:
-        results: for each method by name a :class:`~pyro_dvi.predictive.Prediction` with observations, a mapping from
-            metrics to numbers (an estimate with its standard error, or a number with ``<metric>_standard_error``
-            beside it), or a sequence of either, one for each run.
-        metrics: metrics to draw, in this order; by default all that every method has.
+        results: for each method name, a :class:`~pyro_dvi.predictive.Prediction` with observations, a mapping from
+            metrics to numbers (an estimate with its standard error, or a number with a separate
+            ``<metric>_standard_error``), or a sequence of either, one for each run.
+        metrics: metrics to draw, in this order; by default all metrics that every method has.
         axes: one for each metric.
 
     Returns:
         Array of the axes, one for each metric.
 
     Raises:
-        ArgumentError: another number of axes than of metrics.
-        DataError: no results, or a metric that a method does not have or that is not finite.
+        ArgumentError: if the numbers of axes and metrics differ.
+        DataError: if there are no results, or a metric of a method is missing or not finite.
 
     Example:
         >>> axes = compare({"MAP": {"nll": 0.5, "nll_standard_error": 0.1}, "VL": {"nll": 0.3}})
@@ -67,19 +68,19 @@ def compare(
 def tuning(tuned: Tuned, *, axes: Sequence[Axes] | None = None) -> np.ndarray:
     r"""Draw the validation score against each setting that :func:`~pyro_dvi.tune` has searched, one panel for each.
 
-    The line goes through the trainings that differ from the chosen one in this setting only, and its bars are one
-    paired standard error of the difference from the lowest score. Grey dots are all other trainings, the dashed line is
+    The line connects the training runs that differ from the chosen one in this setting only; its error bars are one
+    paired standard error of the difference from the lowest score. Grey dots are all other runs, and the dashed line is
     the chosen value. Positive numbers have a logarithmic axis.
 
     Args:
-        tuned: what ``tune`` returned.
+        tuned: result of ``tune``.
         axes: one for each setting.
 
     Returns:
         Array of the axes, one for each setting.
 
     Raises:
-        ArgumentError: another number of axes than of settings.
+        ArgumentError: if the numbers of axes and settings differ.
 
     Example:
         >>> from pyro_dvi.training.history import Table
@@ -153,12 +154,12 @@ def _runs(name: str, given: Any) -> list[Mapping[str, Any]]:
     if callable(getattr(given, "metrics", None)):
         return [given.metrics()]
     raise DataError(
-        f"the results of {name!r} are a Prediction, a mapping of metrics, or runs of these, not {given!r}"
+        f"the results of {name!r} must be a Prediction, a mapping of metrics, or a sequence of these, not {given!r}"
     )
 
 
 def _score(name: str, rows: list[Mapping[str, Any]], metric: str) -> tuple[np.ndarray, float]:
-    """Return the values of a metric in all runs, and the standard error of their mean, NaN if it is not known."""
+    """Return the values of a metric in all runs, and the standard error of their mean (NaN if unknown)."""
     if not rows or any(metric not in row for row in rows):
         raise DataError(
             f"method {name!r} has no metric {metric!r} in some run: {[list(row) for row in rows]}"
@@ -172,10 +173,10 @@ def _score(name: str, rows: list[Mapping[str, Any]], metric: str) -> tuple[np.nd
 
 
 def _panels(axes: Sequence[Axes] | None, names: Sequence[str], height: float) -> np.ndarray:
-    """Return ``axes``, or a new figure's with panels of this height; one for each name.
+    """Return ``axes``, or those of a new figure with panels of this height; one for each name.
 
     Raises:
-        ArgumentError: another number of axes.
+        ArgumentError: if the number of axes differs.
     """
     drawn = np.asarray(axes, dtype=object).ravel()
     if axes is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plots of predictions: bands of a regression, calibration of class probabilities, and errors under rejection."""
+"""Plots of predictions: regression bands, calibration of class probabilities, and rejection curves."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,23 +14,23 @@ from pyro_dvi.analysis.plots.style import GREY, column, legend_above, own_axes
 from pyro_dvi.errors import ArgumentError, DataError, UnsupportedError
 from pyro_dvi.predictive import metrics
 
-FEW = 5  # examples in a bin below which its accuracy is drawn as an open circle
+FEW = 5  # bins with fewer examples are drawn as open circles
 LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 1)))
 
 
 def regression_band(
     x: Any, prediction: Any, *, data: tuple[Any, Any] | None = None, ax: Axes | None = None
 ) -> Axes:
-    r"""Draw a regression over one input: mean, epistemic uncertainty, and observation noise on top.
+    r"""Draw a regression over one input: mean, epistemic uncertainty, and total uncertainty with observation noise.
 
-    The inner band is :math:`m \pm 2\,\mathrm{sd}` of the function (epistemic), the outer one of the observation, from
-    the total variance. They differ in shade, and the outer one has a dashed edge.
+    The inner band is :math:`m \pm 2\,\mathrm{sd}` of the function (epistemic); the outer band, with a dashed edge, is
+    that of the observation (total variance).
 
     Args:
-        x: the input of each prediction, shape ``[N]`` or ``[N, 1]``, in any order; of several inputs, one column.
-        prediction: a :class:`~pyro_dvi.predictive.Prediction`, or a mapping with ``mean`` and, where known,
-            ``epistemic`` and ``variance`` (of the observation, in squared units), of shape ``[N]`` or ``[N, 1]``. Pass
-            one of several outputs in a mapping.
+        x: the input of each prediction, shape ``[N]`` or ``[N, 1]``, in any order; for several inputs, pass one column.
+        prediction: a :class:`~pyro_dvi.predictive.Prediction`, or a mapping with ``mean`` and, if known, ``epistemic``
+            and ``variance`` (of the observation, in squared units), of shape ``[N]`` or ``[N, 1]``. For several
+            outputs, pass one of them in a mapping.
         data: observed ``(x, y)`` to show as points.
         ax: axes to draw into.
 
@@ -38,7 +38,7 @@ def regression_band(
         The axes.
 
     Raises:
-        DataError: no mean, NaN, or another number of predictions than of inputs.
+        DataError: if the mean is missing, values are NaN, or the numbers of predictions and inputs differ.
 
     Source: Depeweg et al. (2018), section 3, for the decomposition.
 
@@ -54,7 +54,7 @@ def regression_band(
     mean, total, epistemic = (_numbers(prediction, name, order) for name in ("mean", "variance", "epistemic"))
     if mean is None:
         raise DataError(
-            "prediction has no mean: pass a Prediction of numbers, or {'mean': ..., 'variance': ...}"
+            "prediction has no mean: pass a Prediction of a regression, or {'mean': ..., 'variance': ...}"
         )
     ax, places = own_axes(ax, (5.4, 3.8)), places[order]
     for variance, alpha, name in ((total, 0.15, "observation"), (epistemic, 0.4, "function")):
@@ -77,7 +77,7 @@ def regression_band(
 
 
 def _numbers(prediction: Any, name: str, order: np.ndarray) -> np.ndarray | None:
-    """Return one number for each input in their order, or None where the prediction does not know it."""
+    """Return one number for each input in their order, or None if the prediction does not have it."""
     try:
         given = prediction.get(name) if isinstance(prediction, Mapping) else getattr(prediction, name, None)
     except UnsupportedError:
@@ -91,16 +91,16 @@ def _numbers(prediction: Any, name: str, order: np.ndarray) -> np.ndarray | None
 
 
 def _of_classes(prediction: Any, labels: Any, name: str = "") -> tuple[Any, Any]:
-    """Return class probabilities and their labels, without those that the model masks.
+    """Return class probabilities and their labels, without masked examples.
 
     Args:
         prediction: probabilities, or a :class:`~pyro_dvi.predictive.Prediction` of classes.
         labels: observed classes; None for the labels that came with the prediction.
-        name: of the method, for errors.
+        name: name of the method, for errors.
 
     Raises:
-        DataError: no labels.
-        UnsupportedError: a prediction of numbers.
+        DataError: if there are no labels.
+        UnsupportedError: for a regression.
     """
     is_prediction = hasattr(prediction, "probabilities")
     observed = prediction.observed if labels is None and is_prediction else labels
@@ -127,28 +127,28 @@ def reliability_diagram(
     title: str = "",
     ax: Axes | None = None,
 ) -> Axes:
-    r"""Draw accuracy against confidence, and below it how many examples each bin holds.
+    r"""Draw accuracy against confidence, and below it the number of examples in each bin.
 
-    Points on the diagonal are calibrated, below it overconfident. The grey bars are the gaps that the expected
-    calibration error averages; its value is in the title. Error bars are one binomial standard error,
-    :math:`\sqrt{a(1-a)/n_b}`, open circles are bins of fewer than five examples, and the bins come from
+    Points on the diagonal are calibrated; points below it are overconfident. The grey bars are the gaps averaged by the
+    expected calibration error, which is shown in the title. Error bars are one binomial standard error,
+    :math:`\sqrt{a(1-a)/n_b}`, open circles are bins with fewer than five examples, and the bins come from
     :func:`~pyro_dvi.predictive.metrics.reliability_table`.
 
     Args:
         probabilities: class probabilities ``[..., C]``, probabilities of label 1, ``[...]``, or a
             :class:`~pyro_dvi.predictive.Prediction` of classes.
         labels: observed classes ``0..C-1``, shape ``[...]``; by default the labels of the prediction.
-        num_bins: equally wide bins between 0 and 1.
-        title: of the axes.
-        ax: axes to draw into, part of a grid as ``plt.subplots`` makes it; the counts take their lower part.
+        num_bins: number of bins of equal width between 0 and 1.
+        title: title of the axes.
+        ax: axes to draw into, part of a grid made with ``plt.subplots``; the counts take their lower part.
 
     Returns:
         The axes of the diagram; the axes of the counts are the figure's last, ``ax.figure.axes[-1]``.
 
     Raises:
-        ArgumentError: less than one bin, or axes that are not part of a grid.
-        DataError: probabilities or labels that cannot be right, or no labels.
-        UnsupportedError: a prediction of numbers.
+        ArgumentError: if there is less than one bin, or the axes are not part of a grid.
+        DataError: if probabilities or labels are invalid or missing.
+        UnsupportedError: for a regression.
 
     Source: DeGroot & Fienberg (1983); Niculescu-Mizil & Caruana (2005).
 
@@ -167,9 +167,7 @@ def reliability_diagram(
     ax = own_axes(ax, (4.2, 5.0))
     place, figure = ax.get_subplotspec(), ax.get_figure(root=False)
     if place is None or figure is None:
-        raise ArgumentError(
-            "ax must be part of a grid, as plt.subplots makes it: the counts take a part of it"
-        )
+        raise ArgumentError("ax must be part of a grid made with plt.subplots: the counts take a part of it")
     cells = place.subgridspec(2, 1, height_ratios=[3.2, 1], hspace=0.06)
     ax.set_subplotspec(cells[0])
     counts = figure.add_subplot(cells[1], sharex=ax)
@@ -207,9 +205,9 @@ def rejection_curve(
 ) -> Axes:
     r"""Draw the selective risk: the error of the predictions that remain when the most uncertain ones are rejected.
 
-    The shaded area below each curve, in its colour, is a lower bound: the curve of an oracle that rejects the wrong
-    predictions first, with error :math:`\max(0, (e - r)/(1 - r))` at the rejected share r. A ranking without
-    information keeps the error e, a thin line. The legend has the area under the curve,
+    The shaded area in the colour of each curve is a lower bound, reached by an oracle that rejects wrong predictions
+    first: its error is :math:`\max(0, (e - r)/(1 - r))` at the rejected share r. The thin line is the error e of an
+    uninformative ranking. The legend shows the area under the curve,
     :func:`~pyro_dvi.predictive.metrics.aumrc`; lower is better.
 
     Args:
@@ -218,14 +216,14 @@ def rejection_curve(
         labels: observed classes ``[N]``; by default the labels of the predictions.
         uncertainty: values to rank by, ``[N]``, high values first; a mapping by name where ``predictions`` is one. By
             default the predictive entropy.
-        title: of the axes.
+        title: title of the axes.
         ax: axes to draw into.
 
     Returns:
         The axes.
 
     Raises:
-        DataError: probabilities, labels or uncertainties that cannot be right, or a method without its own.
+        DataError: if probabilities, labels or uncertainties are invalid, or missing for a method.
 
     Source: Schmitt & Roth (2021), appendix D.
 
@@ -237,7 +235,7 @@ def rejection_curve(
     methods = predictions if isinstance(predictions, Mapping) else {"": predictions}
     ranks = uncertainty if isinstance(uncertainty, Mapping) else dict.fromkeys(methods, uncertainty)
     if not methods or not set(methods) <= set(ranks):
-        raise DataError(f"the methods are {list(methods)}, with uncertainties of {list(ranks)}")
+        raise DataError(f"the methods are {list(methods)}, but uncertainties are given for {list(ranks)}")
     ax = own_axes(ax, (5.0, 3.8))
     highest = 0.0
     for k, (name, prediction) in enumerate(methods.items()):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Axes to draw into, legends, and checks that the plots share.
+"""Axes, legends and checks shared by the plots.
 
-Colours are ``"C0"``, ``"C1"``, ... of the user's style, with line styles beside them so that no meaning rests on
-colour alone. Reference lines are grey, which is readable on white and on black. Nothing here changes ``rcParams``.
+Colours are ``"C0"``, ``"C1"``, ... of the user's style, combined with line styles, so that no meaning depends on colour
+alone. Reference lines are grey, which is visible on white and on black. Nothing here changes ``rcParams``.
 """
 
 from typing import Any
@@ -21,20 +21,20 @@ def own_axes(ax: Axes | None, figsize: tuple[float, float]) -> Axes:
     """Return ``ax``, or the axes of a new figure.
 
     Raises:
-        ArgumentError: ``ax`` is not one ``Axes``.
+        ArgumentError: if ``ax`` is not a single ``Axes``.
     """
     if ax is None:
         return plt.subplots(figsize=figsize, layout="constrained")[1]
     if not isinstance(ax, Axes):
         raise ArgumentError(
-            f"ax must be one matplotlib.axes.Axes, not {type(ax).__name__}: pass one element of an array that "
-            "plt.subplots returned"
+            f"ax must be one matplotlib.axes.Axes, not {type(ax).__name__}: pass one element of the array that "
+            "plt.subplots returns"
         )
     return ax
 
 
 def legend_above(ax: Axes, height: float = 1.0, **options: Any) -> Legend:
-    """Put a legend without a frame above ``ax``, aligned to the left, ``height`` times the height of ``ax`` up."""
+    """Put a frameless, left-aligned legend above ``ax``, at ``height`` times the height of ``ax``."""
     place: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, height), "borderaxespad": 0.2}
     return ax.legend(fontsize="small", frameon=False, **place, **options)
 
@@ -43,7 +43,7 @@ def column(values: Any, name: str) -> np.ndarray:
     """Return ``values`` as a flat array of doubles.
 
     Raises:
-        DataError: no values, or some that are not finite.
+        DataError: if there are no values, or some are not finite.
     """
     if hasattr(values, "detach"):
         values = values.detach().cpu().double()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Per-example gradients of a weight that is added to, or multiplied with, the activations of all examples.
 
-Per-example gradients of the scales and shifts of normalisation layers.
+This includes the scales and shifts of normalisation layers.
 """
 
 import inspect
@@ -16,7 +16,7 @@ from pyro_dvi.curvature.per_example.example_rules import Contribution, Outer, pe
 
 
 def is_broadcast(shape: torch.Size, against: torch.Size) -> bool:
-    """Return whether every example, in the first dimension of the other operand, meets a weight of this shape."""
+    """Return whether a weight of this shape is broadcast over the first dimension (examples) of the other operand."""
     return len(shape) < len(against) or (len(shape) == len(against) and shape[:1] == (1,))
 
 
@@ -44,7 +44,7 @@ def shift(shape: torch.Size, activations: Tensor, factor: float = 1) -> Contribu
         return gradient if factor == 1 else factor * gradient
 
     outer = None
-    if len(shape) < 2:  # a vector of p numbers for every row: its input is 1
+    if len(shape) < 2:  # a vector of p numbers for every row, with input 1
         outer = Outer(
             lambda x: x.new_ones(len(x), 1, 1),
             lambda delta: scaled(delta.reshape(len(delta), -1, shape.numel()).sum(1, keepdim=True)),
@@ -53,7 +53,7 @@ def shift(shape: torch.Size, activations: Tensor, factor: float = 1) -> Contribu
 
 
 def _operands(wanted: str, input: Tensor | float, other: Tensor | float) -> tuple[Tensor, Tensor] | None:
-    """The weight and the activations, if the weight is the one that is broadcast."""
+    """Return the weight and the activations if the weight is broadcast, otherwise None."""
     weight, activations = (input, other) if wanted == "input" else (other, input)
     if not (isinstance(weight, Tensor) and isinstance(activations, Tensor)):
         return None
@@ -106,7 +106,7 @@ def _repeat(wanted: str, input: Tensor, *sizes: Any) -> Contribution | None:
 
 
 def _copies(weight: Tensor, shape: torch.Size) -> Contribution | None:
-    """A weight of which every example has a copy, as a token that stands for the class of a picture."""
+    """Return the contribution to a weight that is copied for each example, such as a class token."""
     if not is_broadcast(weight.shape, shape):
         return None
     return Contribution(lambda delta: rows_summed_to(delta, weight.shape))
@@ -121,8 +121,8 @@ def _affine_norm(function: Callable[..., Tensor], by_channel: bool) -> None:
     """Register a function that normalises, multiplies by a weight and adds a bias.
 
     Args:
-        function: with arguments of these names, and ``input``.
-        by_channel: weights belong to channels, the second dimension; else to the last dimensions.
+        function: function with arguments of these names, and ``input``.
+        by_channel: whether weights belong to channels, the second dimension; otherwise to the last dimensions.
     """
     signature = inspect.signature(function)
 

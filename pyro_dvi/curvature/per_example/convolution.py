@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Per-example gradients of convolutions, :math:`g_i = \sum_l \delta_{il} x_{i,l+k}`, over positions l.
 
-The transposed convolution exchanges the roles of x and :math:`\delta`, and is served by the same functions.
+The transposed convolution exchanges the roles of x and :math:`\delta`, and uses the same functions.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ Size = int | Sequence[int]
 
 @dataclass(frozen=True)
 class _Layer:
-    """A convolution of ``x`` to ``delta``, by its weight's shape and options, one entry per dimension."""
+    """A convolution from ``x`` to ``delta``: its weight's shape and options, one entry per dimension."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -39,7 +39,7 @@ class _Layer:
         return (delta @ patches.mT).reshape(len(x), *self.shape)
 
     def squares(self, x: Tensor, delta: Tensor) -> Tensor:
-        """Their sum of squares."""
+        """Sum of squares of per-example gradients."""
         if self.shape.numel() <= _SMALL or x.device.type != "cpu":
             return summed_squares(self.gradients, x, delta, self.shape)
         # Torch's own gradient of a convolution is faster than a matrix product for large weights with many positions.
@@ -62,7 +62,7 @@ class _Layer:
 
     def _patches(self, x: Tensor, positions: torch.Size) -> Tensor:
         """Return the input of each of these positions, ``[M, channels * kernel, positions]``."""
-        if x.requires_grad and len(positions) == 2:  # slower, but its derivative is faster
+        if x.requires_grad and len(positions) == 2:  # slower, but with a faster derivative
             return F.unfold(x, tuple(self.shape[2:]), self.dilation, self.padding, self.stride)
         if any(self.padding):
             x = F.pad(x, [p for size in reversed(self.padding) for p in (size, size)])
@@ -94,7 +94,7 @@ def _convolution(
     groups: int = 1,
 ) -> Contribution | None:
     n = weight.dim() - 2
-    if input.dim() != weight.dim() or wanted == "input":  # a single picture
+    if input.dim() != weight.dim() or wanted == "input":  # a single image
         return None
     if wanted == "bias":
         outer = Outer(lambda x: x.new_ones(len(x), 1, 1), lambda delta: over_positions(delta)[:, None])
@@ -137,7 +137,7 @@ def _transposed(
         return None
     if wanted == "bias":
         return Contribution(over_positions)
-    # Padding of a transposed convolution cuts its output; put the edges back.
+    # Padding of a transposed convolution crops its output; restore the edges.
     ends = zip(per_dimension(padding, n), per_dimension(output_padding, n), strict=True)
     sides = [side for size, extra in reversed(list(ends)) for side in (size, size - extra)]
     layer = _Layer(weight.shape, per_dimension(stride, n), (0,) * n, per_dimension(dilation, n), groups)

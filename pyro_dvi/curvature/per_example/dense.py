@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Per-example gradients of dense layers and products, :math:`g_i = \sum_t \delta_{it} x_{it}^\top`.
 
-One row for each example needs no gradients to be formed: :math:`\sum_i g_i^2 = (\delta^2)^\top x^2`. With a few rows
-t, the square of the sum is expanded into pairs of rows, which is one product too; with many, gradients are formed for
-a few examples at a time.
+With one row per example, no gradients need to be formed: :math:`\sum_i g_i^2 = (\delta^2)^\top x^2`. With a few rows t,
+the square of the sum is expanded into pairs of rows, again a single product; with many rows, gradients are formed for a
+few examples at a time.
 
-Per-example gradients of a table of embeddings; tokens that repeat within an example add up before squaring.
+For embedding tables, gradients of repeated tokens within an example are summed before squaring.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ _MAX_ROWS_IN_PAIRS = 4
 
 
 def _rows(x: Tensor) -> Tensor:
-    """``[M, ..., n]`` as ``[M, rows, n]``."""
+    """Return ``[M, ..., n]`` as ``[M, rows, n]``."""
     return x.reshape(len(x), -1, x.shape[-1])
 
 
@@ -46,7 +46,7 @@ def summed_outer_squares(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _products(x: Tensor, inputs_first: bool = False) -> Contribution:
-    """Return the contribution to a matrix that multiplies x, laid out as ``[out, in]`` or with the inputs first."""
+    """Return the contribution to a matrix that multiplies x, of shape ``[out, in]`` or with the inputs first."""
 
     def gradients(delta: Tensor, x: Tensor) -> Tensor:
         return _rows(x).mT @ _rows(delta) if inputs_first else _rows(delta).mT @ _rows(x)
@@ -60,7 +60,7 @@ def _products(x: Tensor, inputs_first: bool = False) -> Contribution:
 
 @per_example_rule(F.linear)
 def _linear(wanted: str, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Contribution | None:
-    if input.dim() < 2:  # a single row: the output's first dimension counts features
+    if input.dim() < 2:  # a single row: the output's first dimension is features
         return None
     if wanted == "bias":
         assert bias is not None
@@ -136,7 +136,7 @@ def _einsum(wanted: str, equation: str, *operands: Tensor) -> Contribution | Non
 
 
 def _without_padding(delta: Tensor, tokens: Tensor, padding_idx: int | None, size: int) -> Tensor:
-    """Gradients as ``[M, T, d]``, zero at padding tokens, which get none."""
+    """Return gradients as ``[M, T, d]``, zero at padding tokens."""
     delta = delta.reshape(*tokens.shape, delta.shape[-1])
     if padding_idx is None:
         return delta
@@ -156,7 +156,7 @@ def _embedding(
 ) -> Contribution | None:
     if sparse:
         raise UnsupportedError(
-            "every entry of a latent embedding moves in every step, by its prior: use sparse=False"
+            "the prior changes every entry of a latent embedding in every step: use sparse=False"
         )
     if wanted != "weight" or input.dim() < 1 or max_norm is not None or scale_grad_by_freq:
         return None
@@ -168,7 +168,7 @@ def _embedding(
         return delta.new_zeros(len(tokens), *shape).scatter_add(1, index, delta)
 
     def sum_of_squares(delta: Tensor, tokens: Tensor) -> Tensor:
-        """Sum within (example, token), then square: memory for the tokens seen, not for the whole table."""
+        """Sum within (example, token), then square; memory is proportional to the tokens seen, not to the table."""
         delta = _without_padding(delta, tokens, padding_idx, shape[0]).flatten(0, 1)
         examples = torch.arange(len(tokens), device=tokens.device).unsqueeze(-1)
         keys, order = (examples * shape[0] + tokens).flatten().sort()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rules for the contribution of an example to the gradient of a weight, by function, and uses of weights."""
+"""Rules for the contribution of an example to the gradient of a weight, by function, and uses of weights."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -19,11 +19,11 @@ _PARAMETERS: dict[Callable, tuple[str, ...]] = {}
 
 
 def per_example_rule(*functions: Callable) -> Callable[[Callable], Callable]:
-    """Register per-example gradients of torch ``functions`` with respect to a weight among their arguments.
+    """Register a rule for per-example gradients of torch ``functions`` with respect to a weight among their arguments.
 
-    The rule has the parameters of the torch function, after ``wanted``: the name of the parameter that is the weight.
-    It returns a :class:`Contribution`; or None where it does not apply, and then the weight is served by a backward
-    pass per example.
+    The rule has the parameters of the torch function, preceded by ``wanted``, the name of the parameter that is the
+    weight. It returns a :class:`Contribution`, or None if it does not apply; the weight then takes one backward pass
+    per example.
 
     Example:
         >>> import torch
@@ -41,7 +41,7 @@ class Outer:
     Attributes:
         inputs: a as ``[M, T, q]`` from the operands of the contribution.
         deltas: :math:`\delta` as ``[M, T, p]`` from the gradient of the output.
-        inputs_first: the weight is laid out as ``[q, p]`` and not as ``[p, q]``.
+        inputs_first: whether the weight has shape ``[q, p]`` instead of ``[p, q]``.
     """
 
     inputs: Callable[..., Tensor]
@@ -55,14 +55,14 @@ class Contribution:
 
     Attributes:
         function: f, from the gradient :math:`\delta` of the output and the operands to ``[M, *weight.shape]``. Some
-            curvatures differentiate what it returns, so it consists of differentiable functions.
-        operands: the tensors that :math:`\delta` is multiplied with, examples first.
-        sum_of_squares: :math:`\sum_i g_i^2` from the same arguments, where that is cheaper than squares of the
+            curvatures differentiate the result, so it must be differentiable.
+        operands: the tensors by which :math:`\delta` is multiplied, examples first.
+        sum_of_squares: computes :math:`\sum_i g_i^2` from the same arguments, if this is cheaper than squaring the
             gradients. It need not be differentiable.
         outer: the factors of gradients that are sums of outer products, for Kronecker factors, products between
             layers and rows of some examples.
-        bilinear: whether the output is linear in the operands and linear in the weight, so that both may stand for
-            means. An activation function with a learned slope is not.
+        bilinear: whether the output is linear in the operands and linear in the weight, so that both may be replaced by
+            means; false for an activation function with a learned slope.
     """
 
     function: Callable[..., Tensor]
@@ -80,7 +80,7 @@ class Contribution:
         return self.function(delta, *self.operands)
 
     def squares(self, delta: Tensor) -> Tensor:
-        """Return the sum of their squares."""
+        """Return the sum of squares of the gradients."""
         if self.sum_of_squares is not None:
             return self.sum_of_squares(delta, *self.operands)
         return self.gradients(delta).square().sum(0)
@@ -100,8 +100,8 @@ def summed_squares(
         gradients: ``[m, *shape]`` from x and delta of m examples.
         x: examples first.
         delta: likewise.
-        shape: of a gradient.
-        count: examples at a time; 0: as many as about fill a processor's cache.
+        shape: shape of a gradient.
+        count: examples at a time; 0: as many as approximately fill a processor's cache.
     """
     count = count or max(1, (_BUDGET if x.device.type == "cpu" else 128 * _BUDGET) // shape.numel())
     total = delta.new_zeros(shape)
@@ -117,13 +117,13 @@ def summed_squares(
 
 @dataclass(frozen=True)
 class Rows:
-    """A dimension that counts examples, or several rows of each (tokens of a sentence, windows of a picture).
+    """A dimension of examples, or of several rows of each (tokens of a sentence, windows of an image).
 
     Attributes:
         axis: the dimension.
         examples: the number of examples.
-        each: rows of each example.
-        innermost: examples vary faster than the rows of one, as in ``[tokens * examples, ...]``.
+        each: number of rows per example.
+        innermost: whether examples vary faster than rows, as in ``[tokens * examples, ...]``.
     """
 
     axis: int
@@ -132,7 +132,7 @@ class Rows:
     innermost: bool = False
 
     def first(self, x: Tensor) -> Tensor:
-        """Return ``[examples, ...]``; where an example has several rows, these come second."""
+        """Return ``[examples, ...]``; if an example has several rows, these are the second dimension."""
         if self.axis:
             x = x.movedim(self.axis, 0)
         if self.each == 1:
@@ -143,7 +143,7 @@ class Rows:
 
 
 def _possible_rows(shape: torch.Size, examples: int) -> Iterator[Rows]:
-    """Give the dimensions of an output that may count examples, the likeliest first."""
+    """Yield the dimensions of an output that may be examples, the most likely first."""
     for axis, size in enumerate(shape):
         if size == examples:
             yield Rows(axis, examples)
@@ -154,7 +154,7 @@ def _possible_rows(shape: torch.Size, examples: int) -> Iterator[Rows]:
 
 
 def has_rule(function: Callable) -> bool:
-    """Return whether a function has a rule, which may still refuse its arguments."""
+    """Return whether a function has a rule, which may still decline its arguments."""
     return function in _RULES
 
 
@@ -163,8 +163,8 @@ class Arguments:
     """The arguments of a call.
 
     Attributes:
-        args: by position.
-        kwargs: by name.
+        args: positional arguments.
+        kwargs: keyword arguments.
         weights: positions and names of weights.
     """
 
@@ -173,7 +173,7 @@ class Arguments:
     weights: tuple[int | str | None, ...] = ()
 
     def prepared(self, detached: bool) -> "Arguments":
-        """Return the arguments as rules shall see them: in single precision at least, and maybe detached."""
+        """Return the arguments as passed to rules: in at least single precision, optionally detached."""
 
         def of(argument: Any) -> Any:
             if not isinstance(argument, Tensor):
@@ -185,11 +185,11 @@ class Arguments:
 
     @property
     def named(self) -> list[tuple[int | str, Any]]:
-        """All of them with their position or name."""
+        """Return all arguments with their position or name."""
         return [*enumerate(self.args), *self.kwargs.items()]
 
     def mapped(self, function: Callable[[Any], Any]) -> "Arguments":
-        """Return the arguments with a function of each that is not a weight."""
+        """Return the arguments, with ``function`` applied to each that is not a weight."""
         args = tuple(a if n in self.weights else function(a) for n, a in enumerate(self.args))
         kwargs = {name: a if name in self.weights else function(a) for name, a in self.kwargs.items()}
         return Arguments(args, kwargs, self.weights)
@@ -198,20 +198,20 @@ class Arguments:
 def contribution(
     function: Callable, place: int | str, arguments: Arguments, rows: Rows, shape: torch.Size
 ) -> Contribution | None:
-    """Return the contribution of examples to the gradient of one argument of a call; None without a rule.
+    """Return the contribution of examples to the gradient of one argument of a call, or None without a rule.
 
     Args:
         function: the called function.
         place: position or name of the argument that is the weight.
-        arguments: of the call.
-        rows: where examples are in the output; gradients of it are to come as ``rows.first(delta)``.
+        arguments: arguments of the call.
+        rows: the examples in the output; gradients of the output are passed as ``rows.first(delta)``.
         shape: shape of the output.
     """
     if rows == Rows(0, rows.examples):
         return _by_rule(function, place, arguments)
     lead = shape[: rows.axis + 1]
     others = [a for n, a in arguments.named if n not in arguments.weights and isinstance(a, Tensor)]
-    if not any(a.shape[: len(lead)] == lead for a in others):  # nothing of the examples enters
+    if not any(a.shape[: len(lead)] == lead for a in others):  # no argument depends on the examples
         return None
 
     def by_rule(arrange: Callable[[Tensor], Tensor]) -> Contribution | None:
@@ -223,12 +223,12 @@ def contribution(
     found = by_rule(rows.first)
     if found is not None or rows.each == 1:
         return found
-    found = by_rule(lambda x: rows.first(x).flatten(0, 1))  # a rule for rows, as of pictures in a film
+    found = by_rule(lambda x: rows.first(x).flatten(0, 1))  # a rule for rows, such as the frames of a video
     return None if found is None else _of_several_rows(found, rows.each)
 
 
 def _of_several_rows(of_row: Contribution, each: int) -> Contribution:
-    """Add up the contributions of the rows of an example."""
+    """Sum the contributions of the rows of an example."""
 
     def gradients(delta: Tensor, *operands: Tensor) -> Tensor:
         flat = (x.flatten(0, 1) for x in (delta, *operands))
@@ -289,11 +289,11 @@ class Use:
     Attributes:
         function: the torch function.
         place: position or name of the weight among its arguments.
-        arguments: all arguments, as rules shall see them.
+        arguments: all arguments, as passed to rules.
         part: the elements of the weight that were used.
         shape: shape of the output.
-        output: the place in the graph: an edge, since a later in-place function would move the tensor on; or means.
-        rows: where examples are in the output; None: not decided.
+        output: the edge of the output in the graph (the tensor could change in place later), or its means.
+        rows: the examples in the output; None: not decided.
     """
 
     function: Callable
@@ -305,17 +305,17 @@ class Use:
     rows: Rows | None = None
 
     def at(self, rows: Rows) -> "Use":
-        """Return the use with another place of the examples."""
+        """Return the use with another dimension of examples."""
         return self if rows == self.rows else replace(self, rows=rows)
 
     def candidates(self, examples: int) -> "Iterator[Use]":
-        """Return the use with each place of the examples for which it has a rule."""
+        """Yield the use with each possible dimension of examples for which it has a rule."""
         uses = (self.at(rows) for rows in _possible_rows(self.shape, examples))
         return (use for use in uses if use._contribution is not None)
 
     @property
     def contribution(self) -> Contribution:
-        """The contribution of each example to the weight's gradient, from ``arranged`` gradients of the output."""
+        """Return the contribution of each example to the weight's gradient, given ``arranged`` output gradients."""
         assert self._contribution is not None
         return self._contribution
 
@@ -326,17 +326,17 @@ class Use:
         return None if found is None else to_whole_weight(found, self.part)
 
     def arranged(self, delta: Tensor) -> Tensor:
-        """Return the gradient of the output with examples in its first dimension, in single precision at least."""
+        """Return the gradient of the output with examples in its first dimension, in at least single precision."""
         assert self.rows is not None
         return self.rows.first(at_least_single(delta))
 
 
 def with_rows_of_examples(uses: dict[int, list[Use]], num_examples: int) -> dict[int, list[Use]]:
-    """Keep the tensors whose every use has so many examples in a dimension, the likeliest; a proof decides."""
+    """Keep tensors for which all uses have a dimension of ``num_examples``, and choose the most likely dimension."""
     found = {k: [next(use.candidates(num_examples), None) for use in calls] for k, calls in uses.items()}
     return {k: [use for use in calls if use is not None] for k, calls in found.items() if all(calls)}
 
 
 def at_least_single(x: Tensor) -> Tensor:
-    """Half-precision numbers, as under autocast, in single precision: squares would overflow or vanish."""
+    """Convert half precision (autocast) to single precision, because squares would overflow or vanish."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Proofs that layers give the gradients of single examples as the model has them.
+r"""Checks that the rules of layers give the per-example gradients of the model.
 
-The table of rules believes what it recognises: that a dimension of a layer's output counts examples, and that the uses
-of a weight which were seen are all of them. With a weight :math:`c_i` for each output,
+The rules assume that a dimension of a layer's output is the examples, and that all uses of a weight were recorded. With
+a weight :math:`c_i` for each output,
 
 .. math:: \partial_u \sum_i c_i f_i = \sum_i c_i\,g_i
 
-holds for one choice of c in general position only if every :math:`g_i` is right. Plain autograd gives the left side. A
-model that mixes examples, repeats a table for each, or takes gradients inside of its own forward pass violates it.
+holds for one choice of c in general position only if every :math:`g_i` is right. Plain autograd computes the left side.
+Models that mix examples, repeat a table for each example, or take gradients inside their forward pass violate the
+identity.
 """
 
 import weakref
@@ -22,9 +23,9 @@ from pyro_dvi.core.recorder import is_looking, is_recording
 from pyro_dvi.curvature.per_example.example_rules import Rows, Use, at_least_single
 from pyro_dvi.errors import ModelError, warn
 
-_BUDGET = 1 << 22  # entries of gradients of examples at a time
-_AT_ONCE = 8  # calls in which a proof that failed for want of gradients is tried again
-_INTERVAL = 1000  # calls between two proofs of a long training
+_BUDGET = 1 << 22  # entries of per-example gradients at a time
+_AT_ONCE = 8  # calls in which a check that lacked gradients is repeated
+_INTERVAL = 1000  # calls between two checks in a long training run
 
 Served = dict[int, list[Use]]
 Deltas = tuple[Tensor | None, Tensor | None]  # gradients of the sum of the outputs, and of their weighted sum
@@ -34,31 +35,31 @@ Deltas = tuple[Tensor | None, Tensor | None]  # gradients of the sum of the outp
 
 
 def row_weights(count: int, like: Tensor, seed: int = 0) -> Tensor:
-    r"""Return a weight c for each row, by which :func:`kept_apart` sees whether rows depend on each other.
+    r"""Return a weight c for each row, with which :func:`kept_apart` detects whether rows depend on each other.
 
-    They are powers of two of both signs, so that multiplying by them rounds nothing. Up to 32 rows have 32 different
-    weights; of more rows, any two have different ones with probability 31/32.
+    The weights are powers of two with either sign, so multiplying by them is exact. Up to 32 rows have distinct
+    weights; with more rows, any two weights differ with probability 31/32.
 
     Args:
         count: the number of rows.
-        like: of the type and on the device that the weights shall have.
-        seed: of the order of the weights.
+        like: tensor with the dtype and device of the weights.
+        seed: seed for the order of the weights.
     """
     places = torch.randperm(count, generator=torch.Generator().manual_seed(seed)) % 32
     return (torch.exp2(places // 2 - 8.0) * (1 - 2 * (places % 2))).to(like)
 
 
 def kept_apart(plain: Tensor, weighted: Tensor, weights: Tensor) -> Tensor:
-    r"""Return whether no row of a gradient comes from the output of another row, a boolean scalar.
+    r"""Return whether no row of a gradient depends on the output of another row, as a boolean scalar.
 
-    With :math:`M_{jb}` for what output j adds to row b, rows that come from their own outputs alone are multiplied by
-    the weights of these, and others are not,
+    Let :math:`M_{jb}` be the contribution of output j to row b. Rows that depend only on their own output are
+    multiplied by its weight; for other rows, the following difference is not zero:
 
     .. math:: \delta_b(c) - c_b\,\delta_b(1) = \sum_j (c_j - c_b)\, M_{jb} .
 
     Args:
         plain: :math:`\delta(1)`, the gradient of the sum of the outputs, ``[B, ...]``.
-        weighted: :math:`\delta(c)`, the gradient of their weighted sum.
+        weighted: :math:`\delta(c)`, the gradient of the weighted sum.
         weights: c, from :func:`row_weights`.
     """
     if not plain.numel():
@@ -66,22 +67,22 @@ def kept_apart(plain: Tensor, weighted: Tensor, weights: Tensor) -> Tensor:
     plain, weighted = (d.reshape(len(d), -1) for d in (plain, weighted))
     expected = plain * weights.to(plain).unsqueeze(1)
     error, size = (d.abs().amax(1) for d in (weighted - expected, expected))
-    # Two different weights differ by half of either at least; without an influence of others only sums in a random
-    # order, as on devices, and numbers too small for their type are rounded.
+    # Distinct weights differ by at least half of either. Without cross-dependence, the only differences are rounding of
+    # sums in nondeterministic order (on GPUs) and of denormal numbers.
     rounding = torch.finfo(plain.dtype).eps
-    return ~(error > rounding**0.5 * size + rounding**2 * plain.abs().max()).any()  # NaN shows nothing
+    return ~(error > rounding**0.5 * size + rounding**2 * plain.abs().max()).any()  # NaN is inconclusive
 
 
 # Gradients of examples -------------------------------------------------------------------------------------------
 
 
 class Finding(NamedTuple):
-    """The result of a proof.
+    """The result of a check.
 
     Attributes:
-        wrong: numbers of the weights for which rules and model disagree.
-        unproven: those that gradients, all zero or rounding errors, do not tell anything about.
-        rows: where the examples are in the outputs of each use of a weight, if not in the likeliest dimension.
+        wrong: indices of the weights for which rules and model disagree.
+        unproven: indices of weights for which the check is inconclusive, because gradients are zero or rounding errors.
+        rows: the examples in the outputs of each use of a weight, if not in the most likely dimension.
     """
 
     wrong: set[int]
@@ -89,7 +90,7 @@ class Finding(NamedTuple):
     rows: Mapping[int, tuple[Rows, ...]] = {}
 
     def kept(self, uses: Served) -> Served:
-        """Return the uses of the weights that are not wrong, with the rows that were found."""
+        """Return the uses of the weights that are not wrong, with their rows."""
         found = {k: calls for k, calls in uses.items() if k not in self.wrong}
         for k in self.rows.keys() & found.keys():
             found[k] = [use.at(rows) for use, rows in zip(found[k], self.rows[k], strict=True)]
@@ -97,13 +98,13 @@ class Finding(NamedTuple):
 
 
 def examined(uses: Served, values: Mapping[int, Tensor], outputs: Tensor, seed: int = 0) -> Finding:
-    """Compare the gradients of examples with plain autograd, by two backward passes.
+    """Compare per-example gradients with plain autograd, using two backward passes.
 
     Args:
-        uses: of the weights to be proved, by their numbers.
-        values: the weights by their numbers.
-        outputs: f, one entry or row for each example.
-        seed: of the weights c.
+        uses: uses of the weights to be checked, by index.
+        values: the weights by index.
+        outputs: f, one entry or row per example.
+        seed: seed for the weights c.
     """
     if not uses or not outputs.requires_grad:
         return Finding(set(), set(uses))
@@ -133,7 +134,7 @@ def examined(uses: Served, values: Mapping[int, Tensor], outputs: Tensor, seed: 
 
 
 def _found_elsewhere(calls: list[Use], deltas: Mapping[Any, Deltas], c: Tensor) -> list[Use] | None:
-    """Return the uses of a weight with examples where gradients show them; None if nowhere, or where they were."""
+    """Return the uses of a weight with the dimension of examples found from gradients; None if none or unchanged."""
     found = []
     for use in calls:
         plain, weighted = deltas[use.output]
@@ -163,7 +164,7 @@ def _compared(
 def _comparison(
     calls: list[tuple[Use, Tensor | None, Tensor | None]], whole: Tensor | None, c: Tensor
 ) -> Tensor:
-    """Say whether the gradients of a weight are wrong, and whether that cannot be said; booleans ``[2]``."""
+    """Return whether the gradients of a weight are wrong, and whether the check is inconclusive; booleans ``[2]``."""
     reached = [(use, plain, delta) for use, plain, delta in calls if plain is not None and delta is not None]
     if whole is None:
         return torch.tensor([bool(reached), not reached], device=c.device)
@@ -176,20 +177,20 @@ def _comparison(
         apart = apart & kept_apart(plain, delta, c)
         try:
             total += _summed(use, delta, whole)
-        except RuntimeError:  # shapes that do not fit
+        except RuntimeError:  # shapes do not match
             apart = torch.zeros_like(apart)
         largest = [x.abs().max() for x in use.contribution.operands if x.is_floating_point() and x.numel()]
         terms = terms + delta.norm() * (torch.stack(largest).max() if largest else 1.0)
-    # A sum of terms that cancel is a few roundings of their size, more after normalisation. Below this bound
-    # a gradient tells nothing; above it, wrong gradients are off by far more than the cube root of the rounding.
+    # Sums of cancelling terms have errors of a few roundings, more after normalisation. Below this bound, a gradient is
+    # inconclusive; above it, the error of a wrong gradient far exceeds the cube root of the rounding error.
     rounding = 1000 * coarsest * terms
     size, error = torch.maximum(total.norm(), whole.norm()), (total - whole).norm()
     wrong = ~apart | (error > coarsest ** (1 / 3) * size + rounding)
-    return torch.stack([wrong, ~wrong & ~(size > rounding)])  # nothing can be said of NaN, either
+    return torch.stack([wrong, ~wrong & ~(size > rounding)])  # NaN is inconclusive, too
 
 
 def _summed(use: Use, delta: Tensor, like: Tensor) -> Tensor:
-    """The sum over examples of their gradients, some at a time."""
+    """Return the sum of per-example gradients, computed in parts."""
     count = max(1, _BUDGET // max(1, like.numel()))
     total = torch.zeros_like(like)
     for start in range(0, len(delta), count):
@@ -199,16 +200,16 @@ def _summed(use: Use, delta: Tensor, like: Tensor) -> Tensor:
 
 
 class Proofs:
-    """Examine every layout of each model's minibatches, and remember what was found.
+    """Check every layout of each model's minibatches, and cache the result.
 
-    Later proofs, in calls 2, 4, 8, ..., 1000, 2000, ..., see whether that has changed.
+    Later checks, in calls 2, 4, 8, ..., 1000, 2000, ..., detect changes.
     """
 
     def __init__(self) -> None:
         self._models: dict[int, tuple[Callable[[], Any], dict[Any, _Verdict]]] = {}
 
     def __reduce__(self) -> tuple:
-        return type(self), ()  # a copy looks anew
+        return type(self), ()  # a copy checks again
 
     def proved(
         self,
@@ -219,20 +220,20 @@ class Proofs:
         site: str,
         names: Sequence[str] = (),
     ) -> Served:
-        """Return the uses of the weights that the table of rules may serve, with the rows that were found.
+        """Return the uses of the weights to which the rules apply, with their rows.
 
         Args:
-            model: the model, remembered as long as it lives.
-            key: the layout of the minibatch, beside the functions and shapes of the uses.
-            uses: the uses of the weights, by their numbers.
-            look: examines them, given a seed.
+            model: the model; results are cached as long as it is alive.
+            key: the layout of the minibatch, in addition to the functions and shapes of the uses.
+            uses: the uses of the weights, by index.
+            look: performs the check, given a seed.
             site: the observed site, for messages.
-            names: of the weights, for a warning; none without them.
+            names: names of the weights, for a warning; without names, there is no warning.
 
         Raises:
-            ModelError: a layout that was proved before is no longer right.
+            ModelError: if a layout that passed an earlier check fails now.
         """
-        # Minibatches with the same graph have these in common.
+        # Minibatches with the same graph share these.
         layout = tuple((k, use.function, use.shape) for k, calls in uses.items() for use in calls)
         verdict = self._verdicts_on(model).setdefault((key, layout), _Verdict())
         if verdict.is_due():
@@ -244,7 +245,9 @@ class Proofs:
     def _verdicts_on(self, model: Any) -> "dict[Any, _Verdict]":
         owner = getattr(model, "__self__", model)  # a bound method is a new object at every access
         reference, verdicts = self._models.get(id(owner), (None, {}))
-        if reference is None or reference() is not owner:  # new, or in the place of one that is gone
+        if (
+            reference is None or reference() is not owner
+        ):  # a new model, or one with the id of a deleted model
             verdicts = {}
             self._models = {n: entry for n, entry in self._models.items() if entry[0]() is not None}
             self._models[id(owner)] = (weakref.ref(owner), verdicts)
@@ -253,12 +256,12 @@ class Proofs:
 
 @dataclass
 class _Verdict:
-    """Everything known of the weights of a layout.
+    """Results for the weights of a layout.
 
     Attributes:
-        known: all findings together.
-        calls: how often the question was asked.
-        looks: how often it was examined.
+        known: all findings combined.
+        calls: number of calls.
+        looks: number of checks.
     """
 
     known: Finding = Finding(set(), set())  # noqa: RUF009 (never written to)
@@ -266,17 +269,17 @@ class _Verdict:
     looks: int = 0
 
     def is_due(self) -> bool:
-        """Count a call, and say whether to examine it; a step that is recorded must not read the result."""
+        """Count a call, and return whether a check is due; a recorded step must not read its result."""
         if is_recording():
             return False
         self.calls += 1
-        if is_looking():  # at one of many steps that were recorded
+        if is_looking():  # one of many replays of a recorded step
             return True
         waiting = bool(self.known.unproven) and self.calls <= _AT_ONCE
         return waiting or self.calls & (self.calls - 1) == 0 or self.calls % _INTERVAL == 0
 
     def renew(self, found: Finding, site: str) -> None:
-        """Compare with what was found before."""
+        """Compare with earlier findings."""
         news = found.wrong - self.known.wrong - self.known.unproven
         first, self.looks = self.looks == 0, self.looks + 1
         wrong = self.known.wrong | found.wrong
@@ -284,13 +287,13 @@ class _Verdict:
         if news and not first:
             raise ModelError(
                 f"examples of observed site {site!r} depend on rows of other examples, unlike in an earlier step, and "
-                "squared gradients since then are wrong: train a model that mixes examples at times with IVON; if the "
-                "model was changed on purpose, use a new objective"
+                "squared gradients since then are wrong: if the model mixes examples in some steps, "
+                "train it with IVON; if the model was changed on purpose, use a new objective"
             )
 
 
 def warn_of_disproved(uses: Served, wrong: set[int], names: Sequence[str]) -> None:
-    """Warn that weights need one backward pass per example, unless their rows were only a guess at a folded batch."""
+    """Warn that weights need one backward pass per example, unless their rows were only guessed for a folded batch."""
     slow = [
         f"latent site {names[k]!r}"
         for k in sorted(wrong)
@@ -299,6 +302,6 @@ def warn_of_disproved(uses: Served, wrong: set[int], names: Sequence[str]) -> No
     if slow:
         warn(
             f"{', '.join(slow)}: the per-example gradients computed layer by layer disagree with the gradient of the "
-            "model, which mixes examples or takes gradients inside its forward pass. These weights get one backward "
-            "pass per example: exact, but slower"
+            "model, which mixes examples or takes gradients inside its forward pass. These weights take one backward "
+            "pass per example, which is exact but slower"
         )

@@ -104,12 +104,12 @@ MISTAKES = {
     "other lengths": (
         lambda: compare_held_out({**predictions(), "short": predictions((X[:9], Y[:9]))["mean"]}),
         DataError,
-        "'short' and 'mean' predict other examples",
+        "'short' and 'mean' predict different examples",
     ),
     "other observations": (
         lambda: compare_held_out({**predictions(), "late": predictions((X, Y + 1))["mean"]}),
         DataError,
-        "'late' and 'mean' predict other examples, sites, observations",
+        "'late' and 'mean' predict different examples, sites, observations",
     ),
     "shuffled": (
         lambda: compare_held_out(

@@ -87,7 +87,7 @@ def test_every_row_of_panels_names_the_methods():
 MISTAKES = {
     "nothing": (lambda: plots.compare({}), DataError, "no metric in common"),
     "no runs": (lambda: plots.compare({"A": [], "B": {"nll": 1.0}}), DataError, "'A' has no metric 'nll'"),
-    "a number": (lambda: plots.compare({"A": 0.5}), DataError, "results of 'A' are a Prediction"),
+    "a number": (lambda: plots.compare({"A": 0.5}), DataError, "results of 'A' must be a Prediction"),
     "nothing in common": (
         lambda: plots.compare({"A": {"nll": 1.0}, "B": {"rmse": 1.0}}),
         DataError,

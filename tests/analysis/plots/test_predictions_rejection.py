@@ -97,7 +97,7 @@ MISTAKES = {
     "no methods": (lambda: plots.rejection_curve({}, [0]), "the methods are"),
     "one uncertainty missing": (
         lambda: plots.rejection_curve({"A": [[0.9, 0.1]]}, [0], uncertainty={"B": [0.1]}),
-        r"the methods are \['A'\], with uncertainties of \['B'\]",
+        r"the methods are \['A'\], but uncertainties are given for \['B'\]",
     ),
 }
 

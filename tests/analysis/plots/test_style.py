@@ -11,7 +11,7 @@ from pyro_dvi.errors import ArgumentError, DataError
 
 
 def test_an_array_of_axes_is_refused():
-    with pytest.raises(ArgumentError, match="not ndarray: pass one element of an array"):
+    with pytest.raises(ArgumentError, match="not ndarray: pass one element of the array"):
         style.own_axes(plt.subplots(1, 2)[1], (1, 1))
 
 
