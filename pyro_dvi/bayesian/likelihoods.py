@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ready-made Pyro models: a network followed by a likelihood, in a plate over a minibatch of the data set."""
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -90,6 +91,8 @@ class LikelihoodModule(PyroModule):
         logits are taken.
         """
         sequence = isinstance(x, tuple | list)
+        if isinstance(x, Mapping):
+            _check_names(x, self.net)
         outputs = self.net(*x) if sequence else self.net(**x) if isinstance(x, Mapping) else self.net(x)
         if not hasattr(outputs, "dim"):
             named = outputs.get if isinstance(outputs, Mapping) else partial(getattr, outputs)
@@ -115,6 +118,18 @@ class LikelihoodModule(PyroModule):
             )
         # The indices are not used. Given, they spare Pyro a random permutation of the data set in every step.
         return pyro.plate("data", max(self.num_data, size), subsample=torch.arange(size))
+
+
+def _check_names(inputs: Mapping[str, Any], net: nn.Module) -> None:
+    """Refuse named inputs that the network does not take."""
+    taken = inspect.signature(net.forward)
+    try:
+        taken.bind(**inputs)
+    except TypeError as error:
+        raise DataError(
+            f"a batch names the inputs {list(inputs)}, and the network takes {list(taken.parameters)}: {error}. Name "
+            "them as the network does, or pass tuples (x, y)"
+        ) from error
 
 
 def _check_target(y: object, shape: torch.Size, outputs: torch.Size, meaning: str) -> Tensor:

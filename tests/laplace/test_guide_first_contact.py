@@ -56,7 +56,11 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "floats": (lambda: halves(X, LABELS.float()), DataError, r"pass y.long\(\)"),
     "empty batch": (lambda: [(X[:0], LABELS[:0])], DataError, "argument 1 of the model has no rows"),
     "too many": (lambda: [(X, LABELS, LABELS)], DataError, r"too many.*it takes \(x, y\)"),
-    "names": (lambda: [{"input": X, "y": LABELS}], DataError, r"'x'.*it takes \(x, y\)"),
+    "names": (
+        lambda: [{"image": X, "y": LABELS}],
+        DataError,
+        r"\['image'\], and the network takes \['input'\]",
+    ),
     "arrays": (lambda: [(X.numpy(), LABELS.numpy())], DataError, "argument 1 .*ndarray: torch.as_tensor"),
     "no labels": (lambda: [(X,)], ModelError, "'obs' .*pass the observed values"),
     "no batches": (list, DataError, "no batches"),
