@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A guide that is a point mass until a Gaussian is put around it: predictions, draws, files."""
+"""A guide that is a point mass until a Gaussian is fitted around it: predictions, draws, files."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -21,17 +21,17 @@ from pyro_dvi.laplace.methods.method import GaussianOutputs, LaplacePosterior
 from pyro_dvi.laplace.mode.convergence import Certificate
 
 DRAWN_WEIGHTS = (
-    "weights are drawn from a Laplace posterior: a network run at them leaves the neighbourhood in which the Gaussian "
-    "was fitted, and predicts too widely. predict(model, guide, x, method=Linearised()) stays at the mode."
+    "weights are drawn from a Laplace posterior: they are outside the neighbourhood of the mode in which the Gaussian "
+    "was fitted, and predictions are too wide. predict(model, guide, x, method=Linearised()) stays at the mode."
 )
 WIDE_WEIGHTS = (
-    "the spread of the weights of a Laplace posterior goes through the network itself: unless it is linear in them, as "
-    "a last layer is, it can predict far too widely. predict(model, guide, x, method=Linearised()) stays at the mode."
+    "the variances of a Laplace posterior are propagated through the network: unless it is linear in the weights, like "
+    "a last layer, predictions can be far too wide. predict(model, guide, x, method=Linearised()) stays at the mode."
 )
 
 
 class GaussianAtMode(FactorisedGuide):
-    """The posterior of a :class:`~pyro_dvi.LaplaceGuide`, as Pyro, predictions and files see it.
+    """The posterior of a :class:`~pyro_dvi.LaplaceGuide`, as used by Pyro, predictions and files.
 
     Subclasses find the mode and the Gaussian, and set ``_fitted``, the result of the last fit, ``_certificate``, the
     record that the mode is a minimum, both None where there is none, and ``_failed`` after a fit that has failed.
@@ -90,7 +90,7 @@ class GaussianAtMode(FactorisedGuide):
             joint: also the covariance between examples, ``joint_covariance`` of shape ``[B k, B k]``.
 
         Raises:
-            GuideError: not fitted yet, or the mode or the model has changed since.
+            GuideError: if there is no fit, or the mode or the model has changed since the fit.
             DataError: no rows, NaN, or inputs that the model cannot take.
             ModelError: no such site, or several to choose from.
             UnsupportedError: a distribution that cannot be linearised, or a method without this covariance.
@@ -227,7 +227,7 @@ class GaussianAtMode(FactorisedGuide):
         ended = "the last guide.fit ended in an error"
         change = ended if fitted is None else self._point_mass().change_since(fitted.point)
         if fitted is None or change is not None:
-            warn(f"{change}: a point mass until it is fitted again")
+            warn(f"{change}: the guide is a point mass until it is fitted again")
             return super().forward(*args, **kwargs)
         warn(DRAWN_WEIGHTS)
         event_dims = {site.name: site.event_dim for site in self._sites()}
@@ -285,7 +285,7 @@ class GaussianAtMode(FactorisedGuide):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
         self._fitted = None if self._fitted is None else self._fitted.moved(fn)
-        self._certificate = None  # modes are rounded anew
+        self._certificate = None  # modes are rounded again
         return self
 
     def __repr__(self) -> str:
@@ -294,7 +294,7 @@ class GaussianAtMode(FactorisedGuide):
             return f"{type(self).__name__}(has not seen its model yet)"
         point, known, found = self._point_mass(), self._certificate, "not known to be a minimum"
         if known is not None and known.is_of(point):
-            found = "a minimum" if known.curvature == "Hessian" else "a point without slope"
+            found = "a minimum" if known.curvature == "Hessian" else "a stationary point"
             if len(known.sites) < len(point.locs):
                 found += f" in {len(known.sites)} of {len(point.locs)} sites"
         parts = [f"mode of {sum(u.numel() for u in point.locs.values())} latents, {found}"]

@@ -118,13 +118,13 @@ class PointMass:
         """Return the difference from the mode of a fit, in words; None if there is none."""
         moved = next((name for name, u in self.locs.items() if not torch.equal(u, fit.locs[name])), None)
         if moved is not None:
-            return f"site {moved!r} has moved since guide.fit, so that its Gaussian belongs to another mode"
+            return f"site {moved!r} has moved since guide.fit, so the Gaussian belongs to another mode"
         if self.scale_factors != fit.scale_factors:
             return "guide.scale_factors has changed since guide.fit"
         for name in ("kl_weight", "temperature"):
             now, then = getattr(self, name), getattr(fit, name)
             if now != then:
-                return f"guide.{name} is {now:g}, and the fit had {name}={then:g}"
+                return f"guide.{name} is {now:g}, but the fit had {name}={then:g}"
         return None
 
 
@@ -175,7 +175,7 @@ class ModelReference:
         """
         if self._model is None:
             raise GuideError(
-                "this LaplaceGuide comes from a file, which has no model: use predict(model, guide, x), or build "
+                "this LaplaceGuide was loaded without its model: use predict(model, guide, x), or build "
                 "LaplaceGuide(model), call its initialize(*args) and load_state_dict(loaded.state_dict())"
             )
         return self._model
@@ -250,7 +250,7 @@ class Fitted:
         if differences:
             raise GuideError(
                 f"the model has changed since guide.fit, or is another one ({differences}; in evaluation mode, at the "
-                "mode, on stand-ins for the data): give it the model of the fit, with its state, or fit again"
+                "mode, at made-up inputs): use the model of the fit, with its state, or fit again"
             )
 
     # In files: tensors and plain values ---------------------------------------------------------------------------
@@ -289,8 +289,8 @@ class Fitted:
             )
         except (KeyError, TypeError) as error:
             raise CheckpointError(
-                f"the Gaussian in this state cannot be made again ({type(error).__name__}: {error}): import its class, "
-                "or, saved by another version, load without it (state['_extra_state'] = None) and fit again"
+                f"the Gaussian in this state cannot be restored ({type(error).__name__}: {error}): import its class "
+                "or, if saved by another version, load without it (state['_extra_state'] = None) and fit again"
             ) from error
 
     def moved(self, function: Callable[[Tensor], Tensor]) -> "Fitted | None":
@@ -306,7 +306,7 @@ class Fitted:
 
 
 class Draws(dist.TorchDistribution):
-    """The Gaussian over the flat vector, known by draws.
+    """The Gaussian over the flat vector, represented by draws.
 
     Args:
         posterior: the Gaussian.
@@ -330,9 +330,9 @@ class Draws(dist.TorchDistribution):
         return _draw(self.posterior, shape.numel()).reshape(*shape, -1)
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Raise: a method knows draws or covariances, not always the density."""
+        """Raise an error: a method has draws or covariances, but not always a density."""
         raise UnsupportedError(
-            "draws of a fitted LaplaceGuide have no density for a loss: compute losses before guide.fit, or "
+            "draws from a fitted LaplaceGuide have no density for a loss: compute losses before guide.fit, or "
             "with gradients enabled, as svi.step does"
         )
 

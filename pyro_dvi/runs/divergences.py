@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Kullback-Leibler divergence of factorised Gaussian posteriors to whatever prior the model has.
+r"""Kullback-Leibler divergence of factorised Gaussian posteriors from any prior of the model.
 
 In order of preference: closed form (Normal priors, and priors that are a transformed Normal under the posterior's
 own transform, such as LogNormal), Gauss-Hermite quadrature (any prior that factorises over elements), and one
 reparameterised sample (the rest: Dirichlet, MultivariateNormal, ...). All are given the values of the prior's
-own parents. Point masses contribute minus their log prior.
+own parents. Point masses contribute their negative log prior.
 """
 
 import math
@@ -35,15 +35,15 @@ _NODES = 32
 def kl_to_priors(latents: Iterable[Latent]) -> Tensor:
     r"""KL(q || p) of all latent sites, each scaled and masked as the model's site is: a scalar.
 
-    Where the guide's site has a scale :math:`c_q` of its own, as with ``poutine.scale`` in the model only, each density
-    is scaled as its site is, as in Pyro's ``Trace_ELBO``: :math:`\mathrm E_q[c_q \log q - c_p \log p]`.
+    If the guide's site has a different scale :math:`c_q`, as with ``poutine.scale`` in the model only, each density has
+    the scale of its own site, as in Pyro's ``Trace_ELBO``: :math:`\mathrm E_q[c_q \log q - c_p \log p]`.
 
     For a Normal prior :math:`\mathcal N(m, s^2)`,
 
     .. math:: \sum \tfrac12\Bigl(\frac{\sigma^2 + (\mu - m)^2}{s^2} - 1\Bigr) - \log\frac{\sigma}{s},
 
-    where multiplicative noise has :math:`\sigma^2 = \alpha\mu^2 + \varepsilon`. Such sites are summed together in
-    few passes over the weights (:mod:`pyro_dvi.gaussians.normal_divergence`), all others one by one.
+    where multiplicative noise has :math:`\sigma^2 = \alpha\mu^2 + \varepsilon`. These sites are summed together in few
+    passes over the weights (:mod:`pyro_dvi.gaussians.normal_divergence`), all others one by one.
 
     A Gaussian with covariances adds its :func:`~pyro_dvi.gaussians.normals.total_correlation`.
 
@@ -77,7 +77,7 @@ def entropy(latents: Iterable[Latent]) -> Tensor:
 
     .. math:: \sum \log\sigma + \tfrac12\log 2\pi e
 
-    less the total correlation of Gaussians with covariances. Point masses count as nothing.
+    minus the total correlation of Gaussians with covariances. Point masses contribute nothing.
 
     Status: exact.
 
@@ -88,8 +88,8 @@ def entropy(latents: Iterable[Latent]) -> Tensor:
     for latent in latents:
         if elementary(latent.transform) != elementary(unconstraining_transform(latent.prior.support)):
             raise UnsupportedError(
-                f"the posterior of site {latent.name!r} is a transformed Gaussian in unconstrained space, too, whose "
-                "entropy is not known here: write it as a Normal there, or leave temperature at 1"
+                f"the posterior of site {latent.name!r} is not Normal in unconstrained space either, so its "
+                "entropy is unknown: use a site that is Normal there, or leave temperature at 1"
             )
     terms = [scale_and_mask(_entropy(latent), latent.guide_scale, latent.mask).sum() for latent in latents]
     sources = {id(a.source): a for a in latents if _has_covariances(a)}
@@ -100,14 +100,14 @@ def entropy(latents: Iterable[Latent]) -> Tensor:
 
 
 def refuse_free_scales(latents: Iterable[Latent], drawn: bool = False) -> None:
-    """Refuse priors whose scale is learned, or a latent, for temperatures below 1.
+    """Raise an error for priors whose scale is learned or latent, at temperatures below 1.
 
     The normaliser of the prior then outweighs the entropy of the posterior, so that scale and weights go to zero
     together.
 
     Args:
         latents: posterior marginals and priors of the sites.
-        drawn: points are draws of a posterior, and not point masses.
+        drawn: whether points are draws from a posterior rather than point masses.
 
     Raises:
         ModelError: naming the site.
@@ -116,7 +116,7 @@ def refuse_free_scales(latents: Iterable[Latent], drawn: bool = False) -> None:
         if (drawn or latent.loc is not None) and any(map(_has_free_scale, _layers(latent.prior))):
             raise ModelError(
                 f"the prior of site {latent.name!r} has a scale that is learned or latent, which goes to zero at a "
-                "temperature below 1: give it a fixed scale, or use kl_weight in place of temperature"
+                "temperature below 1: give it a fixed scale, or use kl_weight instead of temperature"
             )
 
 
@@ -149,13 +149,13 @@ def _kl_of_covariances(source: GaussianSite, latents: list[Latent]) -> Tensor:
     if len(scales) > 1 or any(latent.mask is not None for latent in latents):
         raise ModelError(
             f"sites {[latent.name for latent in latents]} have covariances, and cannot be scaled or masked one by one: "
-            "put them outside of subsampled plates, masks and poutine.scale, or give them a MeanFieldGuide"
+            "move them out of subsampled plates, masks and poutine.scale, or use a MeanFieldGuide for them"
         )
     return total_correlation(source.base) * scales.pop()
 
 
 def _summand(latent: Latent) -> tuple[tuple[Any, ...], tuple[Any, ...]] | None:
-    """Return a key (divergence, scale, dtypes) that sites with Normal priors are summed by, and the arguments.
+    """Return a key (divergence, scale, dtypes) by which sites with Normal priors are grouped, and the arguments.
 
     None for a site that is masked, or does not count with one number, or has a prior that is not Normal.
     """

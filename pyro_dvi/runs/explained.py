@@ -15,7 +15,7 @@ from pyro_dvi.core.batches import named_arguments, non_finite_inputs, tensor_arg
 from pyro_dvi.errors import DataError, DeviceError, ModelError, ParameterError, PyroDviError, UnsupportedError
 
 AS_A_MODEL = (
-    "A network becomes a model by dvi.classifier(dvi.to_bayesian_(net), num_data=...), or by dvi.regressor."
+    "To make a model of a network, use dvi.classifier(dvi.to_bayesian_(net), num_data=...), or dvi.regressor."
 )
 
 
@@ -29,14 +29,14 @@ def explained_errors(
         model: a Pyro model.
         args: its positional arguments.
         kwargs: its keyword arguments.
-        posterior: tensors of the guide, which tell its device.
+        posterior: tensors of the guide, which show its device.
 
     Raises:
         DeviceError: data and parameters live on different devices.
         DataError: the model does not take these arguments, or fails on data that hold NaN, or are of another type than
             its weights, or of a shape that it does not take; or a minibatch has no rows, or more than its plate.
         ModelError: the model fails on weights that are NaN, a site does not fit its plate, or a prior is improper.
-        ParameterError: a distribution refuses its parameters.
+        ParameterError: if a distribution rejects its parameters.
     """
     try:
         yield
@@ -61,7 +61,7 @@ def _of_arguments(error: Exception, model: Callable, args: tuple, kwargs: dict) 
     reason = misfit(inner, args, kwargs) if isinstance(error, TypeError) else None
     if reason is None:
         return None
-    # A module of one argument sees no observations.
+    # A module with one argument receives no observations.
     network = f". {AS_A_MODEL}" if isinstance(inner, nn.Module) and len(positional(inner)) == 1 else ""
     return DataError(f"a batch does not hold the arguments of the model: {reason}{network}")
 
@@ -83,7 +83,7 @@ def _of_data(
         return bad
     for name, value in data.items():
         if value.dim() and not len(value):
-            return DataError(f"{name} of the model has no rows: leave out batches without examples")
+            return DataError(f"{name} of the model has no rows: remove batches without examples")
     for name in non_finite(weights):
         return ModelError(f"{name!r} of the model holds NaN or infinite values: start from finite weights")
     if (known := _of_text(error)) is not None:
@@ -92,16 +92,16 @@ def _of_data(
     described = ", ".join(f"{name} {value.dtype} {tuple(value.shape)}" for name, value in data.items())
     if {v.dtype for v in data.values()} != types and ("dtype" in message or "scalar type" in message):
         return DataError(
-            f"the data ({described}) are of another type than the weights ({', '.join(sorted(map(str, types)))}): "
-            "give the arguments in the order of the model's, convert the data, as by x.float(), or build model "
-            "and guide in their type, as by model.double()"
+            f"the data ({described}) differ in type from the weights ({', '.join(sorted(map(str, types)))}): "
+            "pass the arguments in the order of the model's, convert the data (x.float()), or convert the model "
+            "(model.double()) before building the guide"
         )
     # A ValueError about a shape comes from a distribution, whose parameters training may have made impossible.
     shapes = any(word in message for word in ("shape", "size", "dimension", "channels"))
     if shapes and not isinstance(error, ValueError):
         return DataError(
-            f"the model fails on data of these shapes ({described}): {message}. A batch holds the arguments of the "
-            "model in their order"
+            f"the model fails on data of these shapes ({described}): {message}. A batch must contain "
+            "the arguments of the model in order"
         )
     return None
 
@@ -111,15 +111,15 @@ def _first_line(error: Exception) -> str:
 
 
 _TRANSFORM = (
-    "means and variances do not pass through torch.vmap or torch.func: {}. Write the function for all rows at once, "
-    "or train with TaylorELBO and predict by Samples()"
+    "means and variances cannot pass through torch.vmap or torch.func: {}. Write the function for all rows at once, "
+    "or train with TaylorELBO and predict with Samples()"
 )
-# What Pyro and PyTorch say, and how to say it to somebody who can change it; {} is the first line of what they say,
-# {at} where.
+# Messages of Pyro and PyTorch, and the messages that replace them; {} is the first line of the original message, {at}
+# its location.
 _TEXTS: dict[str, tuple[type[PyroDviError], str]] = {
     "subsample_size does not match": (
         DataError,
-        "a minibatch has more rows than its plate is large: {}. The size of "
+        "a minibatch has more rows than the size of its plate: {}. The size of "
         "pyro.plate(name, size, subsample_size=len(x)) is the number of examples in the whole data set.",
     ),
     "Shape mismatch inside plate": (
@@ -128,12 +128,12 @@ _TEXTS: dict[str, tuple[type[PyroDviError], str]] = {
     ),
     "does not support sampling": (
         ModelError,
-        "{}: a latent site needs a proper prior, for its start and for the KL divergence, as Normal(0, 100)",
+        "{}: a latent site needs a proper prior, such as Normal(0, 100), for its start and for the KL divergence",
     ),
     "to satisfy the constraint": (
         ParameterError,
-        "{} in the model.\nMap the parameter into that range, as torch.nn.functional.softplus does for a scale. NaN "
-        "comes from weights or inputs that are too large.",
+        "{} in the model.\nMap the parameter into this range (a scale with torch.nn.functional.softplus). "
+        "NaN is caused by weights or inputs that are too large.",
     ),
     "save_for_backward can only": (
         UnsupportedError,

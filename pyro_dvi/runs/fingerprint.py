@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recognise a model after a change, or in another process, without keeping any data."""
+"""Detect whether a model has changed, even in another process, without storing any data."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -19,20 +19,20 @@ from pyro_dvi.runs.posterior_run import PosteriorMeans
 from pyro_dvi.runs.sites import core, is_latent
 
 _ROWS = 4  # of a batch, where the model takes so few
-# Relative. More than rounding adds up to in a deep network (0.003 with TensorFloat-32 in ResNet-50), less than another
-# activation, prior or noise makes.
+# Relative; above the accumulated rounding error of a deep network (0.003 with TensorFloat-32 in ResNet-50), and below
+# the effect of a different activation, prior or noise.
 _TOLERANCE = 1e-2
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Sites of a model in evaluation mode, at given values of its latents and at stand-ins for its data.
+    """Summary of a model's sites in evaluation mode, at given values of its latents and at made-up inputs.
 
-    A stand-in has the shape and dtype of a tensor, and its elements rise from 0 to 1; integers and booleans are 1. So
-    nothing of the data is kept, yet another prior, noise, activation or deterministic weight is seen.
+    A made-up input has the shape and dtype of the original, and its elements increase from 0 to 1; integers and
+    booleans are 1. No data are stored, but changes of priors, noise, activations or deterministic weights are detected.
 
     Attributes:
-        args: positional arguments of the model: tensors of which only shape and dtype count, in tuples, lists and
+        args: positional arguments of the model: tensors, of which only shape and dtype are used, in tuples, lists and
             dictionaries.
         kwargs: keyword arguments, likewise.
         sites: family, shape and plates of each site, and of each parameter of its distribution the mean, the mean of
@@ -45,7 +45,7 @@ class Fingerprint:
 
     @classmethod
     def of(cls, model: Any, args: Any, kwargs: Any, latents: Mapping[str, Tensor]) -> "Fingerprint | None":
-        """Take it, with the same random numbers whenever the model draws some of its own.
+        """Compute the fingerprint, with fixed random numbers if the model draws any.
 
         Args:
             model: the model.
@@ -67,13 +67,13 @@ class Fingerprint:
         return None
 
     def differences(self, model: Any, latents: Mapping[str, Tensor], plates: bool = True) -> str:
-        """Say what is not as it was, at the same values of the latents; empty if all is.
+        """Describe what has changed, at the same values of the latents; empty if nothing has.
 
         Args:
             model: the model to compare.
             latents: values of its latents.
-            plates: whether plates and shapes of observed sites count. False is for predictions, which do not depend on
-                them, and asks nothing of a model that does not take the arguments of before.
+            plates: whether to compare plates and shapes of observed sites. Use False for predictions, which do not
+                depend on them; a model that does not accept the original arguments is then not compared.
         """
         try:
             after = _look(model, self.args, self.kwargs, latents)

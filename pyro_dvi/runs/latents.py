@@ -182,7 +182,7 @@ def match_latents(model_trace: Any, guide_trace: Any, marginals: Marginals) -> l
     used = {latent.source.name for latent in latents if latent.source is not None}
     if left := sorted(set(marginals.gaussians) - used):
         raise GuideError(
-            f"guide site {left[0]!r} is a Normal that belongs to no latent site of the model. Give each of "
+            f"guide site {left[0]!r} is a Normal that matches no latent site of the model. Give each of "
             f"{[latent.name for latent in latents]} its own Normal site of the same name (or '<name>_unconstrained')"
         )
     return latents
@@ -197,7 +197,7 @@ def not_in_guide(name: str) -> str:
 
 
 def check_shape(site: Any, frames: Iterable[Any] = ()) -> None:
-    """Refuse a value of a latent whose shape differs from its prior's, to which it would be broadcast.
+    """Raise an error if the shape of a latent's value differs from its prior's, to which it would be broadcast.
 
     As in Pyro, leading dimensions of size one make no difference.
 
@@ -214,9 +214,9 @@ def check_shape(site: Any, frames: Iterable[Any] = ()) -> None:
     same = _without_leading_ones(value.shape) == _without_leading_ones(shape)
     if not same or not here.items() <= sizes.items():
         raise ModelError(
-            f"latent site {site['name']!r} has the shape {tuple(shape)} (plates {here}) in this call of the model, and "
-            f"{tuple(value.shape)} (plates {sizes}) in the guide: it must not depend on the minibatch. A latent of "
-            "each row needs a plate of the whole data set, pyro.plate(name, num_data, subsample=rows)"
+            f"latent site {site['name']!r} has the shape {tuple(shape)} (plates {here}) in this call of the model, but "
+            f"{tuple(value.shape)} (plates {sizes}) in the guide: it must not depend on the minibatch. A latent for "
+            "each row needs a plate over the whole data set, pyro.plate(name, num_data, subsample=rows)"
         )
 
 

@@ -72,8 +72,8 @@ def run_joint(model: Callable, args: tuple, kwargs: dict[str, Any], values: Mapp
     unvisited = [name for name in values if name not in trace.nodes]
     if unvisited:
         raise ModelError(
-            f"the model did not sample {unvisited[0]!r}, which the guide has: set the guide up with this model, with "
-            "observations; latent variables must not depend on the arguments"
+            f"the model did not sample {unvisited[0]!r}, which is in the guide: set the guide up with this model, with "
+            "observations; the set of latent variables must not depend on the arguments"
         )
     observed = observed_sites(trace)
     for site in observed.terms:
@@ -138,7 +138,7 @@ def log_prior_of_entries(node: Any, entries: Tensor) -> Tensor:
     base = strip_event_dims(fn)
     if base.event_shape:
         raise UnsupportedError(
-            f"the prior of {node['name']!r}, a {type(base).__name__}, couples its entries: let the whole site vary, or "
+            f"the prior of {node['name']!r}, a {type(base).__name__}, couples its entries: vary the whole site, or "
             "none of it"
         )
     mask = torch.zeros(value.numel(), dtype=torch.bool, device=value.device)
@@ -192,7 +192,7 @@ class Rescaled(Messenger):
 
 def scale_name(fn: Any) -> str | None:
     """Return the name of the scale of a distribution, or None where it has none to multiply."""
-    fn = untransformed(fn)  # what a factor inside does to the value is another matter for every transform
+    fn = untransformed(fn)  # a factor inside a transform changes the value differently for each transform
     return next((name for family, name in _SCALES.items() if isinstance(fn, family)), None)
 
 

@@ -53,8 +53,8 @@ def observed_sites(trace: Any) -> Observed:
     sites, factors = [[observation(s) for s in found] for found in (data, sites_of(trace, is_factor))]
     if not sites and not factors:
         raise ModelError(
-            "the model has no observed site: pass the observed values and give them to pyro.sample(name, distribution, "
-            f"obs=values). dvi.fit takes a list [x, y] for two batches: pass [(x, y)] for one. {AS_A_MODEL}"
+            "the model has no observed site: pass the observed values and use them in pyro.sample(name, distribution, "
+            f"obs=values). dvi.fit treats a list [x, y] as two batches: pass [(x, y)] for one. {AS_A_MODEL}"
         )
     return Observed(sites, factors)
 
@@ -75,8 +75,8 @@ def _log_likelihood(site: ObservedSite) -> Tensor:
         if isinstance(error, ValueError) and value.numel():  # not where they are on another device
             if lost := int((~torch.isfinite(value)).sum()):
                 raise DataError(
-                    f"observed site {site.name!r} holds {lost} NaN or infinite values: drop those rows or mask them "
-                    "with pyro.poutine.mask after replacing them by a number"
+                    f"observed site {site.name!r} holds {lost} NaN or infinite values: drop these rows, or replace "
+                    "the values by a number and mask them with pyro.poutine.mask"
                 ) from error
             extent = f" from {value.min().item()} to {value.max().item()}"
         raise DataError(
@@ -109,8 +109,8 @@ def _check_shape(node: Any) -> None:
             raise DataError(
                 f"observed site {node['name']!r}: values of shape {tuple(value.shape)} would be broadcast against "
                 f"{type(fn).__name__} with batch shape {tuple(fn.batch_shape)} and event shape "
-                f"{tuple(fn.event_shape)}. Give values of the shape of a draw (f.squeeze(-1) for y of one column), or "
-                "put dimensions into a plate or to_event. One number for all rows has no dimensions: y.squeeze()"
+                f"{tuple(fn.event_shape)}. Pass values of the shape of a draw (f.squeeze(-1) for y with one column), "
+                "or declare dimensions with a plate or to_event. One number for all rows has no dimensions: y.squeeze()"
             )
 
 
@@ -140,7 +140,7 @@ def check_num_data(sites: list[ObservedSite], num_data: int) -> None:
     others = []
     for site in sites:
         if torch.is_tensor(site.scale) and (site.scale.numel() > 1 or is_recording()):
-            continue  # weights of examples, which the user chose, or a value that must not be read
+            continue  # example weights chosen by the user, or a value that must not be read
         scale = float(site.scale)
         lengths = [n for n in (*site.fn.batch_shape, *site.value.shape) if n > 0] or [1]
         nearest = min(lengths, key=lambda n: abs(n * scale - num_data))

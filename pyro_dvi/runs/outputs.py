@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Outputs of a model for given inputs: the parameters of its observed distribution as real numbers.
 
-A mean is a real number; a scale enters by its logarithm, class probabilities by the logits that the model gave.
-Linearising these keeps every distribution inside its domain.
+A mean is a real number; a scale is represented by its logarithm, and class probabilities by the logits of the model.
+Linearising these keeps every parameter inside its domain.
 """
 
 from collections.abc import Callable, Mapping
@@ -151,9 +151,9 @@ def run_outputs(
 def _deterministic(site: str, value: Tensor, num_rows: int) -> Outputs:
     if value.dim() == 0 or len(value) != num_rows:
         raise DataError(
-            f"deterministic site {site!r} has the shape {tuple(value.shape)}: its first dimension has to count the "
-            f"{num_rows} examples. Where it has a value for each group, read the latents from guide.sample or "
-            "guide.quantiles, or give each example its own in the model, pyro.deterministic('own', value[group])"
+            f"deterministic site {site!r} has the shape {tuple(value.shape)}: its first dimension must index the "
+            f"{num_rows} examples. If it has one value per group, read the latents from guide.sample or "
+            "guide.quantiles, or index it by example in the model, pyro.deterministic('own', value[group])"
         )
     if not value.requires_grad:
         raise _without_latents(f"deterministic site {site!r} does not depend")
@@ -192,7 +192,7 @@ def observed_outputs(site: str, fn: Any, axis: int, num_rows: int, made: list[Bu
         if not bool(torch.isfinite(real.detach()).all()):
             raise NonFiniteError(
                 f"observed site {site!r}: {name!r} of {type(base).__name__} is NaN, infinite or at the edge of its "
-                "domain for some examples; give logits= in place of probs=, or keep scales away from zero"
+                "domain for some examples; use logits= instead of probs=, or keep scales away from zero"
             )
         parts.append(real.reshape(num_rows, -1))
         parameters.append(Parameter(name, tuple(real.shape[1:]), position, transform))
@@ -202,7 +202,7 @@ def observed_outputs(site: str, fn: Any, axis: int, num_rows: int, made: list[Bu
 
 
 def _location(given: Mapping[str, Any]) -> str | None:
-    """Return the parameter that is the prediction: it counts among the outputs even where it is certain."""
+    """Return the parameter that is the prediction: it is among the outputs even if it is deterministic."""
     name = next((name for name in _LOCATIONS if name in given), None)
     # Of a Gamma, rate and concentration are two equal parts of its mean.
     return None if name == "rate" and "concentration" in given else name
@@ -221,11 +221,11 @@ def _without_latents(what: str) -> ModelError:
 
 
 def _refuse_hidden(site: str, base: Any, name: str, value: Any) -> None:
-    """Refuse parameters inside another distribution, as the components of a mixture are."""
+    """Raise an error for parameters inside another distribution, such as the components of a mixture."""
     if isinstance(value, td.Distribution) or (torch.is_tensor(value) and value.requires_grad):
         raise UnsupportedError(
             f"observed site {site!r}: {type(base).__name__} has the argument {name!r}, which cannot be written "
-            "as free real numbers, so its prediction cannot be linearised. Name a pyro.deterministic site of the "
+            "as free real numbers, so its prediction cannot be linearised. Choose a pyro.deterministic site for the "
             "prediction: guide.predictive(x, site='...')"
         )
 
@@ -255,5 +255,5 @@ def _real_numbers(site: str, base: Any, name: str, constraint: Any) -> tuple[Any
             return unconstraining_transform(constraint), constraint.event_dim
     raise UnsupportedError(
         f"observed site {site!r}: {name!r} of {type(base).__name__} lies in {constraint}, which no transform maps to "
-        "real numbers. Name a pyro.deterministic site of the prediction instead: site='...'"
+        "real numbers. Choose a pyro.deterministic site for the prediction instead: site='...'"
     )

@@ -24,15 +24,15 @@ Gaussians = Mapping[str, tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class PosteriorPrior:
-    """Gaussians that take the place of a model's priors; ``guide.as_prior()`` makes one.
+    """Gaussians that replace the priors of a model; returned by ``guide.as_prior()``.
 
-    Calling it with a model returns that model with these priors. It is a module, with the Gaussians as buffers and the
-    model under ``.model``; site names, parameters and running statistics are the model's own.
-    Called with a model that has such priors already, it replaces them.
+    Calling it with a model returns that model with these priors. The result is a module, with the Gaussians as buffers
+    and the model under ``.model``; site names, parameters and running statistics are those of the model. Priors from an
+    earlier call are replaced.
 
     Attributes:
         gaussians: mean and standard deviation by site name; no gradients reach them.
-        origin: name of the guide that they come from.
+        origin: name of the guide from which they come.
     """
 
     gaussians: Gaussians
@@ -61,7 +61,7 @@ def posterior_prior(
     origin: str,
     temperature: float = 1.0,
 ) -> PosteriorPrior:
-    """Make priors of a guide's posteriors.
+    """Turn a guide's posteriors into priors.
 
     Args:
         posteriors: name, posterior in unconstrained space and whether that is the site's own space, for each site.
@@ -83,8 +83,8 @@ def posterior_prior(
         if not real or not isinstance(base, td.Normal) or isinstance(base, MatrixNormal):
             reason = f"posterior of site {name!r} is {type(base).__name__}" if real else None
             raise UnsupportedError(
-                f"the {reason or f'values of site {name!r} are constrained'}, which is no factorised Gaussian there: "
-                f"leave it with the prior of the model, as_prior(exclude=[{name!r}]), or give it a mean-field posterior"
+                f"the {reason or f'values of site {name!r} are constrained'}, which is not a factorised Gaussian: "
+                f"keep the prior of the model, as_prior(exclude=[{name!r}]), or use a mean-field posterior for it"
             )
         loc, scale = torch.broadcast_tensors(base.loc.detach(), base.scale.detach())
         gaussians[name] = (loc.clone(), scale * temperature**-0.5)
@@ -123,8 +123,8 @@ class _Priors(Messenger):
         missing = sorted(set(self.gaussians) - self.seen)
         if missing and error[0] is None:
             raise ModelError(
-                f"the model has no site {missing[0]!r}, to which the posterior from {self.origin} belongs: leave out "
-                f"the head of an earlier task by as_prior(exclude=[{missing[0]!r}])"
+                f"the model has no site {missing[0]!r}, to which the posterior from {self.origin} belongs: exclude "
+                f"the head of an earlier task with as_prior(exclude=[{missing[0]!r}])"
             )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One run of a guide, then of its model with the guide's values: at its means, or with moments in their place."""
+"""One run of a guide, then of its model with the guide's values: at its means, or with moments."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -31,8 +31,8 @@ from pyro_dvi.runs.sites import SampleTrace, SetLatents
 class GuideRun(SetLatents, SampleTrace):
     """Record a run of a guide, and choose the values of its Gaussian sites.
 
-    Delta sites pass, and Gaussian vectors with covariances where ``takes_joint`` says so. Anything else is not a
-    diagonal Gaussian, and is refused by name.
+    Delta sites are allowed, and so are Gaussian vectors with covariances if ``takes_joint`` is true. Any other site
+    raises an error that names it.
 
     Attributes:
         trace: the run.
@@ -104,7 +104,7 @@ class Call:
     kwargs: dict[str, Any] = field(default_factory=dict)
 
     def explained(self, posterior: Iterable[Tensor] = ()) -> AbstractContextManager[None]:
-        """Explain what goes wrong with these arguments, see :func:`~pyro_dvi.runs.explained.explained_errors`."""
+        """Explain errors with these arguments, see :func:`~pyro_dvi.runs.explained.explained_errors`."""
         return explained_errors(self.model, posterior, self.args, self.kwargs)
 
     def run_guide(self, values: Values) -> Values:
@@ -178,7 +178,7 @@ def refuse_site(name: str, fn: Any) -> NoReturn:
     if getattr(fn, "has_enumerate_support", False):
         raise GuideError(
             f"guide site {name!r} is discrete ({type(fn).__name__}), not Gaussian: sum the variable out of the model "
-            "(pyro.infer.config_enumerate with TraceEnum_ELBO), or replace it by a continuous relaxation"
+            "(pyro.infer.config_enumerate with TraceEnum_ELBO), or replace it with a continuous relaxation"
         )
     raise GuideError(
         f"guide site {name!r} is {type(fn).__name__}, which is not a factorised Gaussian: use MeanFieldGuide, "
@@ -310,10 +310,10 @@ def _swap(module: nn.Module, name: str, value: Any, *args: Any, **kwargs: Any) -
 class PosteriorMoments(SetLatents):
     """Give each latent site of a model the moments of its posterior marginal.
 
-    A Gaussian in the site's own space becomes :class:`~pyro_dvi.moments.GaussianMoments`, with what it shares if it has
-    covariances. One that a transform takes
-    to the site's space (a positive scale, say), or that sets the prior of another latent, is sampled by
-    reparameterisation. Point masses are left to Pyro's replay, which has to be the inner of the two handlers.
+    A Gaussian in the site's own space becomes :class:`~pyro_dvi.moments.GaussianMoments`, with its shared noise if it
+    has covariances. A Gaussian that a transform maps to the site's space (such as a positive scale), or that sets the
+    prior of another latent, is sampled by reparameterisation. Point masses are left to Pyro's replay, which has to be
+    the inner of the two handlers.
 
     Args:
         marginals: where the guide has the Gaussians of latent sites.

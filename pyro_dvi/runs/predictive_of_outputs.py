@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""The predictive of Gaussian outputs of a model, :math:`\int p(y \mid f)\,\mathcal N(f; \hat f, \Sigma)\,\mathrm df`.
+r"""Predictive distribution of Gaussian outputs, :math:`\int p(y \mid f)\,\mathcal N(f; \hat f, \Sigma)\,\mathrm df`.
 
 Outputs are the real-valued parameters of any observed distribution (:mod:`pyro_dvi.runs.outputs`). Their whole
 covariance is used: between classes, between elements of a vector, between a mean and the logarithm of its noise scale.
-An example may have several densities, one for each row of an inner plate, say. Each depends on its own outputs only,
-so that integrals are over these few.
+An example may have several densities, such as one for each row of an inner plate. Each depends only on its own outputs,
+so integrals are over these few.
 """
 
 import math
@@ -39,15 +39,15 @@ def integrated(
 ) -> Any:
     """Return the predictive distribution, of the batch and event shape of the observed one.
 
-    Status: as :func:`~pyro_dvi.links.predictive_distribution`. Several labels of one example (``to_event``) have the
-    right probabilities each, and count as independent of each other.
+    Status: as for :func:`~pyro_dvi.links.predictive_distribution`. Several labels of one example (``to_event``) have
+    correct marginal probabilities and are treated as independent.
 
     Args:
         outputs: outputs at the mode.
         covariance: of all outputs of each example, ``[B, K, K]``.
         link: from Gaussian logits to class probabilities.
         noise: from an uncertain scale of Gaussian noise to a distribution.
-        num_points: Sobol points where more than two numbers of one density are uncertain.
+        num_points: number of Sobol points if more than two numbers of a density are uncertain.
     """
     outputs, covariance = outputs.detached(), covariance.detach()
     fn, base, parameters = outputs.distribution, innermost(outputs.distribution), outputs.parameters

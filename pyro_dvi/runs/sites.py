@@ -81,7 +81,7 @@ def sites_named(argument: str, patterns: str | Iterable[str], names: Sequence[st
         if not isinstance(pattern, str) or not any(fnmatchcase(name, pattern) for name in names):
             like = [name for name in names if fnmatchcase(name, f"*{pattern}")]
             hint = f"write '*{pattern}' for {like}" if like else f"there are {names}"
-            raise ArgumentError(f"{argument} names {pattern!r}, which is no site of the guide; {hint}")
+            raise ArgumentError(f"{argument} names {pattern!r}, which is not a site of the guide; {hint}")
     return [name for name in names if any(fnmatchcase(name, pattern) for pattern in listed)]
 
 
@@ -105,9 +105,9 @@ class SampleTrace(TraceMessenger):
 
 
 class AllRows(Messenger):
-    """Let a plate of ``subsample_size=n`` mean the n rows that are there, whatever its size.
+    """Let a plate with ``subsample_size=n`` cover the n rows that are given, whatever its size.
 
-    The training plate's size then limits nothing: 1,000 test images go through a model of 500 training images.
+    The training plate's size is then no limit: a model of 500 training images can predict 1,000 test images.
     """
 
     def _pyro_sample(self, msg: Any) -> None:
@@ -140,13 +140,13 @@ def choose_response(site: str | None, names: list[str]) -> str:
         )
     if not names:
         raise ModelError(
-            "the model has no observed site to predict: it needs pyro.sample(name, distribution, obs=y) where y may be "
-            "None, and a guide that was set up with the observed values given"
+            "the model has no observed site to predict: it needs pyro.sample(name, distribution, obs=y), where y may "
+            "be None, and a guide that was set up with the observed values"
         )
     raise ModelError(
-        f"the model has several sites that the guide does not cover: {names}. Choose the one to predict by site=. A "
-        "latent variable among them means a guide of another model, or one that leaves the variable to the model: then "
-        "predict with Samples(n), which averages over its draws"
+        f"the model has several sites that the guide does not cover: {names}. Choose the one to predict with "
+        "site=. If one is a latent variable, the guide belongs to another model, or leaves the variable to the model: "
+        "then predict with Samples(n), which averages over its draws"
     )
 
 
@@ -166,10 +166,10 @@ def example_axis(name: str, node: Any, num_rows: int) -> int:
         return int(found[0].dim)
     if not frames and shape[:1] == (num_rows,):
         return -len(shape)
-    problem = f"{len(found)} plates of {num_rows} rows, {[f.name for f in found]}, may count the examples"
+    problem = f"{len(found)} plates of {num_rows} rows, {[f.name for f in found]}, may index the examples"
     raise DataError(
         f"observed site {name!r} with batch shape {shape} and event shape {tuple(node['fn'].event_shape)}: "
-        f"{problem if found else f'no dimension counts the {num_rows} examples'}. Put it in pyro.plate('data', size, "
+        f"{problem if found else f'no dimension indexes the {num_rows} examples'}. Put it in pyro.plate('data', size, "
         "subsample_size=len(x)) with the batch as the model's argument, and an example's own dimensions in to_event"
     )
 

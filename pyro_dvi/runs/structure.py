@@ -119,8 +119,8 @@ def _look(run: PosteriorRun, gradients: bool) -> Structure:
         if latent.shared is not None and (latent.transform is not None or source.name in sampled):
             raise GuideError(
                 f"guide site {source.name!r} gives {latent.name!r} covariances with others, though it is constrained "
-                "or sets the prior of another latent: hide it from this guide by pyro.poutine.block, and give it a "
-                "MeanFieldGuide in an AutoGuideList"
+                "or sets the prior of another latent: hide it from this guide with pyro.poutine.block, and add a "
+                "MeanFieldGuide for it in an AutoGuideList"
             )
     return Structure(sampled, names, shapes, reached, joint, starts)
 
@@ -155,7 +155,7 @@ def reached_by(log_likelihood: Tensor, values: dict[str, Tensor]) -> frozenset[s
 
 
 def check_gradients(call: Call, trace: Any, log_likelihood: Tensor) -> None:
-    """Refuse data that depend on a latent which no gradient of their likelihood reaches.
+    """Raise an error for data that depend on a latent which no gradient of their likelihood reaches.
 
     A latent behind functions without a slope is one. Where a latent is not in the graph at all, the model runs once
     more with its value, and twice with a draw from its prior, as it may have a state of its own. What only sets priors,
@@ -189,9 +189,9 @@ def check_gradients(call: Call, trace: Any, log_likelihood: Tensor) -> None:
     if blind:
         observed = ", ".join(repr(site["name"]) for site in sites_of(trace, is_data))
         raise ModelError(
-            f"observed site {observed} depends on latent site {blind[0]!r}, but no gradient of the likelihood gets "
-            "there: .detach(), .item(), round, floor, argmax or a comparison is in between. Leave it out, take a "
-            "smooth function, as sigmoid for a step, or let gradients pass, as f + (f.round() - f).detach()"
+            f"observed site {observed} depends on latent site {blind[0]!r}, but no gradient of the likelihood reaches "
+            "it: .detach(), .item(), round, floor, argmax or a comparison is in between. Remove it, use a "
+            "smooth function (sigmoid for a step), or let gradients pass: f + (f.round() - f).detach()"
         )
 
 
@@ -210,7 +210,7 @@ def _check_shapes(trace: Any) -> None:
 
 
 def refuse_dependent(gaussians: Sequence[GaussianSite]) -> None:
-    """Refuse a guide in which one Gaussian's parameters are computed from another's value.
+    """Raise an error for a guide in which one Gaussian's parameters are computed from another's value.
 
     Raises:
         GuideError: naming both sites.
@@ -250,7 +250,7 @@ def _keeps_probabilities(node: Any) -> bool:
     return (getattr(node, "_saved_min", None), getattr(node, "_saved_max", None)) in _OPEN_INTERVALS
 
 
-# A start at which all hidden units are alike --------------------------------------------------------------------
+# A start with identical hidden units ----------------------------------------------------------------------------
 
 
 def _equal_units(latents: Iterable[Any], log_likelihood: Tensor) -> Starts:
@@ -281,7 +281,7 @@ def _equal_units(latents: Iterable[Any], log_likelihood: Tensor) -> Starts:
 
 
 def start_apart(starts: Starts) -> None:
-    """Break the symmetry of an all-zero start: begin at the weights of the network, and say so."""
+    """Break the symmetry of an all-zero start: begin at the weights of the network, and warn."""
     if not starts or any(mean.any() for _, mean, _ in starts):
         return
     for _, mean, initial in starts:
@@ -290,9 +290,9 @@ def start_apart(starts: Starts) -> None:
     unknown = [name for name, _, initial in starts if initial is None]
     warn(
         f"the guide starts with all means at zero (site {starts[0][0]!r} and {len(starts) - 1} more), where hidden "
-        "units are alike and training hardly tells them apart. "
+        "units are identical and training can hardly distinguish them. "
         + (
-            f"The model keeps no weights of {unknown[0]!r} to start from: pass init_loc_fn=init_to_sample."
+            f"The model has no weights for {unknown[0]!r} to start from: pass init_loc_fn=init_to_sample."
             if unknown
             else "They now start from the weights of the network; init_loc_fn=pyro_dvi.bayesian.init_to_module does so."
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prediction rule that a guide was trained for, and its temperature, which its objective records on the guide."""
+"""The prediction rule and temperature with which a guide was trained, recorded on the guide by its objective."""
 
 import inspect
 from contextlib import suppress
@@ -12,9 +12,9 @@ _RULE, _TEMPERATURE = "_pyro_dvi_trained_for", "_pyro_dvi_temperature"
 
 
 def check_trainable(guide: Any, objective: Any) -> None:
-    """Refuse an objective that would train nothing of a guide, or only a part.
+    """Raise an error for an objective that would train nothing of a guide, or only a part.
 
-    A guide says so by its method ``check_objective(objective)``, which raises; None stands for a function.
+    The guide checks this in its method ``check_objective(objective)``, which raises; None stands for a function.
 
     Raises:
         GuideError: the guide refuses the objective.

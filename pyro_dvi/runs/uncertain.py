@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Distributions whose parameters are uncertain, for likelihoods that moments reach.
+"""Distributions with uncertain parameters, for likelihoods that depend on moments.
 
 Inside :func:`uncertain_likelihoods`, building a Pyro distribution from :class:`~pyro_dvi.moments.GaussianMoments` gives
 an :class:`UncertainDistribution`, whose ``log_prob`` is the *expected* log-likelihood. Plates, masks, scales,
-``to_event`` and transforms with certain parameters then work as ever.
+``to_event`` and transforms with deterministic parameters work as usual.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -95,7 +95,7 @@ def at_mean(fn: Any) -> Any:
 
 
 def uncertain_part(fn: Any) -> UncertainDistribution | None:
-    """Return the uncertain distribution in ``fn``, however wrapped; None if all its parameters are certain."""
+    """Return the uncertain distribution in ``fn``, however wrapped; None if all its parameters are deterministic."""
     fn = innermost(fn)
     return fn if isinstance(fn, UncertainDistribution) else None
 
@@ -106,7 +106,7 @@ def with_uncertain_part(fn: Any, part: UncertainDistribution) -> Any:
 
 
 def _rebuilt(fn: Any, certain: Callable[[UncertainDistribution], Any]) -> Any:
-    """Return ``fn`` around what ``certain`` makes of the uncertain distribution in it."""
+    """Return ``fn`` with the uncertain distribution in it replaced by the result of ``certain``."""
     return rewrapped(fn, lambda base: certain(base) if isinstance(base, UncertainDistribution) else base)
 
 
@@ -169,7 +169,7 @@ def _check_wrapper(cls: type, values: tuple) -> None:
 
 
 def _centre(value: Any) -> Any:
-    """A certain value in the domain of the parameter."""
+    """Return a deterministic value in the domain of the parameter."""
     if not isinstance(value, GaussianMoments):
         return value
     return value.loc if value.link is None else value.link.function(value.link.inner.loc)

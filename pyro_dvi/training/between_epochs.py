@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Between two epochs: validation, learning-rate schedules, and the end of training, early or by a signal."""
+"""Between epochs: validation, learning-rate schedules, early stopping, and interruption by a signal."""
 
 import math
 import signal
@@ -27,8 +27,8 @@ def validation_metrics(
 ) -> dict[str, float]:
     """Evaluate the metrics of a callable, or the mean loss over a loader, in evaluation mode.
 
-    A loss estimates the loss of the whole data set: with a plate of N training examples, every validation batch of M
-    examples is scaled by N/M, and batches count by their size.
+    A loss estimates the loss on the whole data set: with a plate of N training examples, every validation batch of M
+    examples is scaled by N/M, and batches are weighted by their size.
 
     Raises:
         DataError: if the loader is empty.
@@ -52,7 +52,7 @@ def validation_metrics(
 
 @contextmanager
 def training_mode(route: Route) -> Iterator[None]:
-    """Train the parts that are in evaluation mode as a whole; a frozen module within a training model stays frozen."""
+    """Switch model and guide to training mode; frozen modules within a model in training mode stay frozen."""
     with _preserved_modes(route) as parts:
         for part in parts:
             if not part.training:
@@ -74,10 +74,10 @@ def _preserved_modes(route: Route) -> Iterator[list[nn.Module]]:
 
 @dataclass(frozen=True)
 class EveryStep:
-    """A learning-rate schedule that moves with every training step instead of every epoch (``OneCycleLR``).
+    """A learning-rate schedule that is stepped after every training step instead of every epoch (``OneCycleLR``).
 
     Args:
-        scheduler: of the torch optimizer, or the ``PyroLRScheduler`` that is the optimizer of the SVI.
+        scheduler: scheduler of the torch optimizer, or the ``PyroLRScheduler`` that is the optimizer of the SVI.
     """
 
     scheduler: LRScheduler | PyroLRScheduler
@@ -106,8 +106,8 @@ class Schedule:
             own = route.svi.optim if isinstance(route.svi.optim, PyroLRScheduler) else None
             if self.scheduler not in (None, own):
                 raise ArgumentError(
-                    "lr_schedule: an SVI carries its schedule in its optimizer: pyro_dvi.optim.Adam({'lr': 1e-3}, "
-                    "scheduler=partial(ExponentialLR, gamma=0.99)). Only EveryStep(svi.optim) can be given here."
+                    "lr_schedule: the schedule of an SVI belongs to its optimizer: pyro_dvi.optim.Adam({'lr': 1e-3}, "
+                    "scheduler=partial(ExponentialLR, gamma=0.99)). Only EveryStep(svi.optim) can be passed here."
                 )
             self.scheduler, self.saved = own, None
         elif self.scheduler is not None:
@@ -118,12 +118,12 @@ class Schedule:
         self.needs_metric = isinstance(kind, type) and issubclass(kind, ReduceLROnPlateau)
 
     def after_step(self) -> None:
-        """Move, if the schedule counts steps."""
+        """Step the schedule, if it counts steps."""
         if self.every_step and self.scheduler is not None:
             self.scheduler.step()
 
     def after_epoch(self, metric: float) -> None:
-        """Move, if the schedule counts epochs; ``metric`` is for ``ReduceLROnPlateau``."""
+        """Step the schedule, if it counts epochs; ``metric`` is for ``ReduceLROnPlateau``."""
         if not self.every_step and self.scheduler is not None:
             self.scheduler.step(metric) if self.needs_metric else self.scheduler.step()
 
@@ -132,7 +132,7 @@ class Schedule:
 class EarlyStopping:
     """Stop when a validation metric has not improved for ``patience`` epochs, with the weights of the best epoch.
 
-    All its state is the history, so a resumed run stops where an uninterrupted one would.
+    Its only state is the history, so a resumed run stops where an uninterrupted one would.
 
     Args:
         patience: epochs without improvement until training stops.
@@ -173,10 +173,10 @@ class EarlyStopping:
 
 @contextmanager
 def delayed_interrupts() -> Iterator[Callable[[], None]]:
-    """Hold back Ctrl-C, and the SIGTERM of a scheduler; yield a check that raises KeyboardInterrupt after a signal.
+    """Defer Ctrl-C, and SIGTERM from a scheduler; yield a check that raises KeyboardInterrupt after a signal.
 
-    A second signal passes at once. Where Python's own handlers are not in charge (another thread, a host with handlers
-    of its own), nothing is changed.
+    A second signal takes effect immediately. If Python's own handlers are not active (another thread, or a host with
+    its own handlers), nothing is changed.
     """
     usual: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
     main = threading.current_thread() is threading.main_thread()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints: one file, without data, from which a run continues bit for bit after an epoch."""
+"""Checkpoints: one file, without data, from which a run resumes exactly after an epoch."""
 
 import os
 import pickle
@@ -42,19 +42,19 @@ def save(
 ) -> None:
     """Save model, guide, ELBO, optimizer, parameter store, random state and history in one file.
 
-    The file holds tensors and plain values only: :func:`load` runs no code from it. It holds no data.
-    With a history of :func:`~pyro_dvi.training.fit` it holds the shapes and dtypes of the first batch, with which
-    :func:`load` initialises the guide, and a summary of the model at made-up inputs of these shapes, by which it
-    recognises the model. Both exist only for batches of dense tensors in tuples, lists and dictionaries. Without a
-    history the buffers of networks that a function calls are not saved.
+    The file contains only tensors and plain values, so :func:`load` runs no code from it. It contains no data. With a
+    history from :func:`~pyro_dvi.training.fit`, it also contains the shapes and dtypes of the first batch, with which
+    :func:`load` initialises the guide, and a summary of the model at made-up inputs of these shapes, with which it
+    detects a different model. Both exist only for batches of dense tensors in tuples, lists and dictionaries. Without a
+    history, buffers of networks that are called by a function are not saved.
 
     Args:
         path: file to write.
-        svi: an ``SVI``, or what ``elbo(model, guide)`` returns.
-        optimizer: the torch optimizer of the latter.
-        lr_schedule: a torch scheduler to save along.
-        history: what :func:`~pyro_dvi.training.fit` returned.
-        loader: the training loader; the state of its ``generator`` is saved, so that shuffling goes on as it would.
+        svi: an ``SVI``, or the result of ``elbo(model, guide)``.
+        optimizer: the torch optimizer for ``elbo(model, guide)``.
+        lr_schedule: a torch scheduler to save as well.
+        history: the result of :func:`~pyro_dvi.training.fit`.
+        loader: the training loader; the state of its ``generator`` is saved, so that shuffling continues unchanged.
 
     Raises:
         ArgumentError: if ``svi`` is neither of the two.
@@ -98,33 +98,34 @@ def load(
     restore_random: bool = True,
     map_location: Any = None,
 ) -> History:
-    """Load what :func:`save` wrote into freshly built objects, and return the history.
+    """Load a checkpoint written by :func:`save` into freshly built objects, and return the history.
 
-    Nothing is changed unless model, guide, ELBO and optimizer fit: their types, parameters and KL weight, and the
-    priors, plates, noise and outputs of the model. To go on, pass the result:
-    ``fit(svi, loader, epochs, history=load(path, svi, loader=loader))``. On the CPU this gives the very numbers of a
-    run that was never stopped, if the file was saved after an epoch.
+    Nothing is changed unless model, guide, ELBO and optimizer match: their types, parameters and KL weight, and the
+    priors, plates, noise and outputs of the model. To resume, pass the result to ``fit``: ``fit(svi, loader, epochs,
+    history=load(path, svi, loader=loader))``. If the file was saved after an epoch, the results on the CPU equal those
+    of an uninterrupted run.
 
     Args:
         path: file to read.
-        svi: built as it was for the run that was saved; likewise the other objects.
-        optimizer: torch optimizer of an ``ELBOModule``. None leaves the optimizer out, to predict only.
-        lr_schedule: a torch scheduler that was saved along.
-        loader: the training loader, to restore its generator. None leaves that out.
+        svi: built as for the saved run; likewise the other objects.
+        optimizer: torch optimizer of an ``ELBOModule``. None skips the optimizer, which predictions do not need.
+        lr_schedule: a torch scheduler that was saved too.
+        loader: the training loader, to restore its generator; None skips this.
         example: one batch, for a file without shapes of batches. Pyro's own automatic guides and functions have no
-            parameters before they have seen one.
+            parameters before their first batch.
         best: load the weights of the best epoch (see ``EarlyStopping``) instead of the last.
         restore_random: whether to restore the random generators.
         map_location: as for :func:`torch.load`.
 
     Raises:
-        CheckpointError: if the file is missing, truncated or foreign, or does not fit the objects; keys are named.
+        CheckpointError: if the file is missing, truncated, not a checkpoint, or does not match the objects; keys are
+            named.
         GuideError: if Pyro's store holds parameters of another guide under the same names.
     """
     route = route_of(svi, optimizer, train=False)
     saved = _read(Path(path), map_location)
     if best and saved["best_weights"] is None:
-        raise CheckpointError("The checkpoint holds no best weights: early stopping did not watch this run.")
+        raise CheckpointError("The checkpoint holds no best weights: the run had no early stopping.")
     _check(saved, route)
     if lr_schedule is not None and saved["lr_schedule"] is None:
         raise CheckpointError("The checkpoint holds no learning rate schedule; leave out lr_schedule.")
@@ -140,7 +141,7 @@ def load(
                 route.initialise(*stand_ins(args, kwargs, route.device()), always=incomplete)
         except Exception as error:
             raise CheckpointError(
-                "The checkpoint belongs to another model or guide, which do not run on inputs of the shapes in the "
+                "The checkpoint belongs to another model or guide: these do not run on inputs of the shapes in the "
                 f"file ({first_line(error)}); if they are the same, pass example=, one batch of the loader."
             ) from error
     _load_weights(saved, route)
@@ -153,7 +154,7 @@ def load(
             route.load_optimizer_state(saved["optimizer"])
         except (ValueError, KeyError) as error:
             raise CheckpointError(
-                f"The optimizer's state does not fit: {error}. Build it as it was built."
+                f"The optimizer's state does not fit: {error}. Build it as for the saved run."
             ) from error
         if hasattr(route.elbo, "prepare"):  # for a loop of the user's own
             route.elbo.prepare(route.guide, route.steered)
@@ -169,13 +170,13 @@ def load(
 
 
 def _check(saved: Mapping[str, Any], route: Route) -> None:
-    """Refuse a file of other objects, as far as these can be known before the model has run."""
+    """Raise an error for a file of other objects, as far as this can be detected before running the model."""
     for what, now in _described(route).items():
         before = saved["described"][what]
         if before != now and None not in (before, now):
             raise CheckpointError(
-                f"The checkpoint was trained with {what}{before}, the target has {now}. Build it as it was, and set "
-                "another kl_weight after load."
+                f"The checkpoint was trained with {what}{before}, the target has {now}. Build it as for the saved run, "
+                "and set another kl_weight after load."
             )
     check_parameters(route)
     if "model" in route.modules():
@@ -183,7 +184,7 @@ def _check(saved: Mapping[str, Any], route: Route) -> None:
 
 
 def _described(route: Route) -> dict[str, Any]:
-    """Return what file and target have to agree in, by the words of a message; None is not compared."""
+    """Return what must agree between file and target, by its description; None is not compared."""
     elbo = getattr(route.elbo, "elbo", route.elbo)  # whether one process evaluates it or several
     weight = getattr(elbo, "kl_weight", None)
     if is_dataclass(weight):
@@ -211,8 +212,8 @@ def _load_weights(saved: Mapping[str, Any], route: Route) -> None:
     missing += saved["store"].keys() - existing.keys()
     if missing:
         raise CheckpointError(
-            f"The checkpoint and the target differ in {missing[:5]}. Build model and guide as they were; functions "
-            "need history=, what fit returned, when they are saved, or else example=, one batch, to be loaded."
+            f"The checkpoint and the target differ in {missing[:5]}. Build model and guide as for the saved run; "
+            "functions must be saved with history=, the result of fit, or loaded with example=, one batch."
         )
     _check_state("parameter store", existing, saved["store"])
     for role in states.keys() - {"guide"}:
@@ -220,14 +221,14 @@ def _load_weights(saved: Mapping[str, Any], route: Route) -> None:
     if "guide" in states and next(modules["guide"].parameters(), None) is not None:
         _check_state("guide", modules["guide"].state_dict(), states["guide"])
     before = route.weights()
-    # Of all that is written now, a fresh guide is the likeliest to refuse: it goes first.
+    # A fresh guide is the most likely to reject its state, so it is loaded first.
     for role in sorted(states, key=lambda role: role != "guide"):
         try:
             modules[role].load_state_dict(states[role])
         except (RuntimeError, KeyError, GuideError) as error:
             raise CheckpointError(
-                f"The checkpoint does not fit the {role}: {first_line(error)}. Build it as it was; a guide that has no "
-                "parameters before its first call needs example=, one batch of the loader."
+                f"The checkpoint does not fit the {role}: {first_line(error)}. Build it as for the saved run; a guide "
+                "without parameters before its first call needs example=, one batch of the loader."
             ) from error
     with torch.no_grad():
         for name, value in existing.items():
@@ -242,8 +243,8 @@ def _load_weights(saved: Mapping[str, Any], route: Route) -> None:
         route.set_weights(before)
         raise CheckpointError(
             f"The checkpoint belongs to another model: {differences} (saved → now, in evaluation mode, at the "
-            "centre of the posterior). Build the model as it was, with attributes that training moves (annealed "
-            "noise, a plate that grows) as they were when it was saved; or start from the weights alone: "
+            "centre of the posterior). Build the model as for the saved run, with attributes that change in training "
+            "(annealed noise, a growing plate) as they were when it was saved; or load only the weights: "
             "guide.load_state_dict(...)."
         )
 
@@ -253,7 +254,7 @@ def _check_state(role: str, current: Mapping[str, Any], saved: Mapping[str, Any]
     if missing or unexpected:
         raise CheckpointError(
             f"The checkpoint does not fit the {role}: missing keys {missing[:5]}, unexpected keys {unexpected[:5]} "
-            f"({len(missing)} and {len(unexpected)} in all). Build the {role} as it was built when it was saved."
+            f"({len(missing)} and {len(unexpected)} in all). Build the {role} as for the saved run."
         )
     for name, value in saved.items():
         own = current[name]
@@ -267,7 +268,7 @@ def _check_state(role: str, current: Mapping[str, Any], saved: Mapping[str, Any]
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:
-    """Write a checkpoint in one move, so that a crash leaves the file of before.
+    """Write a checkpoint atomically, so that a crash leaves the previous file intact.
 
     Raises:
         CheckpointError: it cannot be written.
@@ -288,7 +289,7 @@ def _read(path: Path, map_location: Any) -> dict[str, Any]:
     """Read a checkpoint; for the arguments see :func:`~pyro_dvi.training.load`.
 
     Raises:
-        CheckpointError: the file is missing, damaged, foreign or of another version.
+        CheckpointError: if the file is missing, damaged, not a checkpoint, or of another version.
     """
     if not path.is_file():
         raise CheckpointError(f"There is no checkpoint {str(path)!r}.")
@@ -301,7 +302,7 @@ def _read(path: Path, map_location: Any) -> dict[str, Any]:
         content = torch.load(path, map_location=map_location, weights_only=True)
     except Exception as error:
         raise CheckpointError(
-            f"{str(path)!r} is not a checkpoint, is damaged or cut off, or holds objects that a safe load does not "
+            f"{str(path)!r} is not a checkpoint, is damaged or truncated, or holds objects that a safe load does not "
             f"build (see torch.serialization.add_safe_globals): {first_line(error)}"
         ) from error
     kind = (content.get("format"), content.get("version")) if isinstance(content, dict) else None

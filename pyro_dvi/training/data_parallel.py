@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Training by several processes, each with its part of every minibatch, over ``torch.distributed``.
+r"""Training with several processes, each with its part of every minibatch, over ``torch.distributed``.
 
-Process k evaluates the objective on its :math:`m_k` examples, with the plate's scale :math:`N/m_k`. Weighted by
-:math:`m_k/\sum_j m_j`, their sum is the objective of the joint minibatch: log-likelihoods, their gradients and sums
-over examples add up with the scale :math:`N/\sum_j m_j`, and the KL divergence counts once.
+Process k evaluates the objective on its :math:`m_k` examples, with the plate's scale :math:`N/m_k`. The sum over
+processes, weighted by :math:`m_k/\sum_j m_j`, is the objective of the joint minibatch: log-likelihoods, their gradients
+and other sums over examples get the scale :math:`N/\sum_j m_j`, and the KL divergence is included once.
 """
 
 import functools
@@ -47,46 +47,46 @@ class DataParallel(ELBO):
     .. math:: \mathrm{loss} = \sum_k w_k\, \mathrm{loss}_k, \qquad w_k = \frac{m_k}{\sum_j m_j}
 
     Every process builds the same model, guide and optimizer, and gets its own part of the data, as from torch's
-    ``DistributedSampler``. After each evaluation all have the loss and the gradients of the joint minibatch, and the
-    measurements of natural-gradient optimizers, so that all optimizers take the same step. Any optimizer works: Pyro's
+    ``DistributedSampler``. After each evaluation, all processes have the loss and the gradients of the joint minibatch,
+    and the curvature for natural-gradient optimizers, so all optimizers take the same step. Any optimizer works: Pyro's
     in ``SVI``, torch's for ``elbo(model, guide)``. Without a process group, or with a single process, the objective is
     unchanged. The first step copies the parameters of process 0 to all others.
 
-    Status: equal to one process with the joint minibatch up to rounding where the objective is a sum over examples:
+    Status: equal to one process with the joint minibatch, up to rounding, if the objective is a sum over examples:
     :class:`~pyro_dvi.MomentPropagationELBO`; :class:`~pyro_dvi.NaturalGradientELBO`;
-    :class:`~pyro_dvi.TaylorELBO` with a ``GGN`` or ``EmpiricalFisher`` curvature. Curvatures by random labels
+    :class:`~pyro_dvi.TaylorELBO` with a ``GGN`` or ``EmpiricalFisher`` curvature. Curvatures with random labels
     (``Fisher``) agree in expectation, with less noise. ``MinibatchGradient`` squares the gradient of each part, not of
     the joint minibatch.
 
-    *Batch normalisation* in training mode takes the statistics of each part, as in torch's data parallelism, so the
+    *Batch normalisation* in training mode uses the statistics of each part, as in torch's data parallelism, so the
     result differs from one process with the joint minibatch. Running statistics are averaged after every evaluation,
-    weighted by the parts, so that all processes keep one model. ``torch.nn.SyncBatchNorm`` is refused, since it would
-    wait for the other processes inside the model. Use large parts, group or layer normalisation, or fixed statistics
-    (``eval()``).
+    weighted by the parts, so that all processes keep one model. ``torch.nn.SyncBatchNorm`` raises an error, because it
+    would wait for the other processes inside the model. Use large parts, group or layer normalisation, or fixed
+    statistics (``eval()``).
 
-    *Uneven parts* are weighted by their size. All processes have to take equally many steps: ``fit`` compares the
+    *Uneven parts* are weighted by their size. All processes must take the same number of steps: ``fit`` compares the
     lengths of the loaders.
 
-    :meth:`loss` evaluates on the data of this process alone. Write checkpoints in one process only; they load with or
+    :meth:`loss` uses only the data of this process. Write checkpoints in one process only; they can be loaded with or
     without this class.
 
     Args:
         elbo: the objective.
         own_draws: draw different weights in each process, so that gradients and curvature are averages over one draw
-            per process. All processes may then have the whole data set. By default all draw the same weights.
-        group: process group; the default one.
+            per process. All processes may then have the whole data set. By default, all draw the same weights.
+        group: process group; by default the global one.
 
     Attributes:
         elbo: the objective of one process.
         terms: detached parts of the last joint loss.
 
     Raises:
-        ArgumentError: the objective is none of this library.
-        PyroDviError: in a step: another process failed, or the processes do not have the same parameters.
+        ArgumentError: if the objective is not from this library.
+        PyroDviError: in a step, if another process failed, or the processes do not have the same parameters.
         UnsupportedError: several processes but no process group; sites that are split in different proportions; or
             synchronised batch normalisation.
-        DataError: a minibatch without the plate that says how large the data set is.
-        NonFiniteError: the loss of some process is NaN or infinite; none makes an update.
+        DataError: for a minibatch without a plate that gives the size of the data set.
+        NonFiniteError: if the loss of a process is NaN or infinite; no process then updates its parameters.
 
     Example:
         >>> from pyro_dvi import NaturalGradientELBO
@@ -135,7 +135,7 @@ class DataParallel(ELBO):
     def differentiable_loss(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> Tensor:
         """Return the joint loss, whose backward pass gives the joint gradients.
 
-        Processes meet here, not in the backward pass: all have to call it, with gradients enabled.
+        Processes are synchronised here, not in the backward pass: all must call it, with gradients enabled.
         """
         if not torch.is_grad_enabled() or not several(self.group):
             return self.elbo.differentiable_loss(model, guide, *args, **kwargs)  # type: ignore[no-any-return]
@@ -172,7 +172,7 @@ class DataParallel(ELBO):
         """Check that all processes have the same number of batches in a pass over the data.
 
         Raises:
-            DataError: the numbers differ, and some processes would wait for ever; raised in all processes.
+            DataError: if the numbers differ, so that some processes would wait for ever; raised in all processes.
         """
         counts = exchange(number, self.group) if several(self.group) else [number]
         if len(set(counts)) > 1:

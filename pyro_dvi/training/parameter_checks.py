@@ -31,7 +31,7 @@ _WAY_OUT = (
 
 
 def check_parameters(route: Route) -> None:
-    """Refuse a model or guide whose names in the store belong to another model or guide.
+    """Raise an error if the names of model or guide in the store belong to another model or guide.
 
     Raises:
         GuideError: if the guide, or the model, would share parameters with another.
@@ -50,7 +50,7 @@ def check_parameters(route: Route) -> None:
         for name, parameter, _ in supplanted(part):
             if not parameter.is_contiguous():
                 raise ModelError(
-                    f"Parameter {name!r} of the {role} is not contiguous (channels_last?), so that Pyro's store would "
+                    f"Parameter {name!r} of the {role} is not contiguous (channels_last?), so Pyro's store would "
                     "train a copy of it: make the parameters of the module .contiguous()."
                 )
             raise GuideError(
@@ -64,20 +64,20 @@ def check_parameters(route: Route) -> None:
 
 
 def claim_parameters(route: Route) -> None:
-    """Remember that these parameters are trained with this model and guide."""
+    """Record that these parameters are trained with this model and guide."""
     in_model = set(route.model_parameters)
     if isinstance(route.model, nn.Module):
         in_model |= {id(parameter) for parameter in route.model.parameters()}
     for parameter in route.parameters().values():
         owner = without_posterior_prior(route.model) if id(parameter) in in_model else route.guide
-        with suppress(TypeError):  # a bound method of an object that cannot be referred to weakly
+        with suppress(TypeError):  # a bound method of an object without weak references
             _owners[parameter] = weakref.ref(owner)
 
 
 def check_still_own(model: Any, guide: Any) -> None:
-    """Refuse a trained model or guide whose names in the store another one has been trained under since.
+    """Raise an error if another model or guide has since been trained under the same names in the store.
 
-    Pyro would give it the values of the other. Values that were loaded into the store have no owner and are accepted.
+    Pyro would use the values of the other. Values that were loaded into the store have no owner and are accepted.
 
     Raises:
         GuideError: naming the parameter.
@@ -90,8 +90,8 @@ def check_still_own(model: Any, guide: Any) -> None:
             if stored in _owners and _owner_of(stored) not in own:
                 raise GuideError(
                     f"Pyro's parameter store holds another parameter under the name {name!r} of this {role}: another "
-                    "model or guide of the same names was trained since. Predict before the next is trained, keep them "
-                    "apart with pyro.get_param_store().scope(), or reload this one with pyro_dvi.load."
+                    "model or guide with the same names has been trained since. Predict before training the next, keep "
+                    "them apart with pyro.get_param_store().scope(), or reload this one with pyro_dvi.load."
                 )
 
 
@@ -109,13 +109,13 @@ def _stored() -> dict[str, Tensor]:
 
 
 def _owner_of(parameter: Tensor) -> int | None:
-    """Return the identity of the model or guide that a parameter was trained with; None if that is gone."""
+    """Return the id of the model or guide with which a parameter was trained; None if deleted."""
     owner = _owners.get(parameter, lambda: None)()
     return None if owner is None else id(owner)
 
 
 def warn_of_decaying_scales(route: Route) -> None:
-    """Warn of a weight decay that acts on posterior scales."""
+    """Warn about weight decay that acts on posterior scales."""
     for name, optimizer, place in route.optimizer_groups():
         if optimizer.param_groups[place].get("weight_decay") and re.search(SCALE_PATTERN, name):
             warn(

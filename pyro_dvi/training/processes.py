@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between processes: shares of the joint minibatch, parameters, and seeds of the draws."""
+"""Communication between processes: shares of the joint minibatch, parameters, and seeds of draws."""
 
 import math
 import os
@@ -44,7 +44,7 @@ def exchange(message: T, group: Any) -> list[T]:
     """Return the messages of all processes, in their order.
 
     Raises:
-        PyroDviError: a process sent nothing within the timeout of the process group.
+        PyroDviError: if a process sends nothing within the timeout of the process group.
     """
     messages: list[Any] = [None] * td.get_world_size(group)
     try:
@@ -52,7 +52,7 @@ def exchange(message: T, group: Any) -> list[T]:
     except RuntimeError as error:
         raise PyroDviError(
             f"process {td.get_rank(group)} waited for the others, but one has ended or failed, or has no batch left: "
-            "give every process as many batches, as torch's DistributedSampler does "
+            "give all processes the same number of batches, as torch's DistributedSampler does "
             f"({str(error).splitlines()[0]})"
         ) from error
     return messages
@@ -94,7 +94,7 @@ def weights_of(fractions: list[dict[str, float]], whole_data: bool) -> list[floa
         if whole_data:
             return [1 / len(fractions)] * len(fractions)
         raise DataError(
-            f"observed site {next(iter(sites))!r} does not say how large the data set is: use pyro.plate('data', "
+            f"observed site {next(iter(sites))!r} does not specify the size of the data set: use pyro.plate('data', "
             "size=N, subsample_size=len(x)), or own_draws=True if every process has all N examples"
         )
     totals = {site: math.fsum(other[site] for other in fractions) for site in split}
@@ -132,7 +132,7 @@ def create_parameters(model: Any, guide: Any, args: tuple, kwargs: dict) -> None
 
 
 def refuse_synchronised(model: Any) -> None:
-    """Refuse batch normalisation that communicates with other processes.
+    """Raise an error for batch normalisation that communicates with other processes.
 
     Raises:
         UnsupportedError: naming the layer and what to use instead.
@@ -152,7 +152,7 @@ def modules_of(model: Any, guide: Any) -> nn.ModuleDict:
 
 
 def named_parameters(model: Any, guide: Any) -> dict[str, Tensor]:
-    """Return every parameter once, by a name that is the same in all processes."""
+    """Return every parameter once, with a name that is the same in all processes."""
     named: dict[str, Tensor] = dict(modules_of(model, guide).named_parameters())
     if not pyro.settings.get("module_local_params"):
         owned = {id(parameter) for parameter in named.values()}
@@ -169,7 +169,7 @@ def named_leaves(loss: Tensor, model: Any, guide: Any) -> dict[str, Tensor]:
     for leaf in leaves_of([loss]):
         if id(leaf) not in names:
             raise GuideError(
-                f"the loss depends on a tensor of shape {tuple(leaf.shape)} that is no parameter of model, guide "
+                f"the loss depends on a tensor of shape {tuple(leaf.shape)} that is not a parameter of model, guide "
                 "or Pyro's store: make it an nn.Parameter or pyro.param"
             )
         leaves[names[id(leaf)]] = leaf
@@ -184,15 +184,14 @@ def running_statistics(model: Any) -> Iterator[Tensor]:
 
 
 class JointRun(Messenger):
-    """Seed the draws of weights while an objective is evaluated, and note its part of the data set.
+    """Seed the draws of weights while an objective is evaluated, and record its part of the data set.
 
-    Each run of the guide, and of the model up to its observations, draws from the next seed: objectives draw some
-    latents in the guide, others when the model asks for them. Later draws, such as random labels, come from the
-    generator of this process.
+    Each run of the guide, and of the model up to its observations, uses the next seed, because objectives draw some
+    latents in the guide and others in the model. Later draws, such as random labels, use the generator of this process.
 
     Args:
         guide: the guide.
-        seeds: a seed for each of its runs.
+        seeds: one seed per run.
 
     Attributes:
         fractions: the part of the data set that each observed site sees.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""States of the random generators that training draws from."""
+"""States of the random generators used in training."""
 
 import random
 from collections.abc import Iterator
@@ -45,7 +45,7 @@ def check_generators(state: dict[str, Any], loader: Any) -> None:
 
 
 def restore_random_state(state: dict[str, Any], loader: Any = None) -> None:
-    """Put the global generators, and the generators of the loader if it is given, back to ``state``."""
+    """Restore the global generators, and those of the loader if given, to ``state``."""
     torch.set_rng_state(state["torch"].cpu())
     for device in accelerators():
         if str(device) in state["accelerators"]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Diverged training: restore the last good state, and report the numbers that are not finite."""
+"""Diverged training: restore the last good state, and report what is not finite."""
 
 import copy
 import math
@@ -31,7 +31,7 @@ class _Snapshot:
         self._elbo = copy.deepcopy(route.elbo.state_dict()) if hasattr(route.elbo, "state_dict") else None
 
     def restore(self, route: Route) -> None:
-        """Put everything back, and drop the gradients of the step that failed."""
+        """Restore everything, and drop the gradients of the failed step."""
         route.set_weights(self.weights)
         route.load_optimizer_state(self._optimizer)
         if self._elbo is not None:
@@ -53,24 +53,24 @@ class Rollback:
         self.snapshots: list[_Snapshot] = []
 
     def remember(self) -> None:
-        """Keep the present state."""
+        """Take a snapshot of the current state."""
         self.snapshots = [_Snapshot(self.route, self.history.epoch), *self.snapshots[:1]]
 
     def trust(self) -> None:
-        """Keep the newest snapshot only, from which a step has succeeded."""
+        """Keep only the newest snapshot, from which a step has succeeded."""
         del self.snapshots[1:]
 
     def after(
         self, error: Exception, epoch: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> NonFiniteError | None:
-        """Go back after an error in a step and return the report; None if training has not diverged.
+        """Roll back after an error in a step and return the report; None if training has not diverged.
 
-        Pyro's validation, or a factorisation, meets a NaN before the loss does, and parameters that are finite but far
-        too large make distributions impossible: the batch then has a loss at earlier weights, but not at the current
-        ones. An error of this library describes by itself the problem with the data.
+        Pyro's validation, or a factorisation, may fail on a NaN before the loss does, and parameters that are finite
+        but far too large make distributions invalid. The batch then has a loss at earlier weights, but not at the
+        current ones. Errors of this library already describe problems with the data.
         """
         diverged = isinstance(error, NonFiniteError)
-        # Before there is a snapshot, the guide looks at the model for the first time, and may have met bad inputs.
+        # Before the first snapshot, the guide inspects the model, and may have received bad inputs.
         ours = isinstance(error, PyroDviError) and not isinstance(error, ArithmeticError)
         inputs = non_finite_inputs(args, kwargs) if diverged or not (ours and self.snapshots) else []
         certain = bool(diverged or inputs or non_finite_tensors(self.route))
@@ -78,17 +78,17 @@ class Rollback:
         if not certain and (not numerical or self._is_finite_at({}, args, kwargs)):
             return None  # the weights did not cause the error
         finding = f"{first_line(error).rstrip('.')}. {_diagnosis(self.route, args, kwargs)}"
-        # Of several processes each sees its own batch only, and all have to go back to the same state.
+        # Each of several processes sees only its own batch, but all must roll back to the same state.
         if inputs or (diverged and hasattr(self.route.elbo, "agreed")):
             return self.report(epoch, finding)
         for snapshot in self.snapshots:
             if self._is_finite_at(snapshot.weights, args, kwargs):
                 return self.report(epoch, finding, snapshot)
-        # Without certainty, the batch or the model is wrong, whatever the parameters are.
+        # Otherwise the batch or the model is wrong, whatever the parameters.
         return self.report(epoch, finding, *self.snapshots[-1:]) if certain else None
 
     def check_after_epoch(self, epoch: int) -> None:
-        """Go back if the last step of an epoch has made parameters non-finite.
+        """Roll back if the last step of an epoch has made parameters non-finite.
 
         Raises:
             NonFiniteError: the report.
@@ -99,7 +99,7 @@ class Rollback:
             )
 
     def report(self, epoch: int, finding: str, snapshot: _Snapshot | None = None) -> NonFiniteError:
-        """Go back to a snapshot, the newest by default, and describe what happened."""
+        """Roll back to a snapshot, by default the newest, and describe what happened."""
         step, kept = self.history.step + 1, "as they were before training"
         for chosen in [snapshot] if snapshot else self.snapshots[:1]:
             chosen.restore(self.route)
@@ -128,14 +128,14 @@ class Rollback:
 
 
 def non_finite_tensors(route: Route) -> list[str]:
-    """Name parameters and buffers that should be finite and are not."""
+    """Return the names of parameters and buffers that should be finite but are not."""
     # Detached copies of weights do not show requires_grad.
     parameters = {f"parameter {name}": value for name, value in route.parameters().items()}
     return non_finite({**route.tensors(), **parameters})
 
 
 def _diagnosis(route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Name what is not finite among inputs, state, terms and gradients, causes before effects, and the way out."""
+    """Name what is not finite among inputs, state, terms and gradients, causes before effects, with a remedy."""
     parameters = route.parameters()
     state = [name.split(" ", 1) for name in non_finite_tensors(route)]
     terms = {name: float(value) for name, value in getattr(route.elbo, "terms", {}).items() if name != "loss"}
@@ -161,6 +161,6 @@ def _diagnosis(route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> s
             f"{name} (up to {sizes.get(name, 0.0):.3g})"
         )
     return (
-        f"{text}. Lower the learning rate (first of posterior scales: scale_multiplier), warm up the KL weight, clip "
+        f"{text}. Lower the learning rate (first scale_multiplier, for posterior scales), warm up the KL weight, clip "
         "gradients (clip_args), or train in float64."
     )

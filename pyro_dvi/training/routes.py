@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model, guide, ELBO and optimizer of a training, given as Pyro's SVI or as an ELBOModule with a torch optimizer."""
+"""Model, guide, ELBO and optimizer for training, given as Pyro's SVI or as an ELBOModule with a torch optimizer."""
 
 import copy
 import math
@@ -36,7 +36,7 @@ class Route(ABC):
     Args:
         model: the Pyro model, a module or a function.
         guide: the guide, a module or a function.
-        elbo: the ELBO, or None where the loss is a plain function.
+        elbo: the ELBO, or None if the loss is a plain function.
         loss: the function of model, guide and a batch that evaluates the objective.
         steered: the optimizer object that the user gave, or None to predict only.
 
@@ -77,7 +77,7 @@ class Route(ABC):
         """Yield names of parameters, the optimizer of each and the position of its group there."""
 
     def optimizer_name(self) -> str:
-        """Name the torch classes of optimizer and scheduler, to recognise a checkpoint of others."""
+        """Return the torch classes of optimizer and scheduler, to detect checkpoints of others."""
         parts = (getattr(self.steered, f"pt_{part}_constructor", None) for part in ("scheduler", "optim"))
         names = [getattr(part, "__name__", type(part).__name__) for part in parts if part]
         return " of ".join(names or [type(self.steered).__name__])
@@ -87,7 +87,7 @@ class Route(ABC):
         return {}
 
     def agreed(self, value: Any) -> Any:
-        """Return the value of the first process, where several train."""
+        """Return the value of the first process, if several train."""
         return getattr(self.elbo, "agreed", lambda own: own)(value)
 
     def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
@@ -211,7 +211,7 @@ class SVIRoute(Route):
     def step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
         """Take a step as ``svi.step`` does, but check the loss before the update.
 
-        After the update a NaN would have spread to all parameters, and the report could not name its cause.
+        After the update, a NaN would have spread to all parameters, and the report could not name its cause.
         """
         svi = self.svi
         if type(svi).step is not SVI.step:  # a subclass that takes steps of its own
@@ -221,12 +221,12 @@ class SVIRoute(Route):
             loss_and_grads = self.captured.loss_and_grads
         with poutine.trace(param_only=True) as capture:
             loss = loss_and_grads(svi.model, svi.guide, *args, **kwargs)
-        # Pyro differentiates a loss that is no ELBO where it can, and moves nothing where it cannot.
+        # Pyro differentiates a loss that is not an ELBO if possible, and otherwise changes nothing.
         by_pyro = getattr(svi.loss_and_grads, "__qualname__", "").startswith("SVI.")
         if by_pyro and not getattr(loss, "requires_grad", False):
             raise ArgumentError(
-                f"The loss of the SVI, {svi.loss!r}, has no gradient. Write loss=elbo in place of loss=elbo.loss; a "
-                "function of your own has to return a tensor that depends on the parameters."
+                f"The loss of the SVI, {svi.loss!r}, has no gradient. Write loss=elbo instead of loss=elbo.loss; a "
+                "function of your own must return a tensor that depends on the parameters."
             )
         value = _finite(loss)
         sites: Any = capture.trace.nodes.values()
@@ -240,7 +240,7 @@ class SVIRoute(Route):
         return {**self.svi.optim._state_waiting_to_be_consumed, **self.svi.optim.get_state()}
 
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
-        """Load at once for parameters that were stepped before, which ``set_state`` of Pyro's own never reaches."""
+        """Load immediately for parameters that were already stepped, which Pyro's own ``set_state`` does not update."""
         optim, state, store = self.svi.optim, copy.deepcopy(state), pyro.get_param_store()
         self._rate = None
         for parameter, held in () if isinstance(optim, JointOptim) else optim.optim_objs.items():
@@ -340,18 +340,18 @@ def route_of(target: Any, optimizer: Optimizer | None = None, *, train: bool = T
         )
     if isinstance(target, SVI):
         if optimizer is not None:
-            raise ArgumentError("An SVI brings its own optimizer; optimizer= is for elbo(model, guide).")
+            raise ArgumentError("An SVI has its own optimizer; optimizer= is for elbo(model, guide).")
         return SVIRoute(target)
     if not isinstance(optimizer, Optimizer) and (train or optimizer is not None):
         raise ArgumentError(
             f"An ELBOModule needs a torch optimizer, not {type(optimizer).__name__}, such as "
-            "torch.optim.Adam(parameter_groups(elbo(model, guide), base=1e-3)). Pyro's go into pyro.infer.SVI."
+            "torch.optim.Adam(parameter_groups(elbo(model, guide), base=1e-3)). Pyro's work with pyro.infer.SVI."
         )
     return ModuleRoute(target, optimizer, train)
 
 
 def _finite(loss: Any) -> float:
-    """Return the loss as a number.
+    """Return the loss as a float.
 
     Raises:
         NonFiniteError: if it is NaN or infinite.

@@ -373,7 +373,7 @@ RUNS: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
     ("untrained guide", lambda: export(AutoNormal(mlp())), G, "AutoNormal has not seen the model"),
     ("guide without median", lambda: export(len), G, "no median"),
     (
-        "guide of another model",
+        "guide belongs to another model",
         lambda: export({"a": torch.ones(1)}),
         G,
         "no value for the site '0.weight'; it has 'a'",

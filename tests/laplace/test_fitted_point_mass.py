@@ -46,5 +46,5 @@ def test_copies_share_the_model_and_files_leave_it_out():
     model = ModelReference(nn.Linear(1, 1))
     assert copy.deepcopy(model).get() is model.get() and model.device == torch.device("cpu")
     assert ModelReference(lambda: None).device is None
-    with pytest.raises(GuideError, match="comes from a file"):
+    with pytest.raises(GuideError, match="loaded without its model"):
         pickle.loads(pickle.dumps(model)).get()

@@ -240,7 +240,7 @@ def test_the_last_of_several_patterns_counts(sine):
         ({"w2": torch.ones(4, dtype=torch.bool)}, r"'w2'.*shape \(5,\).*got torch.bool of shape \(4,\)"),
         ({"w2": torch.ones(5)}, "'w2'.*boolean.*torch.float32"),
         ({"w2": torch.zeros(5, dtype=torch.bool)}, "subset is empty"),
-        ({"w3": True}, "'w3', which is no site"),
+        ({"w3": True}, "'w3', which is not a site"),
         ({"w2": None}, "'w2'.*boolean"),
     ],
     ids=["shape", "type", "nothing", "name", "none"],

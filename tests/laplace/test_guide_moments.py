@@ -64,7 +64,7 @@ def test_one_hidden_layer_has_the_moments_of_its_draws():
     # Rate of false alarms with another seed: eight two-sided tests at 4.5 standard errors, 5e-5.
     model = dvi.regressor(network(), num_data=4, noise_scale=0.5)
     guide = fitted(model)
-    with pytest.warns(DviWarning, match=r"can predict far too widely.*Linearised\(\)"):
+    with pytest.warns(DviWarning, match=r"can be far too wide.*Linearised\(\)"):
         found = dvi.predict(model, guide, X, dvi.Moments())
     f = outputs(drawn(guide, 40_000)).squeeze(-1)
     deviation = f - f.mean(0)

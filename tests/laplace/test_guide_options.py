@@ -50,7 +50,7 @@ def guide():
         (lambda guide: guide.fit(BATCHES, unconverged="ggn"), r"unconverged must .*\"use_ggn\""),
         (lambda guide: guide.fit(BATCHES, Dense(Hessian)), r"precision must .*Hessian\(...\)"),
         (lambda guide: guide.fit(BATCHES, subset=[]), "subset is empty"),
-        (lambda guide: guide.fit(BATCHES, subset=3), r"subset names 3, .* no site .*\['w'\]"),
+        (lambda guide: guide.fit(BATCHES, subset=3), r"subset names 3, .* not a site .*\['w'\]"),
         (lambda guide: guide.energy(BATCHES, subset=["w", 3]), "subset names 3"),
         (lambda guide: guide.diagnose(BATCHES, subset={3: True}), "subset names 3"),
         (

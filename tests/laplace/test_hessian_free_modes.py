@@ -144,7 +144,7 @@ def test_negative_row_means_are_refused_not_turned() -> None:
     assert float(responses(guide, posterior, opposite)) == pytest.approx(
         -2 / float(problem.precision()), rel=1e-3
     )
-    with pytest.raises(NotPositiveDefiniteError, match=r"1 of 1 variances of Sum\(\) came out negative"):
+    with pytest.raises(NotPositiveDefiniteError, match=r"1 of 1 variances of Sum\(\) are negative"):
         guide.predictive(opposite)
     with pytest.raises(UnsupportedError, match="Pointwise"):
         guide.predictive(far, joint=True)

@@ -168,7 +168,7 @@ def test_arguments_of_polish_are_checked():
     problem = LinearRegression()
     with pytest.raises(ArgumentError, match="tolerance"):
         problem.guide().polish(problem.batches, tolerance=0.0)
-    with pytest.raises(ArgumentError, match="no site"):
+    with pytest.raises(ArgumentError, match="not a site"):
         problem.guide().polish(problem.batches, subset="bias")
     bad = [(x, y * math.nan) for x, y in problem.batches]
     with pytest.raises((NonFiniteError, DataError)):

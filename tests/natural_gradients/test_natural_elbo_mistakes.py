@@ -96,7 +96,7 @@ def test_a_torch_optimizer_without_means():
 
 
 def test_a_minibatch_larger_than_the_data_set():
-    with pytest.raises(DataError, match=r"more rows than its plate is large.*6 vs 4"):
+    with pytest.raises(DataError, match=r"more rows than the size of its plate.*6 vs 4"):
         svi().step(X, Y, 4)
 
 
@@ -115,7 +115,9 @@ def test_data_in_another_precision(start):
     training = svi()
     if not start:
         training.step(X, Y)
-    with pytest.raises(DataError, match=r"argument 1 torch.float64.*another type than the weights.*x.float"):
+    with pytest.raises(
+        DataError, match=r"argument 1 torch.float64.*differ in type from the weights.*x.float"
+    ):
         training.step(X.double(), Y.double())
 
 

@@ -100,7 +100,7 @@ MISTAKES = {
         GuideError,
         "type SVI: give svi.guide",
     ),
-    "guide of another model": (
+    "guide belongs to another model": (
         lambda: predict(model, other_guide, X),
         ModelError,
         r"does not cover: \['w', 'obs'\].*site=",
@@ -184,7 +184,7 @@ MISTAKES = {
     "model that subsamples itself": (
         lambda: predict(own_subsample, guide, X),
         DataError,
-        "no dimension counts the 10",
+        "no dimension indexes the 10",
     ),
     "plate without subsample size": (
         lambda: predict(fixed_plate, guide, X[:5]),

@@ -119,7 +119,7 @@ def test_a_file_without_rows_of_data_needs_an_example_for_guides_of_pyro(tmp_pat
     fit(svi, sequence(), 1, progress=False)
     save(tmp_path / "x.pt", svi)
     fresh_start()
-    with pytest.raises(CheckpointError, match="no parameters before its first call needs example="):
+    with pytest.raises(CheckpointError, match="without parameters before its first call needs example="):
         load(tmp_path / "x.pt", svi_of("AutoNormal + Trace_ELBO"))
 
 
@@ -252,7 +252,7 @@ def newer(path):
 
 
 FILES = [
-    (truncated, "cut off"),
+    (truncated, "truncated"),
     (text, "not a checkpoint"),
     (empty, "not a checkpoint"),
     (plain_pickle, "not a checkpoint|not written by"),

@@ -94,7 +94,7 @@ def test_a_refusal_names_the_ways_past_it(tmp_path):
     state = svi.guide.state_dict()
     pyro.clear_param_store()
     grown = build(60)
-    with pytest.raises(CheckpointError, match=r"a plate that grows.*guide\.load_state_dict"):
+    with pytest.raises(CheckpointError, match=r"a growing plate.*guide\.load_state_dict"):
         dvi.load(tmp_path / "x.pt", grown)
     grown.model.num_data = 6
     assert dvi.load(tmp_path / "x.pt", grown).epoch == 1

@@ -134,7 +134,7 @@ MISTAKES = [
         "method as loss",
         lambda: loss_without_gradients(TaylorELBO().loss),
         ArgumentError,
-        r"method Objective.loss of .*, has no gradient.*loss=elbo in place of loss=elbo.loss",
+        r"method Objective.loss of .*, has no gradient.*loss=elbo instead of loss=elbo.loss",
     ),
     (
         "Pyro's method as loss",
@@ -152,14 +152,14 @@ MISTAKES = [
         "optimizer for SVI",
         lambda: run(optimizer=torch.optim.SGD([torch.ones(1)])),
         ArgumentError,
-        "brings its own",
+        "has its own",
     ),
     ("no torch optimizer", lambda: module_route(optimizer=None), ArgumentError, "needs a torch optimizer"),
     (
         "Pyro optimizer",
         lambda: module_route(optimizer=Adam({"lr": 1})),
         ArgumentError,
-        "go into pyro.infer.SVI",
+        "work with pyro.infer.SVI",
     ),
     ("optimizer before the guide", unfinished_guide, GuideError, "AutoNormal, which has none yet"),
     (
@@ -190,7 +190,7 @@ MISTAKES = [
         "validate is an iterator",
     ),
     ("no patience", lambda: EarlyStopping(patience=0), ArgumentError, "patience must be"),
-    ("torch scheduler for SVI", foreign_scheduler, ArgumentError, "an SVI carries its schedule"),
+    ("torch scheduler for SVI", foreign_scheduler, ArgumentError, "schedule of an SVI belongs"),
     (
         "number as schedule",
         lambda: module_route(lr_schedule=0.1),

@@ -307,7 +307,7 @@ MISTAKES = [
         "shared cause",
         lambda: evaluate(guide=shared_cause),
         GuideError,
-        r"'z' is a Normal that belongs to no latent site.*\['w', 'b'\]",
+        r"'z' is a Normal that matches no latent site.*\['w', 'b'\]",
     ),
     Mistake(
         "centred MAP",
@@ -344,7 +344,7 @@ MISTAKES = [
         "NaN label",
         lambda: evaluate(args=(X, with_nan(Y))),
         DataError,
-        r"site 'y' holds 1 NaN or infinite.*drop those rows or mask",
+        r"site 'y' holds 1 NaN or infinite.*drop these rows.*mask",
     ),
     Mistake(
         "NaN input",

@@ -267,7 +267,7 @@ BROADCAST = every(DataError, r"'y'.*would be broadcast.*shape of a draw")
 NOT_THESE = every(DataError, r"'y': values of shape .* do not fit")
 NOT_FINITE = every(DataError, "argument 1 .* of the model: NaN or infinite")
 NO_LOSS = every(NonFiniteError, "not finite: log_likelihood")
-TYPES = every(DataError, r"the data \(.*other type than the weights.*convert")
+TYPES = every(DataError, r"the data \(.*differ in type from the weights.*convert")
 NOT_SCALED = every(DataError, "'y' sees 8 of 32 examples.*subsample_size")
 DISCRETE = every(ModelError, "'z' is discrete.*sum it out")
 IMPROPER = every(ModelError, "needs a proper prior")
@@ -317,7 +317,8 @@ ROWS: dict[str, Row] = {
     "one row": Row(lambda: Problem(observing(normal), (X[:1], Y[:1]))),
     "a minibatch": Row(lambda: Problem(observing(normal, size=4 * N)), ALL_ONCE),
     "more rows than the plate": Row(
-        lambda: Problem(observing(normal, size=N // 2)), every(DataError, "more rows than its plate")
+        lambda: Problem(observing(normal, size=N // 2)),
+        every(DataError, "more rows than the size of its plate"),
     ),
     "another number of data": Row(
         lambda: Problem(observing(normal, size=N), options={"num_data": 4 * N}), NOT_SCALED

@@ -4,8 +4,8 @@ r"""The function that the MAP estimate minimises, over all data, with its deriva
 .. math:: U(u) = \frac1T\Bigl[-\frac{1}{\beta}\sum_i \log p(y_i \mid u) - \log p(u)\Bigr]
 
 in the unconstrained space of the latents, where :math:`\log p(u)` includes the Jacobian of the transforms and
-:math:`\beta` and T are the ``kl_weight`` and ``temperature`` of training: :math:`e^{-U}` is the (tempered) posterior
-that a Gaussian is to approximate. The temperature moves no minimum.
+:math:`\beta` and T are the ``kl_weight`` and ``temperature`` of training: :math:`e^{-U}` is the (tempered) posterior to
+be approximated by a Gaussian. The temperature does not move minima.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -40,11 +40,11 @@ Recorder = Callable[[list[Tensor]], AbstractContextManager[Any]]
 
 @dataclass
 class Work:
-    """Work in gradients of all data: 1 for a gradient, 2 for the product with a vector.
+    """Cost in full-data gradients: 1 for a gradient, 2 for a product with a vector.
 
     Attributes:
         done: the work so far.
-        report: called with each further piece of work; may be None.
+        report: called with each addition to the work; may be None.
     """
 
     done: int = 0
@@ -64,7 +64,7 @@ class Energy:
         layout: the latents that vary; the rest stays at ``locs``. None: all of every site.
         kl_weight: :math:`\beta`.
         temperature: T.
-        memory: bytes of graphs to keep between products at one point; larger graphs are made again for each product.
+        memory: bytes of graphs to keep between products at one point; larger graphs are rebuilt for each product.
 
     Raises:
         UnsupportedError: latents in half precision.
@@ -93,7 +93,7 @@ class Energy:
         if reference.dtype.itemsize < 4:
             raise UnsupportedError(
                 f"latent site {first!r} is {reference.dtype}, in which the curvature around a mode is lost to "
-                "rounding: convert model and data by .float(), and make a LaplaceGuide for them"
+                "rounding: convert model and data with .float(), and build a new LaplaceGuide"
             )
         self.passes = Passes(batches, reference.device)
         self.likelihood_weight, self.prior_weight = 1 / (kl_weight * temperature), 1 / temperature
@@ -149,7 +149,7 @@ class Energy:
         """Run the model on every batch, inside ``recorder(sites)``; yield the varying tensors and the run.
 
         Raises:
-            DataError: the batches of a whole pass do not hold every row once.
+            DataError: if a pass over the batches does not contain every row once.
             ModelError: the prior changes from batch to batch.
         """
         rows = Rows()
@@ -183,13 +183,13 @@ class Energy:
             batch: the position of the batch in its pass, each of which has labels of its own.
 
         Raises:
-            DataError: the rows come in another order each time, and would have other labels.
+            DataError: if the order of rows changes between passes, so that labels would change too.
         """
         kind = type(site.fn).__name__
         if self.passes.reordered:
             raise DataError(
                 f"the Gauss-Newton matrix of observed site {site.name!r}, a {kind}, is estimated from labels drawn for "
-                "each row, which shuffled batches would change: give list(loader), or a loader with shuffle=False"
+                "each row, which shuffled batches would change: pass list(loader), or a loader with shuffle=False"
             )
         if site.name not in self._announced:
             self._announced.add(site.name)
@@ -264,7 +264,7 @@ class LocalEnergy:
         """Product of vectors [S, D] with the Gauss-Newton matrix of the likelihood plus the Hessian of the prior.
 
         Raises:
-            ModelError: the model has a ``pyro.factor`` term, which has no output to take the curvature of.
+            ModelError: if the model has a ``pyro.factor`` term, which has no outputs for a Gauss-Newton matrix.
         """
         return self._sum(lambda graph: graph.ggn(vectors), 2 * len(vectors))
 

@@ -22,8 +22,8 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 class Passes:
     """Repeated passes over fixed batches.
 
-    A checksum of every pass, which does not depend on the order of the rows, is compared with the first one: solvers
-    would otherwise average over randomly augmented data, or over draws with replacement, without any sign of it.
+    A checksum of every pass, which does not depend on the order of the rows, is compared with the first. Otherwise,
+    solvers would silently average over random augmentation or sampling with replacement.
 
     Args:
         batches: a loader or a list of batches, each a tuple of the model's arguments or a mapping of them.
@@ -33,7 +33,7 @@ class Passes:
         DataError: a list holds the same tensors twice.
 
     Attributes:
-        reordered: a pass had the rows in another order than the first.
+        reordered: whether the order of rows differed between passes.
     """
 
     def __init__(self, batches: Iterable[Any], device: torch.device | None) -> None:
@@ -41,7 +41,7 @@ class Passes:
         if isinstance(batches, (list, tuple)):
             calls = [arguments(batch, None) for batch in batches]
             if len({tuple(map(id, (*args, *kwargs.values()))) for args, kwargs in calls}) < len(calls):
-                raise DataError("batches holds the same tensors twice: give all the data once")
+                raise DataError("batches holds the same tensors twice: pass all the data once")
         self.batches = batches
         self.device = device
         self.reordered = False
@@ -113,8 +113,8 @@ class Passes:
                 return sums
             if versions != before and names == list(map(id, placed)):
                 raise DataError(
-                    "the batches changed between two passes over the data, or within one, as by a loader that fills "
-                    "the same tensors again: give copies, [(x.clone(), y.clone()) for x, y in loader]"
+                    "the batches changed between two passes over the data, or within one, as with a loader that reuses "
+                    "its tensors: pass copies, [(x.clone(), y.clone()) for x, y in loader]"
                 )
         sums = _checksums(placed)
         self._known[index] = [weakref.ref(t) for t in given], versions, sums
@@ -122,12 +122,12 @@ class Passes:
 
 
 def same_data(first: float | None, other: float | None) -> bool:
-    """Tell if two checksums belong to the same rows; False where one is unknown."""
+    """Return whether two checksums belong to the same rows; False if one is unknown."""
     return first is not None and other is not None and abs(other - first) <= 1e-6 * max(1.0, abs(first))
 
 
 def _checksums(tensors: Iterable[Tensor]) -> tuple[float, float]:
-    """Return a nonlinear sum over rows, so that rows may change places but not mix, and one that depends on places.
+    """Return a nonlinear sum over rows, which does not depend on their order, and one that does.
 
     Tensors of the same length hold parts of the same rows, so that labels of other rows change both sums.
     """
@@ -135,7 +135,7 @@ def _checksums(tensors: Iterable[Tensor]) -> tuple[float, float]:
     for k, tensor in enumerate(tensors):
         if tensor.numel() and not tensor.is_complex():
             rows = tensor.detach().reshape(len(tensor) if tensor.dim() else 1, -1)
-            # Sums over the pixels of an image are rounded in another way in a batch of another size.
+            # Rounding of sums over the pixels of an image depends on the batch size.
             columns = torch.arange(rows.shape[1], device=rows.device, dtype=widest(rows.device))
             angle = rows.to(columns) @ columns.mul_(0.618).add_(k).cos_()
             place = rows.device, len(rows)
@@ -161,7 +161,7 @@ class Rows:
         self._scales: defaultdict[str, list[tuple[int, float]]] = defaultdict(list)
 
     def add(self, run: JointRun) -> None:
-        """Take a batch in.
+        """Add a batch.
 
         Raises:
             ModelError: its prior differs from the prior in the first batch.
@@ -173,8 +173,8 @@ class Rows:
         if not bool(same.all()):
             name = list(run.log_priors)[int(same.int().argmin())]
             raise ModelError(
-                f"the prior of {name!r} changes from batch to batch: compute what it takes from all the data, once and "
-                "outside of the model; leave the scale of a batch to pyro.plate('data', size=num_data, "
+                f"the prior of {name!r} changes from batch to batch: compute statistics of the data once, "
+                "outside of the model; to scale a minibatch, use pyro.plate('data', size=num_data, "
                 "subsample_size=len(x))"
             )
         self._log_likelihoods.append(run.log_likelihood().detach())
@@ -189,8 +189,8 @@ class Rows:
         """Compare the rows with the size of each plate.
 
         A scale that makes each of several batches as large as all the data belongs to stochastic training, and would
-        count the data once for each batch. A constant weight may happen to equal the number of batches: a warning
-        says so.
+        count the data once per batch. A constant weight may happen to equal the number of batches; this gives a
+        warning.
 
         Args:
             order: a checksum of the rows of each batch.
@@ -202,19 +202,19 @@ class Rows:
         # The same tensors may come with other indices of rows, and rows without inputs be equal.
         same = all(map(torch.equal, self._log_likelihoods[1:], self._log_likelihoods))
         if self._plates and filled and same and len(order) > 1 == len(set(order)):
-            raise DataError("two batches hold the same data, which would count twice: give every row once")
+            raise DataError("two batches hold the same data, which would count twice: pass every row once")
         for name, counts in sorted(self._plates.items()):
             rows, sizes = sum(size for size, _ in counts), {full for _, full in counts}
             if sizes != {rows} and any(size != full for size, full in counts):
                 raise DataError(
-                    f"the batches hold {rows} rows of plate {name!r}, whose size is {max(sizes)}: give all the data "
-                    "once, by a loader with drop_last=False, and a plate of their size"
+                    f"the batches hold {rows} rows of plate {name!r}, whose size is {max(sizes)}: pass all the data "
+                    "once, with drop_last=False, and a plate of the size of the data"
                 )
         for name, seen in self._scales.items():
             rows = sum(size for size, _ in seen)
             if len(seen) > 1 and all(abs(size * scale - rows) <= 1e-5 * rows for size, scale in seen):
                 warn(
                     f"observed site {name!r} has scale {seen[0][1]:.6g} in a batch of {seen[0][0]} of {rows} "
-                    f"observations, so that all data count {len(seen)} times. If it makes up for the size of a batch, "
-                    "write pyro.plate('data', size=num_data, subsample_size=len(x)) in place of poutine.scale"
+                    f"observations, so that all data count {len(seen)} times. If it compensates for the batch size, "
+                    "write pyro.plate('data', size=num_data, subsample_size=len(x)) instead of poutine.scale"
                 )

@@ -14,7 +14,7 @@ from pyro_dvi.linalg.operator import identity_rows
 
 
 class PrecisionMatrix(ABC):
-    """A symmetric matrix P at the mode, by its products."""
+    """A symmetric matrix P at the mode, given by its products."""
 
     @abstractmethod
     def product(self, local: LocalEnergy, vectors: Tensor) -> Tensor:
@@ -43,12 +43,12 @@ class GGN(PrecisionMatrix):
         return local.ggn(vectors)
 
     def matrix(self, local: LocalEnergy) -> Tensor:
-        """Return P, from gradients of single examples where these are cheap."""
+        """Return P, from per-example gradients if these are cheap."""
         found = self.from_examples(local)
         return super().matrix(local) if found is None else found
 
     def from_examples(self, local: LocalEnergy) -> Tensor | None:
-        """Return P from gradients of single examples, for K backward passes; None where these are not cheap."""
+        """Return P from per-example gradients, with K backward passes; None if these are not cheap."""
         total = local.point.new_zeros(len(local.point), len(local.point))
         for examples in local.examples():
             if not examples.cheap:
@@ -63,7 +63,7 @@ class GGN(PrecisionMatrix):
 
 @dataclass(frozen=True)
 class Hessian(PrecisionMatrix):
-    r"""The Hessian of minus the log posterior density, :math:`P = \nabla^2 U`.
+    r"""The Hessian of the negative log posterior density, :math:`P = \nabla^2 U`.
 
     Positive definite at a minimum of U only: train, then ``guide.polish(batches)``.
 
@@ -135,7 +135,7 @@ def prior_diagonal(local: LocalEnergy, method: str, *, independent: bool = False
 
 
 def common_ratio(new: Tensor, old: Tensor) -> float | None:
-    """Return the number by which all prior precisions were multiplied; None if the ratios differ."""
+    """Return the common factor between all prior precisions; None if the ratios differ."""
     ratio = new / old
     lowest, highest = float(ratio.min()), float(ratio.max())
     return highest if highest - lowest <= 100 * torch.finfo(new.dtype).eps * highest else None

@@ -73,7 +73,7 @@ class Layout:
 
     def split(self, vector: Tensor) -> list[Tensor]:
         """Return the pieces ``[*lead, *piece]`` in order of a vector ``[*lead, D]``."""
-        # Copies: torch.view_as_complex, for one, takes no view that begins in an odd place.
+        # Copies: torch.view_as_complex, for example, rejects views with an odd offset.
         parts = [p.clone(memory_format=torch.contiguous_format) for p in vector.split(self._sizes, -1)]
         return [p.reshape((*vector.shape[:-1], *s)) for p, s in zip(parts, self._pieces, strict=True)]
 
@@ -222,7 +222,7 @@ class Query:
 
 
 def refuse_torch_modes(device: torch.device | None) -> None:
-    """Refuse to differentiate in inference mode, and to solve equations in half precision.
+    """Raise an error in inference mode, and under autocast.
 
     Args:
         device: of the model; None means the CPU.
@@ -232,7 +232,7 @@ def refuse_torch_modes(device: torch.device | None) -> None:
     """
     if torch.is_inference_mode_enabled() or torch.is_autocast_enabled(device.type if device else "cpu"):
         raise UnsupportedError(
-            "a Laplace approximation differentiates the model and solves equations, in predictions too: use "
-            "torch.no_grad() in place of torch.inference_mode(), with inputs made outside of it, and torch.autocast in "
-            "training only"
+            "a Laplace approximation differentiates the model and solves equations, even for predictions: use "
+            "torch.no_grad() instead of torch.inference_mode(), with inputs created outside of it, and torch.autocast "
+            "only in training"
         )

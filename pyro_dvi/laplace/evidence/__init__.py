@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The log evidence, and scales that are chosen by it or by validation data."""
+"""The log evidence, and tuning of scales by the evidence or on validation data."""

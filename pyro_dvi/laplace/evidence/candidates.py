@@ -73,7 +73,9 @@ class PriorPrecision(Scale):
         scalable = [name for name in varying if scale_name(nodes[name]["fn"]) is not None]
         chosen = scalable if self.names is None else [n for n in varying if fnmatchcase(n, self.names)]
         if not chosen:
-            raise ArgumentError(f"{self} fits no uncertain site whose prior has a scale; there are {varying}")
+            raise ArgumentError(
+                f"{self} matches no uncertain site whose prior has a scale; the uncertain sites are {varying}"
+            )
         return chosen
 
 
@@ -99,7 +101,9 @@ class NoiseScale(Scale):
         found = energy.first_run(energy.start)[1].sites
         observed = [site.name for site in found if self.site in (None, site.name)]
         if len(observed) != 1:
-            raise ModelError(f"NoiseScale(site) needs one observed site; {observed or 'none'} would do")
+            raise ModelError(
+                f"NoiseScale(site) needs one observed site with a scale; there is {observed or 'none'}"
+            )
         return observed
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The evidence of a model by Laplace's method, and its log determinant."""
+"""The evidence of a model with Laplace's method, and its log determinant."""
 
 import math
 from collections.abc import Callable
@@ -29,17 +29,17 @@ EXACT_SIZE = 1000
 
 @dataclass(frozen=True)
 class ByLanczos:
-    r"""The log determinant of the precision by stochastic Lanczos quadrature.
+    r"""The log determinant of the precision, from stochastic Lanczos quadrature.
 
-    The cost is ``2 * num_probes * steps`` gradients of all data. With the eigenvalues of the likelihood's part of P
+    The cost is ``2 * num_probes * steps`` full-data gradients. With the eigenvalues of the likelihood's part of P
     relative to the prior's, :math:`A = D^{-1/2} G D^{-1/2}`,
 
     .. math:: P = G + D, \qquad \log\det(aG + cD) = \log\det D + \operatorname{tr}\log(aA + c)
 
     Args:
-        num_probes: random vectors; the standard error falls with their square root.
-        steps: of the recursion of each; ``steps * D`` numbers are held for as many probes together as fit 2 GiB.
-        seed: of the vectors.
+        num_probes: number of random vectors; the standard error decreases with the inverse of their square root.
+        steps: steps of the recursion; ``steps * D`` numbers per probe are held, for as many probes as fit into 2 GiB.
+        seed: seed of the vectors.
 
     Source: Ubaru, Chen & Saad (2017).
     """
@@ -136,14 +136,14 @@ def log_evidence(
 ) -> Evidence:
     """Estimate the log evidence around ``energy.start``.
 
-    Status: exact for linear models with Gaussian noise; elsewhere Laplace's approximation, which counts one mode.
-    With sites that stay fixed it is the evidence given their values.
+    Status: exact for linear models with Gaussian noise; otherwise Laplace's approximation with a single mode. If some
+    sites are fixed, it is the evidence given their values.
 
     Args:
         energy: U around the mode.
         precision: the precision.
         determinant: method for its log determinant; None: the posterior, or the matrix up to D = 1,000.
-        posterior: the Gaussian of a fit, whose log determinant is taken if it has one; it is as good as its
+        posterior: the Gaussian of a fit, whose log determinant is used if available; it is as accurate as its
             approximation of P.
         data: checksum of the batches of that fit; the posterior is not used for other batches.
 
@@ -187,7 +187,7 @@ def check_options(energy: Energy, determinant: ByLanczos | None) -> None:
     check_choice("determinant", determinant, (ByLanczos, type(None)), "ByLanczos(num_probes=32)")
     if (energy.likelihood_weight, energy.prior_weight) != (1, 1):
         raise ArgumentError(
-            "a tempered posterior has no evidence: leave kl_weight and temperature at 1, or use the likelihood of "
+            "a tempered posterior has no evidence: set kl_weight and temperature to 1, or use the likelihood of "
             "validation data, ByValidation(batches)"
         )
 

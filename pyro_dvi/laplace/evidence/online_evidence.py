@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scales of priors and noise that are chosen by the evidence while the mode is trained."""
+"""Scales of priors and noise, tuned by maximising the evidence while the mode is trained."""
 
 import functools
 import warnings
@@ -17,16 +17,16 @@ from pyro_dvi.laplace.methods.method import Method, check_method
 
 
 class OnlineEvidence:
-    r"""A callback of :func:`~pyro_dvi.fit` that moves scales to the largest evidence, every few epochs.
+    r"""A callback of :func:`~pyro_dvi.fit` that sets scales to maximise the evidence, every few epochs.
 
     .. math:: c \leftarrow \arg\max_c\; \log p_c(D, u) - \tfrac12 \log\det(G + \Pi_c)
 
-    at the present weights u; training goes on with the scales that were found. Give ``SVI`` the :attr:`model` of
-    this object, whose scales follow. Needs no validation data.
+    at the current weights u; training continues with the new scales. Pass the :attr:`model` of this object to ``SVI``;
+    its scales are updated. Needs no validation data.
 
-    Status: for linear models with Gaussian noise, an exact method and enough epochs the optimum of the evidence. For
-    networks a heuristic: training moves the weights without regard to what they do to the determinant, so that the
-    evidence may fall; compare :meth:`LaplaceGuide.log_evidence` after training with and without this callback.
+    Status: converges to the optimum of the evidence for linear models with Gaussian noise, an exact method and enough
+    epochs. For networks, it is a heuristic: training ignores the effect of the weights on the determinant, so the
+    evidence may decrease; compare :meth:`LaplaceGuide.log_evidence` after training with and without this callback.
 
     Args:
         guide: the guide that is trained, with ``kl_weight=1``.
@@ -91,14 +91,14 @@ class OnlineEvidence:
             ArgumentError: another model is trained, whose scales stay as they are.
         """
         if state.model is not self.model:
-            raise ArgumentError("OnlineEvidence has a model of its own: train SVI(online.model, guide, ...)")
+            raise ArgumentError("OnlineEvidence has its own model: train SVI(online.model, guide, ...)")
         if state.epoch % self.every:
             return
         now = dict(self.values[-1]) if self.values else {}
         for scale in self.scales:
             near = [now[scale] * 2.0**k for k in range(-2, 3)] if scale in now else None
             with warnings.catch_warnings():
-                # The next choice goes on from an edge.
+                # The next search continues from an edge.
                 warnings.filterwarnings("ignore", "the best of", DviWarning)
                 now[scale] = self.guide.tune(
                     self.batches,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tuning of a scale by the evidence or by held-out data, and the search for its best value."""
+"""Tuning of a scale by the evidence or on held-out data, and the search for its best value."""
 
 import math
 from abc import ABC, abstractmethod
@@ -48,21 +48,21 @@ class ByEvidence(Criterion):
     .. math:: \log p_c(D) \approx \log p(D \mid \hat u) + \log p_c(\hat u) + \tfrac D2 \log 2\pi
         - \tfrac12 \log\det(G + \Pi_c)
 
-    The determinant belongs to the precision with which the method predicts: the matrix for ``Dense()`` and
-    ``Functional()``, the diagonal for ``Diagonal()``, the factors for ``KroneckerFactored()``, the directions that are
-    kept for ``TopEigen(rank)``; these fit once for all values where their Gaussian allows it. For methods that
-    solve or draw, the matrix serves up to D = 1,000. Beyond, a common multiplier of all priors, and the scale of a
-    constant Gaussian noise, need its eigenvalues once; anything else needs them for each value.
+    The determinant is that of the precision used for predictions: the matrix for ``Dense()`` and ``Functional()``, the
+    diagonal for ``Diagonal()``, the factors for ``KroneckerFactored()``, the retained directions for
+    ``TopEigen(rank)``. These methods fit once for all values if their Gaussian allows it. Methods that solve or draw
+    use the matrix up to D = 1,000. For larger D, a common multiplier of all priors, and the scale of constant Gaussian
+    noise, need its eigenvalues once; any other scale needs them for each value.
 
-    Status: Laplace's approximation for the mode as it is, which is no mode for another c; train again, or polish, with
-    the scale that was found, and repeat, for a joint optimum. It judges the model, not its predictions: class
-    probabilities are under-confident afterwards, whatever the method (a CNN on digits has a test NLL of .53 to .77,
-    its mode .04, and :class:`ByValidation` gives .04 to .05). Tune a classifier by validation data where there are any.
+    Status: Laplace's approximation at the current mode, which is not the mode for another c. For a joint optimum, train
+    again or polish with the chosen scale, and repeat. The evidence scores the model, not its predictions: class
+    probabilities are under-confident after tuning, whatever the method (test NLL of a CNN on digits: .53 to .77; at its
+    mode .04; with :class:`ByValidation` .04 to .05). Tune a classifier on validation data if possible.
 
     Args:
-        determinant: ``ByLanczos(num_probes, steps)`` for the matrix itself, whatever the method makes of it. None: the
-            determinant of the method; for those that solve or draw, of the matrix up to D = 1,000, and by Lanczos
-            quadrature beyond.
+        determinant: ``ByLanczos(num_probes, steps)`` for the matrix itself, whatever the approximation. None: the
+            determinant of the method; for methods that solve or draw, of the matrix up to D = 1,000, and from Lanczos
+            quadrature for larger D.
 
     Source: MacKay (1992); Immer et al. (2021), "Scalable marginal likelihood estimation".
     """
@@ -102,7 +102,7 @@ class ByEvidence(Criterion):
 
 @dataclass(frozen=True)
 class ByValidation(Criterion):
-    r"""The mean log predictive density of data that were held out, for ``guide.tune``.
+    r"""The mean log predictive density of held-out data, for ``guide.tune``.
 
     .. math:: \frac1M \sum_{j} \log \int p(y_j \mid f)\, \mathcal N\bigl(f; f(x_j; \hat u), J_j P^{-1} J_j^\top\bigr)\,
         \mathrm df
@@ -116,7 +116,7 @@ class ByValidation(Criterion):
 
     Args:
         batches: held-out data with the observations, in tuples or mappings of the model's arguments.
-        link: from Gaussian logits to class probabilities.
+        link: maps Gaussian logits to class probabilities.
         site: the observed site that is predicted; None for the only observed site.
 
     Example:
@@ -177,7 +177,7 @@ class ByValidation(Criterion):
             run = run_joint(energy.model, args, {}, energy.locs)
         found = [site for site in run.sites if site.name == gaussian.outputs.site]
         if not found:
-            raise DataError("validation batches need the observations as well: (x, y)")
+            raise DataError("validation batches need observations: (x, y)")
         (site,) = found
         log_density: Tensor = distribution.log_prob(site.value)
         if site.mask is not None and site.mask is not True:
@@ -249,7 +249,7 @@ def tune(
     refinements: int,
     progress: bool,
 ) -> TuningCurve:
-    """Find the best value on a grid, then half-way between it and its neighbours, again and again; warn of nothing.
+    """Find the best value on a grid, then refine it repeatedly half-way to its neighbours, without a warning.
 
     Args:
         candidates: quantities that depend on the value.
@@ -269,7 +269,7 @@ def tune(
     if not grid or not all(0 < v < math.inf for v in grid):
         raise ArgumentError(f"values must be a list of positive numbers; got {values!r}")
     what = f"{candidates.scale} by {criterion}"
-    tried: dict[float, float] = {}  # minus infinity where there is no Gaussian
+    tried: dict[float, float] = {}  # minus infinity if there is no Gaussian
     with progress_bar(progress, len(grid) + refinements, unit="value") as bar:
         score = criterion.score(candidates)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hessian-free Laplace: tilted fits for each query or from an evaluation set, and the Gaussian read off them."""
+"""Hessian-free Laplace: tilted fits for each query or an evaluation set, and the Gaussian computed from them."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
@@ -22,17 +22,17 @@ from pyro_dvi.linalg.operator import identity_rows
 
 
 class Mode(ABC):
-    r"""Choice of the functions by which U is tilted; by default their fits are read as one pair for each output k.
+    r"""Choice of the functions by which U is tilted; by default, there is one pair of fits per output k.
 
     .. math:: r_k(u) = \frac1M \sum_j f_k(x_j; u), \qquad
         \frac{\partial f_k(x; u_\lambda)}{\partial\lambda} \to \frac1M \sum_j \operatorname{Cov}(f_k(x), f_k(x_j))
 
-    With r the mean of an output over M inputs, one pair of fits serves any number of queries, but gives the mean of a
-    row of the covariance matrix, not its diagonal: right for inputs that are as correlated with the M inputs as with
-    themselves, too small by the mean correlation otherwise, and negative where that is negative.
+    If r is the mean of an output over M inputs, one pair of fits serves any number of queries, but gives the mean of a
+    row of the covariance matrix, not its diagonal. This is correct only for inputs that are as correlated with the M
+    inputs as with themselves; otherwise, it is too small by the mean correlation, and negative if that is negative.
 
     Attributes:
-        reusable: the fits serve other queries of the same site.
+        reusable: whether the fits can be used for other queries of the same site.
     """
 
     reusable: bool = False
@@ -45,7 +45,7 @@ class Mode(ABC):
         """Return the functions r."""
 
     def responses(self, fits: Iterable[Fits], query: Query) -> Tensor:
-        """Return ``[B, K, K]`` of either sign, read off the fits: by default the row means."""
+        """Return ``[B, K, K]`` of either sign, computed from the fits: by default the row means."""
         found = torch.stack([pair.slope(query.at) for pair in fits], -1)  # [B, K] by the tilt of each output
         return 0.5 * (found + found.mT)
 
@@ -57,11 +57,11 @@ class Pointwise(Mode):
     .. math:: \frac{f_j(x; u_\lambda) - f_j(x; u_{-\lambda})}{2\lambda}
         = \nabla f_j^\top P^{-1} \nabla f_k + O(\text{step}^2), \qquad u_\lambda = \arg\min_u U(u) - \lambda f_k(x; u)
 
-    Reading all outputs of a tilted fit gives a row of the K x K covariance.
+    All outputs of a tilted fit together give a row of the K x K covariance.
 
     Status: converges to the exact covariance of the linearised model; B K pairs of fits for B inputs and K outputs.
 
-    Source: McInerney & Kallus (2024), the method proper.
+    Source: McInerney & Kallus (2024), the main method.
     """
 
     def tilts(self, local: LocalEnergy, query: Query) -> Iterator[Tilt]:
@@ -88,12 +88,12 @@ class Sum(Mode):
 
     .. math:: r_k(u) = \frac1M \sum_j f_k(x_j; u)
 
-    Status: gives :math:`\frac1M\sum_j \operatorname{Cov}(f_k(x), f_k(x_j))`, the mean of a row of the covariance matrix
-    and not the variance; see :class:`Mode`.
+    Status: gives :math:`\frac1M\sum_j \operatorname{Cov}(f_k(x), f_k(x_j))`, the mean of a row of the covariance
+    matrix, not the variance; see :class:`Mode`.
 
     Args:
-        inputs: arguments of the model for the evaluation set, a tensor or a tuple; None takes the inputs of each query,
-            and fits for each.
+        inputs: arguments of the model for the evaluation set, a tensor or a tuple; None: the inputs of each query, with
+            new fits for each query.
 
     Source: McInerney & Kallus (2024), the pre-trained variant. The paper does not divide by M; without that, the
         result grows with the evaluation set.
@@ -128,7 +128,7 @@ class AbsoluteSum(Sum):
         \frac{\partial |f_k(x; u_\lambda)|}{\partial\lambda} \to
         \frac{s(x)}M \sum_j s(x_j) \operatorname{Cov}(f_k(x), f_k(x_j)), \quad s = \operatorname{sign} f_k
 
-    Predictions of different signs are often negatively correlated; the signs then keep terms from cancelling.
+    Predictions of different signs are often negatively correlated; the signs then prevent cancellation.
 
     Status: a signed row mean of the covariance matrix, not the variance; it can be negative, and depends on where the
     zero of the output lies. The signs are those at the mode, which is the absolute value until an output crosses zero.
@@ -158,30 +158,30 @@ class HessianFree(Method):
     with U as in :class:`~pyro_dvi.LaplaceGuide`: a sum over all data, the likelihood divided by the KL weight, the
     prior in full.
 
-    Status: it depends on the solver. With ``Pointwise()`` and ``NewtonCG()``, which takes products of the Hessian, it
-    is the exact Hessian's covariance up to terms of the order of the step squared and the tolerance. ``Adam`` and
-    ``SGD`` take gradients only, and start from any network without a look at it, as the paper does. They subtract
-    two fits, so that what training had left to do cancels; the paper subtracts the network as it is:
-    ``less="mode"``. Fine-tuning by ``Adam`` and ``SGD`` ends before the minimum: after 300 steps of the
-    paper's regressions, less an untilted fit, standard deviations come out 15 to 32 % too small in the median, a tenth
-    of them by more than 1.7 to 3.5 times. The modes other than ``Pointwise()`` target something else.
+    Status: depends on the solver. With ``Pointwise()`` and ``NewtonCG()``, which uses Hessian-vector products, the
+    result is the covariance of the exact Hessian up to terms of the order of the squared step and the tolerance.
+    ``Adam`` and ``SGD`` use only gradients, and start from any network without checking it, as in the paper. They
+    subtract two fits, so that the effect of unfinished training cancels; the paper subtracts the original network:
+    ``less="mode"``. Fine-tuning with ``Adam`` and ``SGD`` ends before the minimum: after 300 steps on the regressions
+    of the paper, minus an untilted fit, standard deviations are 15 to 32 % too small in the median, and a tenth of them
+    by a factor of more than 1.7 to 3.5. Modes other than ``Pointwise()`` do not estimate the variance.
 
-    ``ConjugateGradient(Hessian())`` gives the numbers of ``NewtonCG()`` with one linear solve in the place of two fits,
-    in our benchmark at about a ninth of the cost.
+    ``ConjugateGradient(Hessian())`` gives the same results as ``NewtonCG()`` with one linear solve instead of two fits,
+    at about a ninth of the cost in our benchmark.
 
     Args:
         mode: ``Pointwise()``, or one of the pre-trained modes ``Sum(inputs)``, ``AbsoluteSum(inputs)``, ``InSample()``
             and ``LabelShift()``, which fit once for all queries.
         solver: ``NewtonCG()`` at a minimum (``guide.polish(batches)``); elsewhere ``Adam(strength)`` or
             ``SGD(strength, learning_rate)``.
-        less: the fit that is subtracted: ``"opposite"``, with the opposite tilt; ``"untilted"``, for half the cost with
-            ``NewtonCG`` and an error of the order of the step itself; ``"mode"``, the network as it is, as the paper
-            prints; the distance that training had left to go then counts as variance, of either sign.
+        less: the fit that is subtracted: ``"opposite"``, with the opposite tilt; ``"untilted"``, with half the cost for
+            ``NewtonCG`` and an error of the order of the step; ``"mode"``, the original network, as in the paper, with
+            which unfinished training counts as variance, of either sign.
 
     Raises:
-        ArgumentError: an option that is no such object.
-        NotPositiveDefiniteError: at a query: the mode is no minimum, or a variance came out negative.
-        NotConvergedError: at a query: a tilted minimum was not found.
+        ArgumentError: if an option is not such an object.
+        NotPositiveDefiniteError: at a query, if the mode is not a minimum, or a variance is negative.
+        NotConvergedError: at a query, if a tilted minimum was not found.
 
     Source: McInerney & Kallus (2024).
 
@@ -208,7 +208,7 @@ class HessianFree(Method):
     solver: Solver = field(default_factory=NewtonCG)
     less: str = "opposite"
 
-    precision = Hessian()  # second fits of U amount to it; no field
+    precision = Hessian()  # second fits of U are equivalent to it; not a field
     by_spectrum = True
 
     def __post_init__(self) -> None:
@@ -224,18 +224,18 @@ class HessianFree(Method):
         return self.solver.needs_minimum
 
     def fit(self, local: LocalEnergy, *, seed: int = 0) -> "HessianFreePosterior":
-        """Return the posterior; its fits follow when queries come."""
+        """Return the posterior; its fits are made at the first query."""
         self.mode.check(local)
         if not isinstance(self.mode, Pointwise):
             warn(
-                f"{type(self.mode).__name__}() gives means of rows of the covariance matrix, not variances: too small "
-                "away from the evaluation set, or negative. Pointwise() or ConjugateGradient(Hessian()) gives these."
+                f"{type(self.mode).__name__}() gives means of rows of the covariance matrix, not variances: too "
+                "small far from the evaluation set, or negative. Use Pointwise() or ConjugateGradient(Hessian())."
             )
         return HessianFreePosterior(local, self)
 
 
 class HessianFreePosterior(LaplacePosterior):
-    """A Gaussian that is known by second fits only.
+    """A Gaussian that is represented by second fits only.
 
     Args:
         local: U around the mode.
@@ -252,7 +252,7 @@ class HessianFreePosterior(LaplacePosterior):
         return self.method.mode.responses(self._fits(query), query)
 
     def covariance(self, query: Query) -> Tensor:
-        """Return the covariances, checked.
+        """Return the covariances, after checking their signs.
 
         Raises:
             NotPositiveDefiniteError: a variance is negative.
@@ -273,9 +273,9 @@ class HessianFreePosterior(LaplacePosterior):
             )
         if negative := int((variances < 0).sum()):
             raise NotPositiveDefiniteError(
-                f"{negative} of {variances.numel()} variances of {type(self.method.mode).__name__}() came out "
-                "negative: run guide.polish(batches), and use HessianFree(Pointwise(), NewtonCG()), as others give "
-                "means of rows of the covariance, of either sign; posterior.responses(query) holds the numbers"
+                f"{negative} of {variances.numel()} variances of {type(self.method.mode).__name__}() are "
+                "negative: run guide.polish(batches), and use HessianFree(Pointwise(), NewtonCG()); other choices give "
+                "means of rows of the covariance, of either sign; posterior.responses(query) returns the raw values"
             )
         return covariance
 
@@ -304,12 +304,13 @@ def parameter_uncertainty(
         \sum_j s_i s_j (P^{-1})_{ij}, \quad s = \operatorname{sign} \hat u
 
     Status: equal to the variance where latents are uncorrelated; in general the sum of a row of the covariance with the
-    signs of the mode, which may be negative. Such entries are NaN, with a warning: they are not known to be small. The
-    signs are those at the mode. For variances proper use ``PosteriorSamples(n)``, ``Diagonal()`` or ``Dense()``.
+    signs of the mode, which may be negative. Such entries are NaN, with a warning; this does not mean that they are
+    small. The signs are those at the mode. For actual variances, use ``PosteriorSamples(n)``, ``Diagonal()`` or
+    ``Dense()``.
 
-    *Sparsification*: a latent whose mode is small against its standard deviation can be set to zero at little loss,
-    ``weight * (weight.abs() > 2 * variance.sqrt())``; where the variance is NaN this removes the latent, so look at
-    how many there are.
+    *Sparsification*: a latent whose mode is small relative to its standard deviation can be set to zero with little
+    loss, ``weight * (weight.abs() > 2 * variance.sqrt())``. If the variance is NaN, this removes the latent, so check
+    the number of NaN values.
 
     Args:
         guide: for ``NewtonCG()`` at a minimum of U (``guide.polish``).
@@ -354,8 +355,8 @@ def parameter_uncertainty(
     negative = variances < 0
     if bool(negative.any()):
         warn(
-            f"{int(negative.sum())} of {len(variances)} row sums of the covariance are negative, as latents are "
-            "correlated: these variances are NaN. PosteriorSamples(n) or Diagonal() give variances proper."
+            f"{int(negative.sum())} of {len(variances)} row sums of the covariance are negative, because latents are "
+            "correlated: these variances are NaN. PosteriorSamples(n) or Diagonal() give actual variances."
         )
     return energy.layout.place(energy.layout.split(torch.where(negative, torch.nan, variances)))
 

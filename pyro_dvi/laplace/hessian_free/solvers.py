@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Second fits: minima of U tilted by a function r of the latents, by Newton's method or by training on.
+r"""Second fits: minima of U tilted by a function r of the latents, with Newton's method or continued training.
 
 .. math:: U_\lambda(u) = U(u) - \lambda\, r(u)
 
@@ -25,7 +25,7 @@ from pyro_dvi.linalg.operator import conjugate_gradients
 
 
 class Tilt(ABC):
-    """A function r of the flat vector, known by its gradient."""
+    """A function r of the flat vector, given by its gradient."""
 
     @abstractmethod
     def gradient(self, point: Tensor, batch: Arguments | None = None) -> Tensor:
@@ -80,20 +80,20 @@ class Fits:
         return (function(self.above) - function(self.below)) / self.apart
 
 
-_AT_ONCE = 64  # tilts that are solved together; each holds several vectors [D]
+_AT_ONCE = 64  # tilts solved together; each holds several vectors [D]
 
 
 class Solver(ABC):
     """Choice of the strength of the tilt, and search for the minima.
 
     Attributes:
-        needs_minimum: the latents have to be at a minimum of U.
+        needs_minimum: whether the latents must be at a minimum of U.
     """
 
     needs_minimum: ClassVar[bool] = True
 
     def fits(self, local: LocalEnergy, tilts: Iterable[Tilt], less: str = "opposite") -> Iterator[Fits]:
-        """Give the fits of each tilt in order.
+        """Yield the fits of each tilt in order.
 
         Args:
             local: U around the mode.
@@ -111,10 +111,10 @@ class Solver(ABC):
 
 @dataclass(frozen=True)
 class FineTuning(Solver):
-    r"""Train on from the mode with a fixed strength, for some epochs over the minibatches.
+    r"""Continue training from the mode with a fixed strength, for some epochs over the minibatches.
 
-    Takes gradients of U and r only, from any network. All fits take the same minibatches in the same order, and differ
-    by their tilts only, so that the noise of minibatches, and the training that was left to do, cancel to first order.
+    Uses only gradients of U and r, and works with any network. All fits use the same minibatches in the same order and
+    differ only by their tilts, so minibatch noise and the effect of unfinished training cancel to first order.
 
     Args:
         strength: :math:`\lambda`, in inverse units of the output. It moves an output of standard deviation
@@ -167,19 +167,19 @@ class FineTuning(Solver):
 class SGD(FineTuning):
     r"""Stochastic gradient descent, with momentum if wanted.
 
-    Status: not the minimum but the way to it. After T steps of rate :math:`\eta` without momentum, with all data in
-    each, the variance is
+    Status: ends before the minimum. After T full-batch steps with learning rate :math:`\eta` and without momentum, the
+    variance is
 
     .. math:: \nabla f^\top P^{-1} \bigl(1 - (1 - \eta P)^T\bigr) \nabla f
 
     to first order. It is too small: a direction of curvature below :math:`1/\eta T` contributes about
     :math:`\eta T` instead of the inverse of its curvature, and most of a network's variance comes from such directions.
-    It is positive where P has negative curvature, too, so that no error tells of a network far from its minimum.
+    It is positive even if P has negative curvature, so there is no error for a network far from its minimum.
 
     Args:
         strength: as for :class:`FineTuning`.
-        learning_rate: :math:`\eta`, for U, a sum over the data: N times less than for a mean. It has to be below two by
-            the largest eigenvalue of P.
+        learning_rate: :math:`\eta`, for U, a sum over the data: N times less than for a mean. It must be below two
+            divided by the largest eigenvalue of P.
         epochs: passes over the data.
         momentum: as in torch.
 
@@ -207,11 +207,11 @@ class SGD(FineTuning):
 
 @dataclass(frozen=True)
 class Adam(FineTuning):
-    """Adam, as networks are usually trained.
+    """Adam, the usual optimizer of networks.
 
-    Status: not the minimum but the way to it, without a sign of how far: variances are mostly too small, as with
-    :class:`SGD`, and may be negative after few steps. After 300 steps of a network of 151 weights standard deviations
-    were 15 to 32 % too small in the median, a tenth of them by more than 1.7 to 3.5 times.
+    Status: ends before the minimum, at an unknown distance: variances are mostly too small, as with :class:`SGD`, and
+    may be negative after few steps. After 300 steps on a network of 151 weights, standard deviations were 15 to 32 %
+    too small in the median, and a tenth of them by a factor of more than 1.7 to 3.5.
 
     Args:
         strength: as for :class:`FineTuning`.
@@ -227,35 +227,35 @@ class Adam(FineTuning):
         return torch.optim.Adam(points, lr=self.learning_rate)
 
 
-_SMALLER_STEPS = 3  # tries with a quarter of the step before
+_SMALLER_STEPS = 3  # attempts, each with a quarter of the previous step
 _ROUNDING = 0.03  # corrections, relative to the step, that may be rounding
 
 
 @dataclass(frozen=True)
 class NewtonCG(Solver):
-    r"""Newton's method with the Hessian at the mode, by conjugate gradients.
+    r"""Newton's method with the Hessian at the mode, solved with conjugate gradients.
 
     .. math:: u \leftarrow u - P^{-1}\,\bigl(\nabla U(u) - \lambda \nabla r(u)\bigr), \qquad
         u_0 = \hat u + \lambda P^{-1} \nabla r(\hat u), \qquad
         \lambda = \text{step} / \sqrt{\nabla r^\top P^{-1} \nabla r}
 
-    The strength moves r by ``step`` of its posterior standard deviations, whatever its units. The Hessian is known by
-    its products only. As the minima lie a small step from the mode, its Hessian serves at all of them: many tilts share
-    one graph and one run of conjugate gradients, and the first solve serves both signs. Corrections shrink by a factor
-    that is proportional to the step.
+    The strength moves r by ``step`` of its posterior standard deviations, whatever its units. Only Hessian-vector
+    products are used. Because the minima are a small step from the mode, the Hessian at the mode is used for all of
+    them: many tilts share one graph and one run of conjugate gradients, and the first solve is used for both signs.
+    Corrections shrink by a factor that is proportional to the step.
 
-    A correction d changes a variance by at most the relative amount :math:`|d|_P / \text{step}`, by the inequality of
-    Cauchy and Schwarz. The search ends where the next correction would be below the tolerance, going by the last two.
-    In float32 rounding may keep them above it; corrections that no longer shrink are then accepted up to 3 %. Above
-    that the step is too large for the Hessian at the mode, and a quarter of it is tried, up to three times.
+    A correction d changes a variance by at most the relative amount :math:`|d|_P / \text{step}`, by the Cauchy-Schwarz
+    inequality. The search ends when the next correction, extrapolated from the last two, would be below the tolerance.
+    In float32, rounding may keep corrections above it; if they no longer shrink, they are accepted up to 3 %. Above 3
+    %, the step is too large for the Hessian at the mode, and a quarter of it is tried, up to three times.
 
     Status: the minimum, to the tolerance.
 
     Args:
         step: distance of the second fits from the mode in posterior standard deviations.
-        tolerance: relative error that may be left in a variance, where rounding allows.
+        tolerance: relative error of a variance, if rounding allows.
         solve_tolerance: relative residual of each run of conjugate gradients; later corrections make up for it.
-        max_corrections: Newton steps after the first one at most.
+        max_corrections: maximal number of Newton steps after the first.
 
     Raises:
         ArgumentError: an option is out of range.
@@ -290,7 +290,7 @@ class NewtonCG(Solver):
         directions = torch.zeros_like(gradients)
         directions[pending] = self._inverse(local, gradients[pending])
         scales = (gradients * directions).sum(-1).sqrt()
-        # The distance that training left to go would count as variance, divided by a small step.
+        # The remaining distance to the minimum would count as variance, divided by a small step.
         left = self._inverse(local, local.gradient.unsqueeze(0))[0] if less == "untilted" else 0.0
         step = self.step
         for _ in range(_SMALLER_STEPS + 1):
@@ -309,7 +309,7 @@ class NewtonCG(Solver):
                 return found
         raise NotConvergedError(
             f"{len(pending)} tilted minima were not found, with steps of {self.step:g} to {4 * step:g} posterior "
-            "standard deviations: run guide.polish, or take a smaller step; in float32, a larger step or float64"
+            "standard deviations: run guide.polish, or use a smaller step; in float32, use a larger step or float64"
         )
 
     def _minima(

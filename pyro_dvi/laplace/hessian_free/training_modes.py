@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One pair of fits that is tilted by the predictions for the training data, or trained on shifted labels."""
+"""One pair of fits tilted by the predictions for the training data, or trained on shifted labels."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -116,10 +116,10 @@ class LabelShift(InSample):
     .. math:: \frac{(y_i - f_i)^2}{2\beta\sigma_i^2} - \frac\lambda N f_i =
         \frac{(y_i + \lambda\beta\sigma_i^2/N - f_i)^2}{2\beta\sigma_i^2} + \text{const},
 
-    so that training on shifted labels is the tilted fit, and a training loop needs no change at all. The result is that
-    of :class:`~pyro_dvi.laplace.hessian_free.training_modes.InSample`, at the cost of training.
+    so training on shifted labels is equivalent to the tilted fit, and the training loop does not change. The result
+    equals that of :class:`~pyro_dvi.laplace.hessian_free.training_modes.InSample`, at the cost of training.
 
-    Status: as ``InSample()``, to which it is equal. Masked examples have no labels and take no part.
+    Status: equal to ``InSample()``. Masked examples are ignored, because they have no labels.
 
     Raises:
         ModelError: at fit: several observed sites, one that is not Normal, or a noise scale that is a latent.
@@ -149,7 +149,7 @@ class LabelShift(InSample):
         site = local.energy.first_run(local.point)[1].sites[0].name
         if query.outputs.site != site:
             raise UnsupportedError(
-                f"LabelShift() tilts the mean of observed site {site!r}, which {query.outputs.site!r} is not: use "
+                f"LabelShift() tilts the mean of observed site {site!r}, not of {query.outputs.site!r}: use "
                 "InSample()"
             )
         return super().tilts(local, query)

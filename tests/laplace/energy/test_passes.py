@@ -198,7 +198,7 @@ def test_the_same_data_in_other_tensors_count_once(kind):
         "copies": [(X, Y), (X.clone(), Y.clone())],
         "loader": DataLoader(ConcatDataset([data, data]), batch_size=4),
     }[kind]
-    with pytest.raises(DataError, match="two batches hold the same data.*give every row once"):
+    with pytest.raises(DataError, match="two batches hold the same data.*pass every row once"):
         mode_of(twice)
 
 
