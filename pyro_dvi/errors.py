@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can go wrong, by who has to act.
+"""Exceptions and warnings, grouped by who can fix the cause.
 
-Every exception names the site, function or file that it is about and says what to do next. Each class also
-derives from the built-in exception that a careful caller would already catch.
+Every exception names the site, function or file concerned, and a remedy. Each class also derives from the built-in
+exception that a careful caller would already catch.
 """
 
 import re
@@ -14,17 +14,17 @@ _LIBRARIES = {"contextlib", "functools", "pyro", "pyro_dvi", "torch"}
 
 
 class PyroDviError(Exception):
-    """Base class of everything that the library raises on purpose."""
+    """Base class of all exceptions that the library raises deliberately."""
 
     def __init__(self, *args: Any) -> None:
-        # Pyro's trace makes errors that pass through it anew, with the shapes of all sites.
+        # Pyro's trace recreates errors that pass through it, with the shapes of all sites.
         super().__init__(
             *(re.sub(r"\s*Trace Shapes:[\s\S]*", "", a) if isinstance(a, str) else a for a in args)
         )
 
 
 class ArgumentError(PyroDviError, ValueError):
-    """An option has a value that it cannot have: zero epochs, a negative step size, a schedule out of order."""
+    """An option has an invalid value: zero epochs, a negative step size, a schedule out of order."""
 
 
 class ModelError(PyroDviError, ValueError):
@@ -32,7 +32,7 @@ class ModelError(PyroDviError, ValueError):
 
 
 class ParameterError(ModelError, ArithmeticError):
-    """A distribution of the model refuses its parameters: a negative noise, or weights that have grown too large."""
+    """A distribution of the model rejects its parameters: a negative noise scale, or weights that are too large."""
 
 
 class GuideError(PyroDviError, ValueError):
@@ -40,11 +40,11 @@ class GuideError(PyroDviError, ValueError):
 
 
 class DataError(PyroDviError, ValueError):
-    """The data cannot be right: NaN, labels out of range, an empty loader, a minibatch without its scale."""
+    """The data are invalid: NaN, labels out of range, an empty loader, a minibatch without its scale."""
 
 
 class DeviceError(PyroDviError, RuntimeError):
-    """Data and parameters live on different devices."""
+    """Data and parameters are on different devices."""
 
 
 class UnsupportedError(PyroDviError, NotImplementedError):
@@ -54,7 +54,7 @@ class UnsupportedError(PyroDviError, NotImplementedError):
 class NonFiniteError(PyroDviError, FloatingPointError):
     """A loss, gradient or variance became NaN or infinite.
 
-    Where training stopped for it, ``history`` holds what was recorded until then, ``epoch`` and ``step`` say where.
+    If it stopped training, ``history`` is the record until then, and ``epoch`` and ``step`` give the position.
     """
 
     history: Any = None
@@ -63,10 +63,10 @@ class NonFiniteError(PyroDviError, FloatingPointError):
 
 
 class NotPositiveDefiniteError(PyroDviError, ArithmeticError):
-    """A matrix that has to be positive definite is not.
+    """A matrix that must be positive definite is not.
 
-    Where a direction of zero or negative curvature was found, ``direction`` holds it, and ``curvature`` its Rayleigh
-    quotient (or the eigenvalue that gave the matrix away).
+    If a direction of zero or negative curvature was found, it is ``direction``, and ``curvature`` is its Rayleigh
+    quotient (or the eigenvalue that revealed it).
     """
 
     def __init__(self, *args: Any, direction: Any = None, curvature: float | None = None) -> None:
@@ -75,13 +75,13 @@ class NotPositiveDefiniteError(PyroDviError, ArithmeticError):
 
 
 class NotConvergedError(PyroDviError, ArithmeticError):
-    """An iteration ended before it reached its tolerance; the message says how far it came."""
+    """An iteration ended before it reached its tolerance; the message states what it reached."""
 
 
 class UnconvergedError(NotConvergedError):
-    """The mode of a Laplace approximation is no minimum: training, or ``guide.polish``, ended too early.
+    """The mode of a Laplace approximation is not a minimum: training, or ``guide.polish``, ended too early.
 
-    ``diagnosis`` holds what ``guide.fit`` found out about it, ``report`` what ``guide.polish`` did.
+    ``diagnosis`` is the finding of ``guide.fit``, ``report`` that of ``guide.polish``.
     """
 
     diagnosis: Any = None
@@ -89,7 +89,7 @@ class UnconvergedError(NotConvergedError):
 
 
 class CheckpointError(PyroDviError, RuntimeError):
-    """A checkpoint is missing, foreign or does not fit the objects it should be loaded into."""
+    """A checkpoint is missing, invalid, or does not match the objects into which it is loaded."""
 
 
 class DviWarning(UserWarning):
@@ -97,9 +97,9 @@ class DviWarning(UserWarning):
 
 
 def warn(message: str) -> None:
-    """Warn at the line that called the library, however deep below it this is.
+    """Warn at the line that called the library, however deep the call.
 
-    That line is the innermost of no library, one of a model that is just being run, say.
+    This is the innermost line outside of libraries, such as a line of the running model.
 
     Example:
         >>> with warnings.catch_warnings(record=True) as caught:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tools of every folder: checks of arguments, signatures, batches, devices, distributions, tables, progress bars."""
+"""Tools shared by all folders: argument checks, signatures, batches, devices, distributions, tables, progress bars."""

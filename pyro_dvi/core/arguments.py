@@ -14,12 +14,12 @@ from pyro_dvi.errors import ArgumentError, UnsupportedError
 
 
 def check_choice(name: str, value: object, kind: type | tuple[type, ...], examples: str) -> None:
-    """Refuse a value that is not an object of a kind.
+    """Raise an error if a value is not an instance of a class.
 
     Args:
-        name: of the option.
-        value: what was given.
-        kind: the class that it has to be of, or several.
+        name: name of the option.
+        value: the given value.
+        kind: the required class, or several.
         examples: what to pass.
 
     Raises:
@@ -35,7 +35,7 @@ def check_choice(name: str, value: object, kind: type | tuple[type, ...], exampl
 
 
 def check_count(name: str, value: Any, least: int = 1) -> None:
-    """Refuse a value that is not a whole number, or too small.
+    """Raise an error if a value is not a whole number, or too small.
 
     Raises:
         ArgumentError: it is something else.
@@ -51,7 +51,7 @@ def is_number(value: Any, end: float = math.inf) -> bool:
 
 
 def check_positive(name: str, value: Any) -> None:
-    """Refuse a value that is not a finite number above zero.
+    """Raise an error if a value is not a finite number above zero.
 
     Raises:
         ArgumentError: it is something else.
@@ -61,20 +61,20 @@ def check_positive(name: str, value: Any) -> None:
 
 
 def check_kl_weight(name: str, value: Any) -> None:
-    """Refuse a value that is not a finite number of zero or more.
+    """Raise an error if a value is not a finite number of zero or more.
 
     Raises:
         ArgumentError: it is something else.
     """
     if not is_number(value):
         raise ArgumentError(
-            f"{name} must be a finite number >= 0, not {reprlib.repr(value)}: with 1 as a weight of the KL divergence "
-            "the posterior is Bayesian"
+            f"{name} must be a finite number >= 0, not {reprlib.repr(value)}: weight 1 of the KL divergence "
+            "is Bayes' rule"
         )
 
 
 def with_missing(fn: Callable[..., Any], inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return ``inputs`` with None for every further argument that ``fn`` insists on, as in ``model(x, y)``."""
+    """Return ``inputs`` with None for every further required argument of ``fn``, as in ``model(x, y)``."""
     parameters = positional(fn)
     required = [i for i, p in enumerate(parameters) if p.default is inspect.Parameter.empty]
     return inputs + (None,) * (max(required, default=-1) + 1 - len(inputs))
@@ -92,7 +92,7 @@ def _signature(fn: Callable[..., Any]) -> list[inspect.Parameter]:
         return list(
             inspect.signature(inner.forward if isinstance(inner, nn.Module) else fn).parameters.values()
         )
-    except (TypeError, ValueError):  # builtins and the like do not tell
+    except (TypeError, ValueError):  # builtins have no signature
         return []
 
 
@@ -108,7 +108,7 @@ def keyword_only(fn: Callable[..., Any]) -> list[str]:
 
 
 def takes_any_number(fn: Callable[..., Any]) -> bool:
-    """Return whether ``fn`` takes any number of arguments by position, or does not tell."""
+    """Return whether ``fn`` takes any number of positional arguments, or has no signature."""
     parameters = _signature(fn)
     return not parameters or any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters)
 
@@ -138,7 +138,7 @@ def by_position(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[s
 
 
 def misfit(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
-    """Return why ``fn`` does not take these arguments; None where it does, or does not tell.
+    """Return why ``fn`` does not take these arguments; None if it does, or has no signature.
 
     Example:
         >>> misfit(lambda x, y=None: None, (1, 2, 3), {})

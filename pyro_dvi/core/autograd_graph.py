@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The origin of tensors, by their autograd graph."""
+"""The origin of tensors, according to their autograd graph."""
 
 import re
 from collections.abc import Container, Iterable, Sequence
@@ -60,7 +60,7 @@ def leaves_of(outputs: Iterable[Tensor]) -> list[Tensor]:
 
 
 def enters(values: Sequence[Tensor], outputs: Iterable[Tensor]) -> list[bool]:
-    """Tell of each value whether gradients of some output reach it.
+    """Return for each value whether gradients of some output reach it.
 
     Example:
         >>> a, b = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)

@@ -41,7 +41,7 @@ def batches(
 
 
 def check_loader(loader: Any, passes: int, role: str = "loader") -> None:
-    """Refuse a loader that cannot serve ``passes`` passes.
+    """Raise an error for a loader that cannot provide ``passes`` passes.
 
     Raises:
         ArgumentError: if it is not iterable, or a batch instead of batches.
@@ -49,7 +49,7 @@ def check_loader(loader: Any, passes: int, role: str = "loader") -> None:
     """
     if isinstance(loader, Tensor):
         raise ArgumentError(
-            f"{role} is a tensor, whose rows would be taken for batches: pass a DataLoader, or [(x, y)] for one batch"
+            f"{role} is a tensor, whose rows would be treated as batches: pass a DataLoader, or [(x, y)] for one batch"
         )
     if isinstance(loader, (tuple, list)) and loader and all(isinstance(part, Tensor) for part in loader):
         # Tensors of one kind in a list may be batches of a model with one argument.
@@ -67,11 +67,13 @@ def check_loader(loader: Any, passes: int, role: str = "loader") -> None:
             "DataLoader, or list(...) of the batches"
         )
     if number_of_batches(loader) == 0:
-        raise DataError(f"{role} is empty: no batches, as of less data than batch_size with drop_last=True")
+        raise DataError(
+            f"{role} is empty: it has no batches (fewer examples than batch_size with drop_last=True?)"
+        )
 
 
 def number_of_batches(loader: Any) -> int | None:
-    """Length of one pass, or None where a loader does not know it."""
+    """Length of one pass, or None if unknown."""
     try:
         return len(loader)
     except TypeError:
@@ -79,7 +81,7 @@ def number_of_batches(loader: Any) -> int | None:
 
 
 def dataset_size(loader: Any) -> int | None:
-    """Number of examples that a loader draws from, or None where it cannot be known."""
+    """Number of examples from which a loader draws, or None if unknown."""
     dataset = getattr(loader, "dataset", None)
     sampler = getattr(loader, "sampler", None)
     # The usual way to split a data set in two: the loader then draws from the subset only.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random generators and modules of a run: looking at a model without updating statistics or using random numbers."""
+"""Run a model for inspection without updating statistics or advancing random generators."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -17,7 +17,7 @@ def accelerators() -> list[torch.device]:
     if kind is None:
         return []
     module = torch.get_device_module(kind)
-    if not getattr(module, "is_initialized", lambda: True)():  # to look would be to initialise it
+    if not getattr(module, "is_initialized", lambda: True)():  # querying it would initialise it
         return []
     return [torch.device(kind.type, k) for k in range(module.device_count())]
 
@@ -34,14 +34,14 @@ def state_of(device: torch.device) -> tuple[Callable[[], Tensor], Callable[[Tens
     if device.type == "cpu":
         return torch.get_rng_state, torch.set_rng_state
     module = torch.get_device_module(device)
-    if device.type == "mps":  # there is one, and it does not ask which
+    if device.type == "mps":  # a single device, without an index
         return module.get_rng_state, module.set_rng_state
     return partial(module.get_rng_state, device), partial(module.set_rng_state, device=device)
 
 
 @contextmanager
 def forked(*devices: torch.device | None) -> Iterator[None]:
-    """Put the generators of the CPU and of these devices back when the block ends.
+    """Restore the generators of the CPU and of these devices when the block ends.
 
     Example:
         >>> with forked():
@@ -62,7 +62,7 @@ def forked(*devices: torch.device | None) -> Iterator[None]:
 def seeder() -> Callable[[int], Any]:
     """Return a function that seeds all global generators.
 
-    Where there is no accelerator this is not ``torch.manual_seed``, which notes down the seed for one, with a stack
+    Without an accelerator, this avoids ``torch.manual_seed``, which records the seed for accelerators with a stack
     trace; that takes longer than a small model.
     """
     return torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed
@@ -71,7 +71,7 @@ def seeder() -> Callable[[int], Any]:
 def reseeded(count: int) -> Iterator[None]:
     """Seed all global generators ``count`` times, with numbers drawn from the global one before the first.
 
-    How many random numbers a draw uses then does not matter to the next one.
+    The number of random numbers that a draw uses then does not affect the next draw.
     """
     seed_all = seeder()
     for seed in torch.randint(2**31 - 1, (count,)).tolist():
@@ -80,7 +80,7 @@ def reseeded(count: int) -> Iterator[None]:
 
 
 def widest(device: torch.device) -> torch.dtype:
-    """Return float64, or float32 on a device that has no other, as Apple's.
+    """Return float64, or float32 on a device without float64, such as Apple's.
 
     Example:
         >>> widest(torch.device("cpu"))
@@ -96,7 +96,7 @@ def widest(device: torch.device) -> torch.dtype:
 def modules_met(meet: Callable[[nn.Module], None], *functions: Any) -> Iterator[None]:
     """Call ``meet`` with every module inside ``functions``, and with every module of the block before each of its runs.
 
-    So the modules that a plain function calls are met as well.
+    This includes modules that a plain function calls.
     """
 
     def before_run(module: nn.Module, _inputs: object) -> None:
@@ -115,7 +115,7 @@ def modules_met(meet: Callable[[nn.Module], None], *functions: Any) -> Iterator[
 
 @contextmanager
 def _changed(change: Callable[[nn.Module, ExitStack], None], *functions: Any) -> Iterator[None]:
-    """Change every module that is met, and undo the changes when the block ends."""
+    """Change every module found, and undo the changes when the block ends."""
     with ExitStack() as undo, modules_met(lambda module: change(module, undo), *functions):
         yield
 
@@ -135,10 +135,10 @@ def undisturbed() -> Iterator[None]:
 
 
 def evaluating(*functions: Any) -> AbstractContextManager[None]:
-    """Run modules as in evaluation; put every one back as it was.
+    """Run modules in evaluation mode, and restore the mode of each afterwards.
 
     Modules are found inside ``functions`` and, by a forward hook, wherever a plain function calls them, so batch
-    normalisation keeps its running statistics and dropout does nothing in models of either kind.
+    normalisation keeps its running statistics and dropout is disabled in both kinds of models.
 
     Example:
         >>> net = nn.Dropout()
@@ -160,7 +160,7 @@ def evaluating(*functions: Any) -> AbstractContextManager[None]:
 def constant_parameters(*functions: Any) -> AbstractContextManager[None]:
     """Run modules with their own parameters as constants: no graph is kept for what only these reach.
 
-    Modules are found as by :func:`evaluating`.
+    Modules are found as in :func:`evaluating`.
 
     Example:
         >>> net = nn.Linear(1, 1)
@@ -173,7 +173,7 @@ def constant_parameters(*functions: Any) -> AbstractContextManager[None]:
 
     def switch(module: nn.Module, undo: ExitStack) -> None:
         for parameter in module.parameters(recurse=False):
-            # torch.func.functional_call puts other tensors there, as latents
+            # torch.func.functional_call inserts other tensors here, such as latents
             if parameter.requires_grad and isinstance(parameter, nn.Parameter):
                 undo.callback(parameter.requires_grad_)
                 parameter.requires_grad_(False)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recognise weights among the arguments of functions, also after their elements were moved: ``w.T``, ``w[0]``.
+"""Recognise weights among the arguments of functions, even after their elements were moved: ``w.T``, ``w[0]``.
 
-Everything that follows weights through a model shares this record: gradients of single examples, the input units of
-weights, and the warning of repeated uses.
+This record is shared by everything that follows weights through a model: per-example gradients, the input units of
+weights, and the warning about repeated uses.
 """
 
 import types
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-# Functions that give elements of their first argument another place, each at most once.
+# Functions that move elements of their first argument, each at most once.
 _MOVES = frozenset(
     "t T mT transpose swapaxes swapdims permute movedim moveaxis view reshape flatten ravel unflatten squeeze "
     "unsqueeze chunk split split_with_sizes tensor_split unbind clone contiguous detach select narrow".split()
@@ -24,13 +24,13 @@ _MOVES = frozenset(
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Some elements of a weight, in the shape of a value that the model made of it.
+    """Some elements of a weight, in the shape of a value that the model computed from it.
 
     Attributes:
         key: the weight.
-        value: the value, kept so that its identity stays taken.
+        value: the value, kept alive so that its id is not reused.
         shape: shape of the weight.
-        places: flat places in the weight of the elements of the value; None: the weight itself.
+        places: flat positions in the weight of the elements of the value; None: the weight itself.
     """
 
     key: Any
@@ -40,7 +40,7 @@ class Part:
 
     @property
     def indices(self) -> Tensor:
-        """The flat places in the weight, in the shape of the value."""
+        """The flat positions in the weight, in the shape of the value."""
         return torch.arange(self.shape.numel()).reshape(self.shape) if self.places is None else self.places
 
     def overlaps(self, other: "Part") -> bool:
@@ -91,11 +91,11 @@ class WeightParts:
 
 
 class WeightRecorder(TorchFunctionMode):
-    """Notice the functions that are called with weights, matched by identity, while the model runs.
+    """Record functions that are called with weights, matched by identity, while the model runs.
 
     Attributes:
-        parts: the weights, and values made of them by moving their elements.
-        others: functions to note without weights, too.
+        parts: the weights, and values computed by moving their elements.
+        others: functions to record even without weights.
     """
 
     others: ClassVar[frozenset[Callable]] = frozenset()
@@ -105,7 +105,7 @@ class WeightRecorder(TorchFunctionMode):
         self.parts = WeightParts()
 
     def used(self, func: Callable, args: tuple, kwargs: dict[str, Any], output: Any, found: Places) -> None:
-        """Note a call with weights at places among its arguments, which does not only move their elements."""
+        """Record a call with weights among its arguments that does more than move their elements."""
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -122,7 +122,7 @@ class WeightRecorder(TorchFunctionMode):
         return output
 
 
-# Attention with functions that do not ask for recorders: these are called with the functions inside of it.
+# Attention functions that do not dispatch to recorders: recorders see the functions inside.
 _attention = types.FunctionType(
     F.multi_head_attention_forward.__code__,
     {**F.multi_head_attention_forward.__globals__, "has_torch_function": lambda tensors: False},
@@ -139,7 +139,7 @@ def name_of(func: Callable) -> str:
 
 
 def several(result: Any) -> Sequence[Any]:
-    """Return what a function returned as a sequence, also if it is one value."""
+    """Return the result of a function as a sequence, even if it is a single value."""
     return result if isinstance(result, tuple | list) else (result,)
 
 

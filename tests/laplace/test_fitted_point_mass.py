@@ -37,7 +37,7 @@ def test_what_has_changed_since_a_fit():
     for other, what in (
         (moved, "'b' has moved"),
         (replace(POINT, scale_factors={"w": 2.0}), "scale_factors"),
-        (replace(POINT, kl_weight=0.5), "guide.kl_weight is 0.5, and the fit had kl_weight=1"),
+        (replace(POINT, kl_weight=0.5), "guide.kl_weight is 0.5, but the fit had kl_weight=1"),
     ):
         assert what in str(other.change_since(POINT))
 

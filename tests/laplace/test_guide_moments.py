@@ -14,7 +14,7 @@ from pyro_dvi.errors import DviWarning, GuideError
 from pyro_dvi.laplace import Dense, Diagonal, KroneckerFactored
 from tests.laplace.problems import LinearRegression, guide_at
 
-pytestmark = pytest.mark.filterwarnings("ignore:the spread of the weights of a Laplace posterior")
+pytestmark = pytest.mark.filterwarnings("ignore:the variances of a Laplace posterior")
 
 X = torch.tensor([[-1.0, 0.5], [-0.3, 1.0], [0.4, -0.8], [1.2, 0.1]], dtype=torch.float64)
 Y = torch.tensor([0.3, -0.2, 0.5, 0.9], dtype=torch.float64)

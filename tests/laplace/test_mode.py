@@ -160,7 +160,7 @@ def test_direction_without_curvature_is_no_minimum():
     x = torch.linspace(-1, 1, 5, dtype=torch.float64)
     start = {"unused": torch.zeros(()), "w": torch.zeros(())}
     guide = guide_at(model, (x, x), start, init_loc_fn=init_to_value(values=start))
-    with pytest.raises(UnconvergedError, match="singular(.|\n)*prior that holds every direction"):
+    with pytest.raises(UnconvergedError, match="singular(.|\n)*prior that constrains every direction"):
         guide.polish([(x, x)], **QUIET)
 
 
@@ -247,7 +247,7 @@ def test_fit_with_the_hessian_refuses_what_is_no_minimum(saddle):
 
 def test_fit_falls_back_to_the_gauss_newton_matrix_when_told(saddle):
     problem, guide, batches = at_saddle(saddle)
-    with pytest.warns(DviWarning, match="takes the place of the Hessian") as warned:
+    with pytest.warns(DviWarning, match="replaces the Hessian") as warned:
         guide.fit(batches, Dense(Hessian()), unconverged="use_ggn")
     assert warned[0].filename == __file__
     fallen = guide.predictive(problem.x).variance
@@ -258,7 +258,7 @@ def test_fit_falls_back_to_the_gauss_newton_matrix_when_told(saddle):
 
 def test_hessian_free_fits_give_way_to_conjugate_gradients(saddle):
     problem, guide, batches = at_saddle(saddle)
-    with pytest.warns(DviWarning, match=r"ConjugateGradient\(.*in the place of HessianFree"):
+    with pytest.warns(DviWarning, match=r"ConjugateGradient\(.*instead of HessianFree"):
         posterior = guide.fit(batches, HessianFree(), unconverged="use_ggn")
     found = guide.predictive(problem.x[:3]).variance
     assert type(posterior).__name__ == "ConjugateGradientPosterior"
@@ -296,7 +296,7 @@ def test_a_refused_fit_leaves_no_gaussian_and_no_evidence(saddle):
     ):
         with pytest.raises(GuideError, match=r"no Gaussian.*failed.*polish.*GGN\(\)"):
             use()
-    with torch.no_grad(), pytest.warns(DviWarning, match="ended in an error: a point mass"):
+    with torch.no_grad(), pytest.warns(DviWarning, match="ended in an error: the guide is a point mass"):
         guide(*batches[0])
     assert "w1" in guide.median() and guide.posterior is None
     guide.fit(batches, Dense(), unconverged="accept")
@@ -335,7 +335,7 @@ def test_the_decrement_lies_between_its_bounds_after_any_number_of_steps(steps):
         found = guide.diagnose(problem.batches, steps=steps, tolerance=tolerance)
         assert found.decrement_at_least <= true * (1 + 1e-9) and true <= found.newton_decrement * (1 + 1e-9)
         assert found.converged == (found.newton_decrement <= tolerance)
-        start = "Converged" if found.converged else "Not settled: the minimum is between"
+        start = "Converged" if found.converged else "Undecided: the minimum is between"
         assert found.verdict.startswith("Not converged" if found.decrement_at_least > tolerance else start)
     assert found.converged or steps < 13
 
@@ -356,7 +356,7 @@ def test_kinks_refuse_the_hessian_at_once(monkeypatch):
         with pytest.warns(DviWarning) as warned:
             guide.fit(batches, Dense(Hessian()), unconverged="use_ggn")
         first, second = (str(w.message) for w in warned)
-        assert "takes the place of the Hessian" in first and "no minimum" in second
+        assert "replaces the Hessian" in first and "no minimum" in second
         assert "kinks (relu)" in first and "kinks (relu)" in second
     guide.polish(batches, subset="net.2.*", **QUIET)
     guide.fit(batches, Dense(Hessian()), subset="net.2.*")  # linear in these

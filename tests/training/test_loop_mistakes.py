@@ -97,7 +97,7 @@ MISTAKES = [
         "generator.*ends after one pass",
     ),
     ("exhausted iterable", lambda: run(OnlyOnce(), 2), DataError, "no batch in epoch 2"),
-    ("tensor as loader", lambda: run(torch.ones(3, 2)), ArgumentError, "rows would be taken for batches"),
+    ("tensor as loader", lambda: run(torch.ones(3, 2)), ArgumentError, "rows would be treated as batches"),
     (
         "pair as loader",
         lambda: run([torch.ones(3, 2), torch.ones(3)]),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Covariances and draws by linear solves with the precision, which is known by its products only."""
+"""Covariances and draws from linear solves with the precision, using matrix-vector products only."""
 
 from dataclasses import dataclass, field
 
@@ -19,14 +19,14 @@ from pyro_dvi.linalg.operator import conjugate_gradients, gaussian_rows
 class ConjugateGradient(Method):
     r"""Solve :math:`P v = J^\top e` for every output at every query, :math:`J P^{-1} J^\top = J V`.
 
-    Nothing is stored but the precision's products; a query of B examples and K outputs solves B K systems together,
-    one iteration of which costs two gradients of all data for each. For many queries see ``PosteriorSamples``.
+    No matrix is stored. A query of B examples and K outputs solves B K systems together; each iteration costs two
+    full-data gradients per system. For many queries, see ``PosteriorSamples``.
 
-    Status: exact to the tolerance: variances come out too small by less than its square times the condition number.
+    Status: exact to the tolerance: variances are too small by less than its square times the condition number.
 
     Args:
         precision: ``GGN()``, or ``Hessian()`` at a minimum.
-        tolerance: bound on ``|J' e - P v| / |J' e|``; products in float32 reach about 1e-4, which is then the bound.
+        tolerance: bound on ``|J' e - P v| / |J' e|``; in float32, the smallest bound that is used is about 1e-4.
         max_iterations: by default ``min(10 D, 1000)``.
 
     Raises:
@@ -74,8 +74,8 @@ def solutions(method: "ConjugateGradient | PosteriorSamples", local: LocalEnergy
         )
     except NotPositiveDefiniteError as error:
         raise NotPositiveDefiniteError(
-            f"{matrix!r} has curvature {error.curvature:.3g} along a direction, so that the mode is no minimum: run "
-            "guide.polish(batches), or use precision=GGN(), a prior that holds every latent, or float64",
+            f"{matrix!r} has curvature {error.curvature:.3g} along a direction, so the mode is not a minimum: run "
+            "guide.polish(batches), or use precision=GGN(), a prior that constrains every latent, or float64",
             direction=error.direction,
             curvature=error.curvature,
         ) from error
@@ -89,7 +89,7 @@ def solutions(method: "ConjugateGradient | PosteriorSamples", local: LocalEnergy
 
 
 class ConjugateGradientPosterior(LaplacePosterior):
-    """A Gaussian by solutions with its precision.
+    """A Gaussian represented by linear solves with its precision.
 
     Args:
         method: with a precision, a tolerance and a number of iterations.
@@ -108,14 +108,14 @@ class ConjugateGradientPosterior(LaplacePosterior):
 
 
 def check_tolerance(tolerance: float) -> None:
-    """Refuse a tolerance that is no relative residual: from 1 on, zero would solve every equation."""
+    """Raise an error unless the tolerance is below 1; from 1 on, zero would solve every equation."""
     if not 0 < tolerance < 1:
         raise ArgumentError(f"tolerance must be a relative error between 0 and 1, not {tolerance!r}")
 
 
 @dataclass(frozen=True)
 class PosteriorSamples(Method):
-    r"""Represent the Gaussian by a number of draws, made once and used for every prediction.
+    r"""Represent the Gaussian by draws, computed once and used for every prediction.
 
     With independent standard normal :math:`\xi, \zeta`,
 
@@ -125,17 +125,18 @@ class PosteriorSamples(Method):
         J_* P^{-1} J_*^\top \approx \frac1S \sum_s (J_* v_s)(J_* v_s)^\top .
 
     The right-hand sides take one pass over all data, S conjugate-gradient solves run together, and a query costs S
-    products whatever the number of its outputs.
+    products, whatever the number of outputs.
 
-    Status: unbiased, but for the tolerance of the solves; a variance has the relative standard error
-    :math:`\sqrt{2/S}` (9 % for 256 draws), a standard deviation half of it. Errors of variances that inputs share do
-    not average out over inputs: with 64 draws the AUROC of out-of-distribution digits varied by 0.08 between seeds. For
-    the Gauss-Newton matrix only: a Hessian is no sum of squares from which noise could be drawn.
+    Status: unbiased up to the tolerance of the solves; a variance has the relative standard error
+    :math:`\sqrt{2/S}` (9 % for 256 draws), a standard deviation half of it. The errors of variances are shared by all
+    inputs and do not average out over them: with 64 draws, the AUROC of out-of-distribution digits varied by 0.08
+    between seeds. Supports the Gauss-Newton matrix only, because a Hessian is not a sum of squares from which noise
+    could be drawn.
 
     Args:
         num_samples: S. Antithetic pairs would not help: the estimate is even in the draws.
         precision: ``GGN()``.
-        tolerance: of the solves, see :class:`ConjugateGradient`; the default is far below the sampling error.
+        tolerance: tolerance of the solves, see :class:`ConjugateGradient`; the default is far below the sampling error.
         max_iterations: by default ``min(10 D, 1000)``.
 
     Raises:

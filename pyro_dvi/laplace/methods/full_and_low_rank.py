@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The precision as a matrix, whole, or of low rank beside the prior's."""
+"""The precision as a full matrix, or as the prior's plus a low-rank matrix."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,14 +22,14 @@ from pyro_dvi.linalg.lanczos import top_eigenpairs
 class Dense(Method):
     r"""Build :math:`P \in \mathbb R^{D\times D}` and factorise it.
 
-    Memory :math:`3 D^2` numbers. The Gauss-Newton matrix comes from gradients of single examples (K backward passes for
-    K outputs) where layers have rules for them; otherwise, and for the Hessian, a column costs two gradients.
+    Memory :math:`3 D^2` numbers. The Gauss-Newton matrix is computed from per-example gradients (K backward passes for
+    K outputs) if layers have rules for them; otherwise, and for the Hessian, a column costs two gradients.
 
     Status: exact.
 
     Args:
         precision: ``GGN()`` or ``Hessian()``.
-        max_size: refuse a larger D, instead of running out of memory.
+        max_size: largest D; a larger D raises an error instead of running out of memory.
 
     Raises:
         ArgumentError: D is larger than ``max_size``.
@@ -70,7 +70,7 @@ class DensePosterior(RootPosterior):
 
     Attributes:
         precision: P, [D, D].
-        prior: the prior's part, [D], as far as it is known to be diagonal.
+        prior: the prior's part, [D], if known to be diagonal.
     """
 
     stored = ("mode", "precision")
@@ -82,7 +82,7 @@ class DensePosterior(RootPosterior):
             values = torch.linalg.eigvalsh(precision)
             raise NotPositiveDefiniteError(
                 f"the precision has {int((values <= 0).sum())} of {len(values)} eigenvalues that are not positive: the "
-                "mode is no minimum. Run guide.polish(batches), or use precision=GGN()."
+                "mode is not a minimum. Run guide.polish(batches), or use precision=GGN()."
             )
         self.factor = factor
         self._rows_asked = 0
@@ -120,7 +120,7 @@ class DensePosterior(RootPosterior):
     def _half_inverse(self) -> Tensor:
         r"""The lower triangle S of the covariance, with half of its diagonal, so that it is :math:`S + S^\top`.
 
-        In double precision: variances among the data are small differences of the large ones that the prior leaves.
+        Computed in double precision, because variances near the data are small differences of large prior variances.
         """
         wide = self.precision.to(widest(self.mode.device))
         half = torch.cholesky_inverse(torch.linalg.cholesky(wide)).tril_()
@@ -155,10 +155,10 @@ class TopEigen(Method):
     These are top directions of the precision, where the posterior is narrow; elsewhere it stays as wide as the prior.
     For one prior scale they are the top eigenvectors of G.
 
-    Status: exact for k = D, or where k reaches the rank of G; otherwise variances are too large, never too small.
+    Status: exact for k = D, or if k reaches the rank of G; otherwise variances are too large, never too small.
 
     Args:
-        rank: k, the number of directions, at most D; about 2 k + 64 vectors are held while it looks for them.
+        rank: k, the number of directions, at most D; the search for them holds about 2 k + 64 vectors.
         precision: ``GGN()`` or ``Hessian()``.
         tolerance: of the eigenvectors' residuals, relative to the largest eigenvalue.
 
@@ -228,7 +228,7 @@ class TopEigenPosterior(RootPosterior):
         if not bool((values > -1).all()):
             lowest = 1 + float(values.min())
             raise NotPositiveDefiniteError(
-                f"the precision has curvature {lowest:.3g} times the prior's along a direction: the mode is no "
+                f"the precision has curvature {lowest:.3g} times the prior's along a direction: the mode is not a "
                 "minimum. Run guide.polish(batches), or use precision=GGN().",
                 curvature=lowest,
             )

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""The Gaussian in the space of functions: a linear system as large as the data, not as the latents.
+r"""The Gaussian in function space: a linear system of the size of the data, not of the latents.
 
-The N K rows of J in the data, each times the root of its Fisher information, are R. By Woodbury's identity
+Let R be the N K rows of J on the data, each multiplied by the square root of its Fisher information. By Woodbury's
+identity,
 
 .. math::
     P = \Pi + R^\top R, \qquad
     P^{-1} = S - S R^\top B^{-1} R\, S, \qquad
     B = I + R\, S R^\top, \qquad S = \Pi^{-1},
 
-so that rows of J occur in products :math:`k = J S J'^\top` only. Where gradients of a layer are outer products,
+so that rows of J occur only in products :math:`k = J S J'^\top`. If gradients of a layer are outer products,
 :math:`\delta_{ik} a_i^\top`, and its prior variance is one number s, its part of k is
 :math:`s\,(a_i \cdot a'_j)(\delta_{ik} \cdot \delta'_{jl})`, and no row is formed.
 """
@@ -33,7 +34,7 @@ _ROWS, _ENTRIES = 512, 1 << 24  # rows of J, and entries of them, that are forme
 
 @dataclass(frozen=True)
 class Functional(Method):
-    r"""The Gaussian of ``Dense()`` as a Gaussian process, for many more latents than observations.
+    r"""The Gaussian of ``Dense()`` as a Gaussian process, for models with many more latents than observations.
 
     With the kernel :math:`k(x, x') = J(x)\, \Pi^{-1} J(x')^\top` and the data X, whose rows are weighted by the root of
     their Fisher information,
@@ -43,15 +44,15 @@ class Functional(Method):
         \log\det P = \log\det\bigl(I + k(X, X)\bigr) + \log\det \Pi .
 
     Memory: :math:`2 (NK)^2` numbers in double precision, and the graphs of the data with K gradients at each layer.
-    Rows of J are formed for convolutions, layers that are used several times or on several positions, layers whose
-    weights differ in their prior scale, and functions without rules; a site at a time, so that a query of n outputs
-    costs :math:`n N K` multiplications for each latent there, and far less elsewhere.
+    Rows of J are formed, one site at a time, for convolutions, layers that are used several times or at several
+    positions, layers whose weights differ in their prior scale, and functions without rules. For these, a query of n
+    outputs costs :math:`n N K` multiplications per latent, for other layers far less.
 
     Status: exact. The kernel is computed in double precision, so that in float32 a variance has a relative error of
     at most some :math:`10^{-7}\sqrt\lambda` with the largest eigenvalue of :math:`k(X, X)`; measured: 4e-6 for 2.5e6.
 
     Args:
-        max_size: refuse a larger N K, instead of running out of memory.
+        max_size: largest N K; a larger N K raises an error instead of running out of memory.
 
     Raises:
         ArgumentError: N K is larger than ``max_size``.
@@ -147,12 +148,12 @@ def _variances(prior: Tensor, data: Sequence[_Rows]) -> list[Tensor]:
 
 
 class FunctionalPosterior(LaplacePosterior):
-    """A Gaussian by the kernel of the data.
+    """A Gaussian represented by the kernel of the data.
 
     Attributes:
         prior: the prior's precision, [D].
         kernel: k(X, X), ``[N K, N K]``.
-        root: multiplier of the rows of J in the data, beside the root of their Fisher information.
+        root: multiplier of the rows of J on the data, in addition to the root of their Fisher information.
     """
 
     def __init__(

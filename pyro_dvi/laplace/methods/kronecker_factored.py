@@ -2,8 +2,8 @@
 r"""Independent layers, each with a Kronecker product of its inputs and gradients; and independent latents.
 
 The gradient of output k with respect to a layer's weight is :math:`J_k = \sum_t \delta_{kt} a_t^\top`, with one
-position t in a dense layer, so that covariances of outputs come from the inputs a and the gradients of a layer, without
-rows of the Jacobian.
+position t in a dense layer, so covariances of outputs are computed from the inputs a and the gradients of a layer,
+without rows of the Jacobian.
 """
 
 from collections.abc import Callable, Iterable
@@ -62,7 +62,7 @@ def products_of_diagonal(
     Args:
         examples: J.
         variances: v, ``[D]``.
-        tensors: those that count; None: all.
+        tensors: the tensors to include; None: all.
     """
     spans, rest, total = examples.spans, [], variances.new_zeros(())
     for k in range(len(spans)) if tensors is None else tensors:
@@ -86,11 +86,11 @@ class KroneckerBlock:
         P = \Pi^{1/2} \Bigl(I + \hat B \otimes \hat A\Bigr) \Pi^{1/2}, \qquad \Pi = r c^\top, \quad
         \hat B = r^{-1/2} B\, r^{-1/2} = U D_B U^\top, \quad \hat A = c^{-1/2} A\, c^{-1/2} = V D_A V^\top,
 
-    so that everything happens in the basis :math:`U^\top W V`, where P is diagonal.
+    so all computations use the basis :math:`U^\top W V`, in which P is diagonal.
 
     Args:
-        tensors: the number of the weight among the sites, and of the bias if there is one.
-        places: where W lies in a flat vector, ``[p, q]``.
+        tensors: the index of the weight among the sites, and of the bias if there is one.
+        places: positions of W in a flat vector, ``[p, q]``.
         prior: :math:`\Pi`, ``[p, q]``.
         left: U, ``[p, p]``.
         right: V, ``[q, q]``.
@@ -160,11 +160,12 @@ class KroneckerFactored(Method):
         A = \sum_{i,t} a_{it} a_{it}^\top, \qquad
         B = \frac{1}{NT} \sum_{i,k,t} w_{ik}^2\, \delta_{ikt} \delta_{ikt}^\top .
 
-    Status: an approximation between layers (dropped) and within them (inputs and gradients taken as independent,
-    positions of a convolution as alike). Exact for a single dense layer whose Fisher information is the same for all
-    examples. The prior precision :math:`\Pi` is exact where it is :math:`r_i c_j` for a weight from unit j to unit i,
-    as one scale for each layer; otherwise the nearest such matrix in logarithms.
-    Sites that are no weight or bias of such a layer, or are used several times, keep a diagonal, with a warning.
+    Status: approximate. Covariances between layers are dropped; within layers, inputs and gradients are treated as
+    independent, and positions of a convolution as exchangeable. Exact for a single dense layer whose Fisher information
+    is the same for all examples. The prior precision :math:`\Pi` is exact if it is :math:`r_i c_j` for a weight from
+    unit j to unit i, such as one scale per layer; otherwise it is replaced by the nearest such matrix in logarithms.
+    Sites that are not a weight or bias of such a layer, or are used several times, get a diagonal precision, with a
+    warning.
 
     Args:
         precision: ``GGN()``.
@@ -222,8 +223,8 @@ class KroneckerFactored(Method):
         if names:
             shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
             warn(
-                f"KroneckerFactored() has no factors for {len(names)} sites, which are no weight or bias of a dense or "
-                f"convolutional layer that is used once, and keep a diagonal: {shown}"
+                f"KroneckerFactored() has no factors for {len(names)} sites, which are not weights or biases of a "
+                f"dense or convolutional layer that is used once; their precision is diagonal: {shown}"
             )
         blocks = [vars(_block(layer, prior)) for layer in factors.layers if layer.positions]
         return KroneckerPosterior(local.point, prior + factors.diagonal, blocks, prior)
@@ -233,9 +234,9 @@ class KroneckerPosterior(RootPosterior):
     """A Gaussian of independent layers.
 
     Attributes:
-        diagonal: precision of the latents that belong to no block, [D]; entries of blocks mean nothing.
+        diagonal: precision of the latents that belong to no block, [D]; entries of blocks are unused.
         blocks: the layers, see :class:`KroneckerBlock`.
-        prior: the prior's precision, [D], which single layers have as their nearest product.
+        prior: the prior's precision, [D]; layers use the nearest product.
     """
 
     stored: ClassVar[tuple[str, ...]] = ("mode", "diagonal", "blocks")
@@ -298,17 +299,17 @@ class KroneckerPosterior(RootPosterior):
 class Diagonal(Method):
     r"""A Gaussian with the precision's diagonal, :math:`p_\lambda = \sum_{ik} (w_{ik} J_{ik\lambda})^2 + \text{prior}`.
 
-    With the GGN it costs one backward pass for each parameter of an observation (ten classes: ten), with the Hessian
-    two gradients for each latent.
+    The GGN costs one backward pass per parameter of an observation (ten for ten classes), the Hessian two gradients per
+    latent.
 
-    Status: the diagonal is exact, but the off-diagonal entries of a network are not small.
+    Status: the diagonal is exact, but off-diagonal entries, which are dropped, are not small in a network.
 
     Args:
         precision: ``GGN()``, or ``Hessian()`` for small models.
 
     Raises:
         NotPositiveDefiniteError: an entry is not positive.
-        UnsupportedError: the elements of a site are dependent a priori.
+        UnsupportedError: if the elements of a site are dependent a priori.
 
     Source: Ritter, Botev & Barber (2018), Section 3.
 
@@ -353,7 +354,7 @@ class DiagonalPosterior(KroneckerPosterior):
 
     Attributes:
         precision: the diagonal of P, [D].
-        prior: the prior's part, [D], if it is all of that.
+        prior: the prior's part, [D], if it is diagonal.
     """
 
     independent = True

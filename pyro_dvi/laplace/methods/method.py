@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""The contract of a Laplace method, and of the Gaussian that it makes.
+r"""The interface of a Laplace method, and of the Gaussian that it returns.
 
-Adding a method: subclass :class:`Method`, whose :meth:`~Method.fit` looks at U around the mode and returns a
-:class:`LaplacePosterior`. That needs :meth:`~LaplacePosterior.solve`, from which covariances follow; other operations
-are optional. :class:`RootPosterior` is for a Gaussian with a root of its covariance.
+To add a method, subclass :class:`Method`; its :meth:`~Method.fit` evaluates U around the mode and returns a
+:class:`LaplacePosterior`. A posterior needs :meth:`~LaplacePosterior.solve`, from which covariances follow; other
+operations are optional. :class:`RootPosterior` is for a Gaussian with a root of its covariance.
 """
 
 from abc import ABC, abstractmethod
@@ -29,8 +29,8 @@ class Method(ABC):
     """A representation of the Gaussian around the mode.
 
     Attributes:
-        precision: the matrix P, or the one that is approximated: ``GGN()`` or ``Hessian()``.
-        by_spectrum: tuning by the evidence takes the eigenvalues of that matrix, once for all values, instead of
+        precision: the matrix P, or the matrix that is approximated: ``GGN()`` or ``Hessian()``.
+        by_spectrum: tuning by the evidence uses the eigenvalues of this matrix, once for all values, instead of
             :meth:`LaplacePosterior.log_determinant`.
         reweights: its posterior may have :meth:`LaplacePosterior.reweighted`.
         needs_minimum: the policy for unconverged modes applies; else the mode may be no minimum.
@@ -55,7 +55,7 @@ def check_method(method: object) -> None:
     """Check that a method is one, and has a matrix for its precision.
 
     Raises:
-        ArgumentError: it is no object, but a class or string, or has no precision.
+        ArgumentError: if it is a class or string instead of an object, or has no precision.
     """
     check_choice("method", method, Method, "Dense(), Dense(Hessian()) or PosteriorSamples()")
     assert isinstance(method, Method)
@@ -70,7 +70,7 @@ class LaplacePosterior(ABC):  # noqa: B024 (a method gives what it can)
         mode: :math:`\hat u`, flat, [D].
         independent: its precision is diagonal.
         stored: the arguments of the class, tensors and plain values, that its attributes of the same names hold: what
-            a file keeps of it. None: it needs the model and the data to work, and is not saved.
+            a file keeps of it. None: it needs the model and the data, and is not saved.
         kind: the name of the class in files.
         kinds: the classes by these names.
     """
@@ -93,7 +93,7 @@ class LaplacePosterior(ABC):  # noqa: B024 (a method gives what it can)
         """Return the arguments that a file keeps.
 
         Raises:
-            UnsupportedError: the posterior cannot do without the model and the data.
+            UnsupportedError: if the posterior needs the model and the data.
         """
         if self.stored is None:
             raise UnsupportedError(
@@ -151,7 +151,7 @@ class LaplacePosterior(ABC):  # noqa: B024 (a method gives what it can)
         raise self._lacks("variances of single latents", "Diagonal(), Dense() or PosteriorSamples(n)")
 
     def reweighted(self, likelihood: float, prior: Tensor) -> "LaplacePosterior | None":
-        r"""Return the Gaussian of precision :math:`a G + \Pi_c` in place of :math:`G + \Pi`; None where it takes a fit.
+        r"""Return the Gaussian of precision :math:`a G + \Pi_c` instead of :math:`G + \Pi`; None if it needs a new fit.
 
         Args:
             likelihood: a, positive.
@@ -177,7 +177,7 @@ class LaplacePosterior(ABC):  # noqa: B024 (a method gives what it can)
 
 
 class RootPosterior(LaplacePosterior):
-    r"""A Gaussian by a root C of its covariance, :math:`P^{-1} = C C^\top`; also a metric of searches."""
+    r"""A Gaussian represented by a root C of its covariance, :math:`P^{-1} = C C^\top`; also a metric of searches."""
 
     @abstractmethod
     def coloured(self, rows: Tensor) -> Tensor:
@@ -197,7 +197,7 @@ class RootPosterior(LaplacePosterior):
         return self.covariance_of_examples(query.examples)
 
     def covariance_of_examples(self, examples: ExampleGradients) -> Tensor:
-        r"""Return :math:`J_i P^{-1} J_i^\top` for each example, ``[B, K, K]``; by rows where layers do not help."""
+        r"""Return :math:`J_i P^{-1} J_i^\top` for each example, ``[B, K, K]``; uses rows of J if rules are missing."""
         return torch.cat([self.quadratic(examples.rows(part)) for part in examples.chunks()])
 
     def draw(self, count: int, generator: torch.Generator) -> Tensor:
@@ -225,7 +225,7 @@ class GaussianOutputs:
     full_joint_covariance: Tensor | None = None
 
     @classmethod
-    @torch.enable_grad()  # Jacobians need it, whoever asks
+    @torch.enable_grad()  # Jacobians need it, whatever the mode of the caller
     def of(cls, posterior: LaplacePosterior, query: Query, *, joint: bool = False) -> "GaussianOutputs":
         """Return the outputs of a query; with ``joint`` also the covariance between examples."""
         outputs = query.outputs.detached()

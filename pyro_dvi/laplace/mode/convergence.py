@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The record that a mode is a minimum, and the check of it before a fit."""
+"""The record that a mode is a minimum, and its check before a fit."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -20,13 +20,13 @@ from pyro_dvi.laplace.mode.search import GOOD_ENOUGH, Polished
 
 @dataclass(frozen=True)
 class Certificate:
-    r"""A record that a mode is a minimum, or stationary; any move of the mode ends it.
+    r"""A record that a mode is a minimum, or stationary; it expires when the mode changes.
 
     Attributes:
         point: the mode, and the U that it belongs to, with its data and its model.
         sites: the sites of which all entries varied.
-        curvature: ``"Hessian"`` for a minimum with a positive definite Hessian; ``"GGN"`` where there is only no slope.
-        decrement: :math:`g^\top P^{-1} g` with that matrix, from above.
+        curvature: ``"Hessian"`` for a minimum with a positive definite Hessian; ``"GGN"`` for a stationary point.
+        decrement: :math:`g^\top P^{-1} g` with this matrix, an upper bound.
     """
 
     point: PointMass
@@ -72,7 +72,7 @@ class Certificate:
 
 
 def check_policy(unconverged: object) -> None:
-    """Refuse an unknown policy for modes that are no minimum.
+    """Raise an error for an unknown policy for modes that are not minima.
 
     Raises:
         ArgumentError: it is none.
@@ -86,17 +86,17 @@ def check_mode(
 ) -> tuple[Method, Diagnosis | None]:
     r"""Check if the mode is a minimum; return the method to fit with, and the diagnosis if there was one.
 
-    The Gaussian of the Hessian exists at a minimum only. The Gauss-Newton matrix is positive definite anywhere, and its
-    Gaussian belongs to the linearised model, so that a warning is enough, where a lower bound shows that the minimum is
-    more than one posterior standard deviation away (:math:`g^\top P^{-1} g > 1`). A mode that ``polish``, ``diagnose``
-    or an earlier fit has found to be a minimum of the same U on the same data is not checked again.
+    The Gaussian of the Hessian exists only at a minimum. The Gauss-Newton matrix is positive definite anywhere, and its
+    Gaussian belongs to the linearised model, so there is only a warning if a lower bound shows that the minimum is more
+    than one posterior standard deviation away (:math:`g^\top P^{-1} g > 1`). A mode that ``polish``, ``diagnose`` or an
+    earlier fit has found to be a minimum of the same U on the same data is not checked again.
 
     Args:
-        policy: ``"refuse"`` raises where the precision is the Hessian and the mode no minimum, or U has kinks (ReLU);
-            ``"use_ggn"`` takes the Gauss-Newton matrix there, with a warning, and ``ConjugateGradient()`` for methods
-            without an option for the matrix; ``"accept"`` checks only that U is finite and not random.
-        wanted: the method that was asked for.
-        energy: the U that the mode should be a minimum of.
+        policy: ``"refuse"`` raises an error if the precision is the Hessian and the mode is not a minimum, or U has
+            kinks (ReLU); ``"use_ggn"`` then uses the Gauss-Newton matrix, with a warning, and ``ConjugateGradient()``
+            for methods without an option for the matrix; ``"accept"`` checks only that U is finite and not random.
+        wanted: the requested method.
+        energy: U, of which the mode should be a minimum.
         known: an earlier record about it.
 
     Raises:
@@ -119,13 +119,13 @@ def check_mode(
     if policy == "refuse":
         error = UnconvergedError(
             f"{type(wanted).__name__}, whose precision is the Hessian, needs a mode that is a minimum. {found}\n"
-            'fit(..., unconverged="use_ggn") takes the Gauss-Newton matrix instead.'
+            'fit(..., unconverged="use_ggn") uses the Gauss-Newton matrix instead.'
         )
         error.diagnosis = found
         raise error
     changed: Any = wanted
     is_option = any(option.name == "precision" and option.init for option in fields(changed))
     other = replace(changed, precision=GGN()) if is_option else ConjugateGradient(GGN())
-    by = "" if is_option else f", with {other!r} in the place of {type(wanted).__name__}"
-    warn(f"the Gauss-Newton matrix takes the place of the Hessian in this fit{by}. {found}")
+    by = "" if is_option else f", with {other!r} instead of {type(wanted).__name__}"
+    warn(f"the Gauss-Newton matrix replaces the Hessian in this fit{by}. {found}")
     return other, found

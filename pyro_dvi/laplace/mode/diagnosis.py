@@ -29,13 +29,13 @@ class Diagnosis(InNotebook):
         gradient_norm: of the gradient of U.
         kinks: functions with kinks between latents and U (ReLU and others), which the Hessian ignores.
         newton_decrement: :math:`g^\top P^{-1} g`, the squared distance to the minimum in posterior standard deviations;
-            no functional of the latents has its mean shifted by more standard deviations than its square root. An
-            estimate from above: where conjugate gradients leave a residual r, :math:`|r|^2 / \lambda_{\min}` is
-            added, with the smallest eigenvalue found. None if it was not computed.
+            the mean of any functional of the latents is shifted by at most its square root, in standard deviations. An
+            estimate from above: for a residual r of conjugate gradients, :math:`|r|^2 / \lambda_{\min}` is added, with
+            the smallest eigenvalue found. None if it was not computed.
         decrement_at_least: a lower bound on the decrement.
         curvature: the matrix P of the decrement, ``"Hessian"`` or ``"GGN"``.
-        smallest_eigenvalue: of the Hessian of U, with its residual; an upper bound, so that a negative one is a proof.
-            None if it was not computed.
+        smallest_eigenvalue: of the Hessian of U, with its residual; an upper bound, so a negative value is a proof of
+            negative curvature. None if it was not computed.
         in_prior_units: the eigenvalue is relative to the prior precision; it is 1 along directions without data.
         tolerance: on the decrement.
     """
@@ -52,18 +52,18 @@ class Diagnosis(InNotebook):
 
     @property
     def at_saddle(self) -> bool:
-        """Some direction has negative curvature, or none to rounding."""
+        """Whether some direction has negative curvature, or zero up to rounding."""
         lowest = self.smallest_eigenvalue
         return lowest is not None and lowest.value <= lowest.resolution
 
     @property
     def near(self) -> bool:
-        """The point is stationary within the tolerance, in the norm of :attr:`curvature`."""
+        """Whether the point is stationary within the tolerance, in the norm of :attr:`curvature`."""
         return self.newton_decrement is not None and self.newton_decrement <= self.tolerance
 
     @property
     def converged(self) -> bool:
-        """The mode is a minimum within the tolerance, with a positive definite Hessian."""
+        """Whether the mode is a minimum within the tolerance, with a positive definite Hessian."""
         lowest = self.smallest_eigenvalue
         return self.near and self.curvature == "Hessian" and lowest is not None and not self.at_saddle
 
@@ -80,8 +80,8 @@ class Diagnosis(InNotebook):
         if not self.kinks:
             return self._distance
         return (
-            f"{self._distance} U has kinks ({', '.join(self.kinks)}), where the gradient need not vanish and a Hessian "
-            f"knows nothing: GGN() does without a minimum; what avoids them is {without_kinks(self.kinks)}."
+            f"{self._distance} U has kinks ({', '.join(self.kinks)}), which the Hessian ignores and where the gradient "
+            f"need not vanish: GGN() does not require a minimum; to avoid kinks, use {without_kinks(self.kinks)}."
         )
 
     @property
@@ -90,7 +90,10 @@ class Diagnosis(InNotebook):
             return "" if self.kinks else "The distance to the minimum is not known."
         low, high = math.sqrt(max(self.decrement_at_least, 0.0)), math.sqrt(self.newton_decrement)
         if self.near:
-            return f"Stationary: U has no slope at most {high:.2g} standard deviations of {self.curvature}() away."
+            return (
+                f"Stationary: a stationary point is at most {high:.2g} standard deviations of "
+                f"{self.curvature}() away."
+            )
         least = " at least" if high > 1.1 * low else ""
         if self.decrement_at_least > self.tolerance:
             return (
@@ -98,8 +101,8 @@ class Diagnosis(InNotebook):
                 "run guide.polish(batches)."
             )
         return (
-            f"Not settled: the minimum is between {low:.2g} and {high:.2g} posterior standard deviations away. "
-            "guide.diagnose(batches, steps=...) looks closer, guide.polish(batches) goes there."
+            f"Undecided: the minimum is between {low:.2g} and {high:.2g} posterior standard deviations away. "
+            "guide.diagnose(batches, steps=...) is more precise; guide.polish(batches) moves there."
         )
 
     def __str__(self) -> str:
@@ -118,13 +121,13 @@ class Diagnosis(InNotebook):
 
 
 def diagnose(energy: Energy, *, tolerance: float = 1e-2, steps: int = 200) -> Diagnosis:
-    r"""Look at U around the mode with its true Hessian; where it has kinks, with the Gauss-Newton matrix.
+    r"""Examine U around the mode with its true Hessian or, if U has kinks, with the Gauss-Newton matrix.
 
-    The cost is at most :math:`2 \cdot \text{steps}` gradients of all data for the eigenvalue, and as many for the
-    decrement, which takes none where the gradient alone shows that it is within the tolerance.
+    The cost is at most :math:`2 \cdot \text{steps}` full-data gradients for the eigenvalue, and the same for the
+    decrement, unless the gradient alone shows that it is within the tolerance.
 
-    Status: the eigenvalue is an upper bound, so that negative curvature which ``steps`` of the Lanczos recursion do not
-    reveal is not seen; the decrement is an estimate by that eigenvalue.
+    Status: the eigenvalue is an upper bound, so negative curvature can be missed if ``steps`` of the Lanczos recursion
+    do not reveal it; the decrement is an estimate that uses this eigenvalue.
 
     Args:
         energy: U on fixed batches.
@@ -145,7 +148,7 @@ def diagnose(energy: Energy, *, tolerance: float = 1e-2, steps: int = 200) -> Di
         if not found.at_saddle:
             try:
                 return _with_decrement(found, local, Hessian(), steps)
-            except NotPositiveDefiniteError as error:  # a direction that the recursion has not seen
+            except NotPositiveDefiniteError as error:  # a direction that the recursion has missed
                 assert error.curvature is not None
                 found = replace(found, smallest_eigenvalue=replace(lowest, value=error.curvature))
         return found
@@ -196,7 +199,7 @@ def kinks(energy: Energy) -> tuple[str, ...]:
 def without_kinks(found: tuple[str, ...]) -> str:
     """Return the advice about functions with kinks, as a phrase."""
     of_networks = "smooth_activations_(net) before training"
-    of_densities = "a density that is smooth at its mode, as StudentT or Normal in the place of Laplace"
+    of_densities = "a density that is smooth at its mode, such as StudentT or Normal instead of Laplace"
     ways = {of_densities if " in " in name else of_networks for name in found}
     return " and ".join(sorted(ways, reverse=True))
 
@@ -212,7 +215,7 @@ def sound(energy: Energy) -> Diagnosis:
     bad = [name for name, u in energy.locs.items() if not bool(torch.isfinite(u).all())]
     if bad:
         raise ModelError(
-            f"NaN or infinite values in latent {bad[0]!r}: train again, with a lower learning rate."
+            f"NaN or infinite values in latent {bad[0]!r}: train again with a lower learning rate."
         )
     value, gradient = energy.at(energy.start).value_and_gradient
     batch = energy.passes.first_again()
@@ -221,7 +224,7 @@ def sound(energy: Energy) -> Diagnosis:
     rounding = torch.finfo(gradient.dtype).eps ** 0.5 * (1 + abs(float(value)))
     if (first - second).abs().item() > rounding:
         raise ModelError(
-            "The model is random: in evaluation mode, two runs at the same latents differ, so that there is no "
+            "The model is random: in evaluation mode, two runs at the same latents differ, so there is no "
             "minimum. Remove dropout(x, training=True) or torch.rand from it."
         )
     return Diagnosis(value=float(value), gradient_norm=float(gradient.norm()), tolerance=1.0)

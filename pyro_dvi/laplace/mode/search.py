@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The search for a minimum of U, or for a stationary point where U has kinks."""
+"""The search for a minimum of U, or for a stationary point if U has kinks."""
 
 import math
 import warnings
@@ -37,14 +37,14 @@ from pyro_dvi.laplace.mode.diagnosis import kinks, smallest_in_prior_units, with
 from pyro_dvi.linalg.minimise import Descent, InMetric, Minimum, descend, minimise_newton
 from pyro_dvi.linalg.operator import conjugate_gradients
 
-_DENSE = 2000  # latents up to which a matrix is factorised again every some thirty gradients
+_DENSE = 2000  # number of latents up to which a matrix is refactorised about every thirty gradients
 
 
 def metric_at(local: LocalEnergy) -> RootPosterior:
     """Return the Gauss-Newton matrix of U, or its Kronecker factors: positive definite wherever the point is.
 
-    K backward passes for K outputs. The matrix is taken where its size allows and its rows are cheap, the diagonal
-    where the latents have no factors, and the prior's where the model has no such matrix (``pyro.factor``).
+    Takes K backward passes for K outputs. The matrix is used if its size allows and its rows are cheap, the diagonal if
+    the latents have no factors, and the prior's precision if the model has no such matrix (``pyro.factor``).
 
     Args:
         local: U around a point.
@@ -67,9 +67,9 @@ GOOD_ENOUGH = 1e-2
 """A decrement at which no prediction is off by more than a tenth of its standard deviation."""
 
 _NEAR = 1e-6  # the squared gradient, in the metric, at which Newton's method takes over
-_STEPS = 30  # of the quasi-Newton method, before the metric is made again
+_STEPS = 30  # of the quasi-Newton method, before the metric is recomputed
 _NEWTON_STEPS = 5  # likewise
-_NEGLIGIBLE = 1e-6  # decrease of U, in nats, below which a round is not worth its cost
+_NEGLIGIBLE = 1e-6  # decrease of U in nats below which a round is not worth its cost
 _KRYLOV_STEPS = 200
 
 
@@ -88,10 +88,10 @@ class Polished(InNotebook):
         smallest_eigenvalue: of the Hessian, relative to the prior precision where that is diagonal (1 along
             directions without data); None if the search ended before it was computed.
         steps: number of steps.
-        gradients: work in gradients of all data.
+        gradients: cost in full-data gradients.
         converged: the mode is a minimum with a positive definite Hessian, or with kinks a point at rest, and
             the decrement within the tolerance or 0.01.
-        reason: for ending the search.
+        reason: why the search ended.
     """
 
     mode: Tensor
@@ -122,14 +122,14 @@ class Polished(InNotebook):
 
 
 class BudgetSpent(Exception):
-    """The gradients that a search may take are spent."""
+    """The budget of gradients is exhausted."""
 
 
 class Search:
     r"""A search on U, which remembers the best point and counts gradients.
 
-    Quasi-Newton steps in the metric of the Gauss-Newton matrix, which is made again every thirty of them, follow curved
-    valleys for a gradient or two each; Newton's method in that metric ends the search.
+    Quasi-Newton steps in the metric of the Gauss-Newton matrix, which is recomputed every thirty steps, follow curved
+    valleys at a cost of one or two gradients each; Newton's method in this metric ends the search.
 
     Args:
         energy: U.
@@ -194,7 +194,7 @@ class Search:
     # --- a minimum ------------------------------------------------------------------------------------------
 
     def minimum(self, tolerance: float) -> Polished:
-        """Go to a minimum with a positive definite Hessian, and keep it as the best point."""
+        """Move to a minimum with a positive definite Hessian, and keep it as the best point."""
         x, near, wanted, spent = self.best[0], _NEAR, tolerance, ""
         try:
             while True:
@@ -246,7 +246,7 @@ class Search:
     # --- with kinks -----------------------------------------------------------------------------------------
 
     def rest(self, kinked: tuple[str, ...]) -> Polished:
-        """Go to a stationary point in the norm of the Gauss-Newton matrix, or until kinks stop the search."""
+        """Move to a stationary point in the norm of the Gauss-Newton matrix, or until kinks stop the search."""
         x, target, reason, decrement = self.best[0], GOOD_ENOUGH / 2, "", math.inf
         try:
             while not reason:
@@ -283,18 +283,18 @@ class Search:
 def polish(
     energy: Energy, keep: Callable[[Tensor], None], *, tolerance: float, max_gradients: int, progress: bool
 ) -> Polished:
-    """Go down to a minimum of U, and prove it by the true Hessian; see :meth:`~pyro_dvi.LaplaceGuide.polish`.
+    """Descend to a minimum of U, and verify it with the true Hessian; see :meth:`~pyro_dvi.LaplaceGuide.polish`.
 
     Args:
         energy: U on fixed batches.
-        keep: takes the best point so far, however the search ends; also after Ctrl-C or an error.
-        tolerance: on the Newton decrement, in squared posterior standard deviations. Where rounding hides further
-            progress, or the gradients are spent, a decrement below 0.01 will do.
-        max_gradients: of all data, that the search may take; a proof of some hundred may follow.
+        keep: called with the best point so far however the search ends, including Ctrl-C and errors.
+        tolerance: on the Newton decrement, in squared posterior standard deviations. If rounding hides further
+            progress, or the budget is exhausted, a decrement below 0.01 is accepted.
+        max_gradients: budget of full-data gradients for the search; verification may take some hundred more.
         progress: show a progress bar where there is a terminal or notebook.
 
     Raises:
-        UnconvergedError: the search ended elsewhere; ``report`` holds what it did. The best point is kept.
+        UnconvergedError: if the search ended elsewhere; ``report`` describes it. The best point is kept.
         NonFiniteError: U is NaN or infinite where the search starts.
         ArgumentError: a tolerance or a count is not positive.
     """
@@ -320,14 +320,14 @@ def polish(
     if kinked and not found.converged:
         warn(
             f"polish: {found.reason}; the guide keeps the best point. U has kinks ({', '.join(kinked)}): fit with "
-            f"GGN(), which does without a minimum; what avoids kinks is {without_kinks(kinked)}."
+            f"GGN(), which does not require a minimum; to avoid kinks, use {without_kinks(kinked)}."
         )
     elif not found.converged:
-        way = "call guide.polish again, which goes on from here, with a larger max_gradients"
+        way = "call guide.polish again, which continues from here, with a larger max_gradients"
         if "gradients" not in found.reason:
-            way = "use float64 (model.double(), guide.double() and the data), or a prior that holds every direction"
+            way = "use float64 (model.double(), guide.double() and data), or a prior that constrains every direction"
         error = UnconvergedError(
-            f"polish ended without a minimum; the guide keeps the best point.\n{found}\nTo go on, {way}."
+            f"polish ended without a minimum; the guide keeps the best point.\n{found}\nTo continue, {way}."
         )
         error.report = found
         raise error

@@ -171,12 +171,12 @@ def test_a_spent_budget_says_that_there_is_no_decrement_where_u_bends_down():
         (
             nn.Tanh(),
             r"\(abs in the likelihood\)",
-            "is a density that is smooth .*StudentT or Normal in the place of",
+            "use a density that is smooth .*StudentT or Normal instead of",
         ),
         (
             nn.ReLU(),
             r"\(abs in the likelihood, relu\)",
-            r"is smooth_activations_\(net\).* and a density .*StudentT",
+            r"use smooth_activations_\(net\).* and a density .*StudentT",
         ),
     ],
 )
