@@ -317,8 +317,7 @@ ROWS: dict[str, Row] = {
     "one row": Row(lambda: Problem(observing(normal), (X[:1], Y[:1]))),
     "a minibatch": Row(lambda: Problem(observing(normal, size=4 * N)), ALL_ONCE),
     "more rows than the plate": Row(
-        lambda: Problem(observing(normal, size=N // 2)),
-        every(DataError, "more rows than the size of its plate"),
+        lambda: Problem(observing(normal, size=N // 2)), every(DataError, "more rows than the size")
     ),
     "another number of data": Row(
         lambda: Problem(observing(normal, size=N), options={"num_data": 4 * N}), NOT_SCALED
