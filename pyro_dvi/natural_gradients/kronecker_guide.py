@@ -42,12 +42,14 @@ class LayerFisher(Estimate):
         at_mean: take them at the mean, and not at draws: K-FAC without noise.
         observed: gradients :math:`\delta` are of the observed labels. By default they are of labels drawn from the
             model at the same weights, one for each example, which takes one more backward pass as well.
+        rest_only: leave out the factors, as between the steps that measure them.
 
     Source: Zhang et al. (2018), "Noisy natural gradient as variational inference"; Martens & Grosse (2015).
     """
 
     at_mean: bool = False
     observed: bool = False
+    rest_only: bool = False
     factored: ClassVar[bool] = True
 
     def measure(self, run: DrawnRun, sites: Sequence[ObservedSite], squares: SquareMeasurement) -> None:
@@ -55,7 +57,10 @@ class LayerFisher(Estimate):
         found = run.guide.guide.layers.items()
         layers = {number[weight]: [number[n] for n in (weight, bias) if n] for weight, bias in found}
         inside = [k for tensors in layers.values() for k in tensors]
-        if layers:
+        if self.rest_only:
+            for k in layers:
+                run.drawn[k].measurement.add(torch.zeros_like(run.drawn[k].precision))
+        elif layers:
             self._measure_layers(run, sites, layers, squares.num_particles)
         squares.measure(run, sites, inside)
 

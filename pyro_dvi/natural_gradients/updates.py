@@ -84,7 +84,7 @@ class Consistent(Formulation):
     def update_curvature(self, update: Update) -> None:
         rate = 1 - update.group["betas"][1]
         if not update.has_start:
-            rate = max(rate, (self.forgetting + 1) / (self.forgetting + update.count))
+            rate = max(rate, (self.forgetting + 1) / (self.forgetting + update.measurements))
         torch._foreach_lerp_(update.curvatures, update.measured, rate)
 
     def set_precisions(self, update: Update, damped: Tensors) -> None:
@@ -224,16 +224,20 @@ class VOGNOptimizer(NaturalGradientOptimizer):
             update.sum_into_precisions()
             self.formulation.set_precisions(update, update.damped())
             return
-        if not update.is_start:
+        if update.is_new:
             self.formulation.update_curvature(update)
         update.add_priors(update.gradients)
         scale = self.formulation.update_momentum(update)
+        update.move_along(self._preconditioned(update), scale)
+
+    def _preconditioned(self, update: Update) -> Tensors:
+        """Return the directions of the means, and set the precisions."""
         update.sum_into_precisions()
-        damped, direction = update.damped(), update.measured
-        torch._foreach_copy_(direction, update.momenta)
-        torch._foreach_div_(direction, damped)
-        update.move_along(direction, scale)
+        damped, directions = update.damped(), update.measured
+        torch._foreach_copy_(directions, update.momenta)
+        torch._foreach_div_(directions, damped)
         self.formulation.set_precisions(update, damped)
+        return directions
 
 
 class OGNOptimizer(VOGNOptimizer):
@@ -302,7 +306,7 @@ class IVONOptimizer(NaturalGradientOptimizer):
         curvatures, measured = update.curvatures, update.measured
         torch._foreach_lerp_(update.momenta, update.gradients, 1 - beta1)
         torch._foreach_maximum_(curvatures, torch._foreach_mul(update.priors, _LEAST_PRECISION - 1))
-        if not update.is_start:
+        if update.is_new:
             torch._foreach_sub_(measured, curvatures)
             update.sum_into_precisions()
             torch._foreach_add_(curvatures, measured, alpha=1 - beta2)
