@@ -209,8 +209,10 @@ def test_noisy_kfac_is_its_equations(beta, particles, observed, intervals):
             for p, q in ((3, 2), (2, 3)):
                 weight, bias = torch.randn(p, q), torch.randn(p)
                 noise.append(torch.cat([weight, bias[:, None]], 1).numpy())
-            labels = None if observed else torch.normal(torch.zeros_like(y[rows]), 1.0).numpy()
-            draws.append((noise, labels))
+            labels = torch.zeros_like(y[rows])
+            if not observed and t % intervals[0] == 0:  # only then the model draws them
+                labels = torch.normal(labels, 1.0)
+            draws.append((noise, labels.numpy()))
         torch.manual_seed(t)
         svi.step(x[rows], y[rows])
         data, own = (x[rows].numpy(), y[rows].numpy()), {"observed": observed, "intervals": intervals}
