@@ -89,11 +89,10 @@ class NoisyKFACOptimizer(VOGNOptimizer):
     @property
     def wanted(self) -> Estimate:
         """The curvature to measure for the next step."""
-        done = max((memory["step"] for memory in self.state.values() if "curvature" in memory), default=0)
-        return replace(self.estimate, rest_only=done % self.factor_interval > 0)
+        return replace(self.estimate, rest_only=self.steps_done % self.factor_interval > 0)
 
     def _move(self, update: Update) -> None:
-        if update.precisions[0].shape != update.locs[0].shape:
+        if update.is_layer:
             (curvature,), p = update.curvatures, update.locs[0].shape[0]
             rows, columns = unflattened(curvature, p)
             if update.locs[0].dim() < 2 or len(columns) != update.locs[0][0].numel() + len(update.locs) - 1:
@@ -106,19 +105,19 @@ class NoisyKFACOptimizer(VOGNOptimizer):
         super()._move(update)
 
     def _preconditioned(self, update: Update) -> Tensors:
-        if update.precisions[0].shape == update.locs[0].shape:
+        if not update.is_layer:
             return super()._preconditioned(update)
         weight, memory, p = update.locs[0], update.memories[0], update.locs[0].shape[0]
         if (update.count - 1) % self.inverse_interval == 0:
             averages = unflattened(update.curvatures[0], p)
             prior = _matrix([d.expand_as(loc) for d, loc in zip(update.priors, update.locs, strict=True)])
-            roots = rows, columns = _inverse_roots(*damped_factors(*averages, prior))
+            rows, columns = _inverse_roots(*damped_factors(*averages, prior))
             update.precisions[0].copy_(flattened(rows, columns / update.inverse_temperature**0.5))
             if damping := update.group["damping"] * update.step.num_data:
-                roots = _inverse_roots(*damped_factors(*averages, prior + damping))
-            memory["roots"] = flattened(*roots)
-        rows, columns = unflattened(memory["roots"], p)
-        step = rows @ (rows.mT @ _matrix(update.momenta) @ columns) @ columns.mT
+                rows, columns = _inverse_roots(*damped_factors(*averages, prior + damping))
+            memory["inverses"] = flattened(rows @ rows.mT, columns @ columns.mT)
+        rows, columns = unflattened(memory["inverses"], p)
+        step = rows @ _matrix(update.momenta) @ columns
         q = weight[0].numel()
         return [step[:, :q].reshape(weight.shape), *step[:, q:].unbind(1)]
 

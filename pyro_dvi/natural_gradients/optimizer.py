@@ -57,6 +57,7 @@ class Update:
         is_new: whether the curvature of this minibatch is to be counted.
         factor: of the learning rate, from the schedule.
         kl_weight: :math:`\beta`, as far as it has risen.
+        is_layer: whether they are the tensors of a layer, which share Kronecker factors.
         gradients: of minus the log-likelihood at the means; may be overwritten.
         measured: the curvature of this minibatch; may be overwritten.
         priors: :math:`\rho N\tilde\delta / \rho = \beta\delta / \rho`.
@@ -75,16 +76,17 @@ class Update:
         self.measurements = self.count
         # The tensors of a layer share one.
         self.precisions = list({id(site.precision): site.precision for site in self.sites}.values())
+        self.is_layer = self.sites[0].is_of_layer
         self.gradients: Any = [loc.grad for loc in self.locs]
         self.measured: Any = [precision.grad for precision in self.precisions]
         data_augmentation = self.group["data_augmentation"]
         self.inverse_temperature: float = data_augmentation / (self.kl_weight * self.step.temperature)
         prior_precisions = [site.prior_precision for site in self.sites]
         self.priors = torch._foreach_mul(prior_precisions, self.kl_weight / data_augmentation)
-        self.has_start = self.group["initial_curvature"] is not None
+        start = self.group["initial_curvature"]
+        self.has_start = start is not None
         # A curvature that starts with the measurement of this minibatch does not count it again.
         self.is_new = self.count > 1 or self.has_start
-        start = (self.group["initial_curvature"] or 0.0) * self.step.num_data
         for site, memory in zip(self.sites, self.memories, strict=True):
             if "momentum" not in memory:
                 memory["momentum"], memory["unit"] = torch.zeros_like(site.loc), _unit(site)
@@ -95,7 +97,9 @@ class Update:
         holders = self.memories[: len(self.measured)]
         for memory, measured in zip(holders, self.measured, strict=True):
             if "curvature" not in memory:
-                memory["curvature"] = torch.full_like(measured, start) if self.has_start else measured.clone()
+                memory["curvature"] = measured.clone()
+                if start is not None:
+                    memory["curvature"].fill_(start * self.step.num_data)
         self.momenta = [memory["momentum"] for memory in self.memories]
         self.curvatures = [memory["curvature"] for memory in holders]
 
@@ -158,9 +162,9 @@ class NaturalGradientOptimizer(Optimizer):
         group["full_lr"] = group["lr"]
 
     @property
-    def has_started(self) -> bool:
-        """True once there is a curvature."""
-        return any("curvature" in memory for memory in self.state.values())
+    def steps_done(self) -> int:
+        """Number of steps with a curvature."""
+        return max((memory["step"] for memory in self.state.values() if "curvature" in memory), default=0)
 
     @property
     def wanted(self) -> Estimate:
@@ -211,7 +215,7 @@ class NaturalGradientOptimizer(Optimizer):
             for step, site in sites:
                 if id(site.loc) in own:
                     # The tensors of a layer share their factors, and move together.
-                    layer = None if site.precision.shape == site.loc.shape else id(site.precision)
+                    layer = id(site.precision) if site.is_of_layer else None
                     parts[step, self._count(site.loc), layer].append(site)
             for plain in (p for key, p in own.items() if key not in held):
                 others[self._count(plain)].append(plain)
@@ -303,7 +307,7 @@ def wanted_by(optimizer: Any) -> Estimate:
         GuideError: it knows nothing of natural gradients.
     """
     made = [getattr(one, "optimizer", one) for one in getattr(optimizer, "optim_objs", {}).values()]
-    made.sort(key=lambda one: not getattr(one, "has_started", False))  # others hold no means
+    made.sort(key=lambda one: -getattr(one, "steps_done", 0))  # others hold no means
     for one in (*made, optimizer):
         if isinstance(found := getattr(one, "wanted", None), Estimate):
             return found
@@ -318,7 +322,7 @@ def wanted_by(optimizer: Any) -> Estimate:
     options = {} if callable(optimizer.pt_optim_args) else optimizer.pt_optim_args
     first = constructor([torch.zeros(())], **options)
     for state in optimizer._state_waiting_to_be_consumed.values():
-        if not first.has_started:
+        if not first.steps_done:
             first.load_state_dict(state.get("optimizer", state))
     return first.wanted
 

@@ -211,8 +211,7 @@ class VOGNOptimizer(NaturalGradientOptimizer):
     @property
     def wanted(self) -> Estimate:
         """The curvature to measure for the next step."""
-        done = max((memory["step"] for memory in self.state.values() if "curvature" in memory), default=0)
-        return Squares(at_mean=True) if done < self.formulation.initial_batches else self.estimate
+        return Squares(at_mean=True) if self.steps_done < self.formulation.initial_batches else self.estimate
 
     def _length(self, group: dict[str, Any]) -> int | None:
         return group["total_steps"] if self.formulation.constant_rate else super()._length(group)
@@ -299,7 +298,7 @@ class IVONOptimizer(NaturalGradientOptimizer):
     def wanted(self) -> Estimate:
         """The curvature to measure for the next step: squares, where the curvature starts with them."""
         starts = any(group["initial_curvature"] is None for group in self.param_groups)
-        return Squares() if starts and not self.has_started else self.estimate
+        return Squares() if starts and not self.steps_done else self.estimate
 
     def _move(self, update: Update) -> None:
         beta1, beta2 = update.group["betas"]
