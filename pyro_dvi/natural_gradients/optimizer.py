@@ -13,6 +13,7 @@ precision are
 
 import math
 from abc import abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -52,8 +53,11 @@ class Update:
         group: the options.
         step: the measurements.
         count: number of this step, from 1.
+        measurements: number of measurements of the curvature so far.
+        is_new: whether the curvature of this minibatch is to be counted.
         factor: of the learning rate, from the schedule.
         kl_weight: :math:`\beta`, as far as it has risen.
+        is_layer: whether they are the tensors of a layer, which share Kronecker factors.
         gradients: of minus the log-likelihood at the means; may be overwritten.
         measured: the curvature of this minibatch; may be overwritten.
         priors: :math:`\rho N\tilde\delta / \rho = \beta\delta / \rho`.
@@ -69,18 +73,20 @@ class Update:
 
     def __post_init__(self) -> None:
         self.locs = [site.loc for site in self.sites]
-        # The tensors of a layer share one, and come in an update of their own.
+        self.measurements = self.count
+        # The tensors of a layer share one.
         self.precisions = list({id(site.precision): site.precision for site in self.sites}.values())
+        self.is_layer = self.sites[0].is_of_layer
         self.gradients: Any = [loc.grad for loc in self.locs]
         self.measured: Any = [precision.grad for precision in self.precisions]
         data_augmentation = self.group["data_augmentation"]
         self.inverse_temperature: float = data_augmentation / (self.kl_weight * self.step.temperature)
         prior_precisions = [site.prior_precision for site in self.sites]
         self.priors = torch._foreach_mul(prior_precisions, self.kl_weight / data_augmentation)
-        self.has_start = self.group["initial_curvature"] is not None
+        start = self.group["initial_curvature"]
+        self.has_start = start is not None
         # A curvature that starts with the measurement of this minibatch does not count it again.
-        self.is_start = self.count == 1 and not self.has_start
-        start = (self.group["initial_curvature"] or 0.0) * self.step.num_data
+        self.is_new = self.count > 1 or self.has_start
         for site, memory in zip(self.sites, self.memories, strict=True):
             if "momentum" not in memory:
                 memory["momentum"], memory["unit"] = torch.zeros_like(site.loc), _unit(site)
@@ -91,7 +97,9 @@ class Update:
         holders = self.memories[: len(self.measured)]
         for memory, measured in zip(holders, self.measured, strict=True):
             if "curvature" not in memory:
-                memory["curvature"] = torch.full_like(measured, start) if self.has_start else measured.clone()
+                memory["curvature"] = measured.clone()
+                if start is not None:
+                    memory["curvature"].fill_(start * self.step.num_data)
         self.momenta = [memory["momentum"] for memory in self.memories]
         self.curvatures = [memory["curvature"] for memory in holders]
 
@@ -143,7 +151,7 @@ class NaturalGradientOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Keep attributes in copies and pickles that torch leaves out."""
-        kept = {"_told_steps", "formulation", "estimate"}
+        kept = {"_told_steps", "formulation", "estimate", "factor_interval", "inverse_interval"}
         return {**super().__getstate__(), **{name: vars(self)[name] for name in kept & vars(self).keys()}}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -154,9 +162,9 @@ class NaturalGradientOptimizer(Optimizer):
         group["full_lr"] = group["lr"]
 
     @property
-    def has_started(self) -> bool:
-        """True once there is a curvature."""
-        return any("curvature" in memory for memory in self.state.values())
+    def steps_done(self) -> int:
+        """Number of steps with a curvature."""
+        return max((memory["step"] for memory in self.state.values() if "curvature" in memory), default=0)
 
     @property
     def wanted(self) -> Estimate:
@@ -187,38 +195,36 @@ class NaturalGradientOptimizer(Optimizer):
                 loss = closure()
         moved = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         steps = steps_of(moved)
-        sites = {id(site.loc): (step, site) for step in steps for site in step.sites}
+        sites = [(step, site) for step in steps for site in step.sites]
         if moved and not steps:
             raise GuideError(
                 f"{type(self).__name__.removesuffix('Optimizer')} found no means with measurements among its "
                 "parameters: it goes with NaturalGradientGuide and NaturalGradientELBO; for others take "
                 "pyro_dvi.optim.Adam(learning_rates(1e-3))"
             )
-        has_means = any(id(p) in sites for p in moved)
+        has_means = not {id(site.loc) for _, site in sites}.isdisjoint(map(id, moved))
         if has_means and any(step.measured != self.wanted for step in steps):
             for step in steps:  # only the first one of an objective that was not prepared for this optimizer
                 step.drop()
                 step.wanted = self.wanted
             return loss
-        precisions = {id(site.precision) for _, site in sites.values()}
+        held = {id(tensor) for _, site in sites for tensor in (site.loc, site.precision)}
         for group in self.param_groups:
-            updates: dict[tuple[int, int], list[NaturalSite]] = {}
-            others: dict[int, list[Tensor]] = {}
-            for parameter in group["params"]:
-                if parameter.grad is None or id(parameter) in precisions:
-                    continue
-                count = self._count(parameter)
-                if id(parameter) in sites:
-                    step, site = sites[id(parameter)]
-                    updates.setdefault((steps.index(step), count), []).append(site)
-                else:
-                    others.setdefault(count, []).append(parameter)
-            for (place, count), found in updates.items():
-                self._update(steps[place], count, group, found)
+            own = {id(p): p for p in group["params"] if p.grad is not None}
+            parts, others = defaultdict[Any, Any](list), defaultdict[int, list[Tensor]](list)
+            for step, site in sites:
+                if id(site.loc) in own:
+                    # The tensors of a layer share their factors, and move together.
+                    layer = id(site.precision) if site.is_of_layer else None
+                    parts[step, self._count(site.loc), layer].append(site)
+            for plain in (p for key, p in own.items() if key not in held):
+                others[self._count(plain)].append(plain)
+            for (step, count, _), part in parts.items():
+                self._update(step, count, group, part)
             rate = group["deterministic_lr"] * group["lr"] / group["full_lr"]
-            for count, plain in others.items():
-                memories = [self.state[parameter] for parameter in plain]
-                _adam(plain, memories, count, rate * cosine(count, self._length(group)))
+            for count, rest in others.items():
+                memories = [self.state[p] for p in rest]
+                _adam(rest, memories, count, rate * cosine(count, self._length(group)))
         return loss
 
     def _count(self, parameter: Tensor) -> int:
@@ -244,25 +250,11 @@ class NaturalGradientOptimizer(Optimizer):
         rise = warm_up(count, group["warmup_steps"], total)
         self.rate_factor = cosine(count, total) * rise
         tempering = rise if total is None or not group["warmup_steps"] else min(1.0, 2 * count / total) ** 2
-        for part in self._parts(sites):
-            self._move(
-                Update(
-                    part,
-                    [self.state[site.loc] for site in part],
-                    group,
-                    step,
-                    count,
-                    factor=self.rate_factor,
-                    kl_weight=step.kl_weight * tempering,
-                )
-            )
+        memories = [self.state[site.loc] for site in sites]
+        self._move(Update(sites, memories, group, step, count, self.rate_factor, step.kl_weight * tempering))
         for site in sites:
             site.precision.grad = None
         step.wanted = self.wanted
-
-    def _parts(self, sites: list[NaturalSite]) -> Iterable[list[NaturalSite]]:
-        """Return the sites in the lists that are moved together."""
-        return [sites]
 
     @abstractmethod
     def _move(self, update: Update) -> None:
@@ -315,7 +307,7 @@ def wanted_by(optimizer: Any) -> Estimate:
         GuideError: it knows nothing of natural gradients.
     """
     made = [getattr(one, "optimizer", one) for one in getattr(optimizer, "optim_objs", {}).values()]
-    made.sort(key=lambda one: not getattr(one, "has_started", False))  # others hold no means
+    made.sort(key=lambda one: -getattr(one, "steps_done", 0))  # others hold no means
     for one in (*made, optimizer):
         if isinstance(found := getattr(one, "wanted", None), Estimate):
             return found
@@ -329,7 +321,10 @@ def wanted_by(optimizer: Any) -> Estimate:
         )
     options = {} if callable(optimizer.pt_optim_args) else optimizer.pt_optim_args
     first = constructor([torch.zeros(())], **options)
-    return first.estimate if optimizer._state_waiting_to_be_consumed else first.wanted
+    for state in optimizer._state_waiting_to_be_consumed.values():
+        if not first.steps_done:
+            first.load_state_dict(state.get("optimizer", state))
+    return first.wanted
 
 
 def _adam(parameters: list[Tensor], memories: list[dict[str, Any]], count: int, lr: float) -> None:

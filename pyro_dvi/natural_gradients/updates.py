@@ -84,7 +84,7 @@ class Consistent(Formulation):
     def update_curvature(self, update: Update) -> None:
         rate = 1 - update.group["betas"][1]
         if not update.has_start:
-            rate = max(rate, (self.forgetting + 1) / (self.forgetting + update.count))
+            rate = max(rate, (self.forgetting + 1) / (self.forgetting + update.measurements))
         torch._foreach_lerp_(update.curvatures, update.measured, rate)
 
     def set_precisions(self, update: Update, damped: Tensors) -> None:
@@ -211,8 +211,7 @@ class VOGNOptimizer(NaturalGradientOptimizer):
     @property
     def wanted(self) -> Estimate:
         """The curvature to measure for the next step."""
-        done = max((memory["step"] for memory in self.state.values() if "curvature" in memory), default=0)
-        return Squares(at_mean=True) if done < self.formulation.initial_batches else self.estimate
+        return Squares(at_mean=True) if self.steps_done < self.formulation.initial_batches else self.estimate
 
     def _length(self, group: dict[str, Any]) -> int | None:
         return group["total_steps"] if self.formulation.constant_rate else super()._length(group)
@@ -224,16 +223,20 @@ class VOGNOptimizer(NaturalGradientOptimizer):
             update.sum_into_precisions()
             self.formulation.set_precisions(update, update.damped())
             return
-        if not update.is_start:
+        if update.is_new:
             self.formulation.update_curvature(update)
         update.add_priors(update.gradients)
         scale = self.formulation.update_momentum(update)
+        update.move_along(self._preconditioned(update), scale)
+
+    def _preconditioned(self, update: Update) -> Tensors:
+        """Return the directions of the means, and set the precisions."""
         update.sum_into_precisions()
-        damped, direction = update.damped(), update.measured
-        torch._foreach_copy_(direction, update.momenta)
-        torch._foreach_div_(direction, damped)
-        update.move_along(direction, scale)
+        damped, directions = update.damped(), update.measured
+        torch._foreach_copy_(directions, update.momenta)
+        torch._foreach_div_(directions, damped)
         self.formulation.set_precisions(update, damped)
+        return directions
 
 
 class OGNOptimizer(VOGNOptimizer):
@@ -295,14 +298,14 @@ class IVONOptimizer(NaturalGradientOptimizer):
     def wanted(self) -> Estimate:
         """The curvature to measure for the next step: squares, where the curvature starts with them."""
         starts = any(group["initial_curvature"] is None for group in self.param_groups)
-        return Squares() if starts and not self.has_started else self.estimate
+        return Squares() if starts and not self.steps_done else self.estimate
 
     def _move(self, update: Update) -> None:
         beta1, beta2 = update.group["betas"]
         curvatures, measured = update.curvatures, update.measured
         torch._foreach_lerp_(update.momenta, update.gradients, 1 - beta1)
         torch._foreach_maximum_(curvatures, torch._foreach_mul(update.priors, _LEAST_PRECISION - 1))
-        if not update.is_start:
+        if update.is_new:
             torch._foreach_sub_(measured, curvatures)
             update.sum_into_precisions()
             torch._foreach_add_(curvatures, measured, alpha=1 - beta2)

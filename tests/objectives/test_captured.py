@@ -50,6 +50,11 @@ CASES = {
     "OGN": (dvi.NaturalGradientGuide, natural, OGN),
     "IVON": (dvi.NaturalGradientGuide, natural, IVON),
     "NoisyKFAC": (dvi.KroneckerGuide, natural, NoisyKFAC),
+    "NoisyKFAC, intervals": (
+        dvi.KroneckerGuide,
+        natural,
+        lambda options: NoisyKFAC({**options, "factor_interval": 2, "inverse_interval": 3}),
+    ),
 }
 
 
