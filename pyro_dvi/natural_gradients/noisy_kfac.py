@@ -78,11 +78,11 @@ class NoisyKFACOptimizer(VOGNOptimizer):
         check_choice(
             "estimate", self.estimate if estimate is None else estimate, LayerFisher, "LayerFisher()"
         )
-        if not isinstance(options.get("formulation"), Consistent | None):
-            raise ArgumentError("NoisyKFAC has one formulation, Consistent()")
-        if options.get("initial_curvature") is not None:
+        given = options.get("formulation"), options.get("initial_curvature")
+        if not isinstance(given[0], Consistent | None) or given[1] is not None:
             raise ArgumentError(
-                "NoisyKFAC starts with the factors of the first minibatch: leave out initial_curvature"
+                "NoisyKFAC has one formulation, Consistent(), and starts with the factors of the first minibatch: "
+                "leave out formulation and initial_curvature"
             )
         super().__init__(params, lr=lr, estimate=estimate, **options)
 

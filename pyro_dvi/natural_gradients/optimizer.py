@@ -196,14 +196,15 @@ class NaturalGradientOptimizer(Optimizer):
         moved = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         steps = steps_of(moved)
         sites = [(step, site) for step in steps for site in step.sites]
-        if moved and not steps:
+        ids = set(map(id, moved))
+        means = [site for _, site in sites if id(site.loc) in ids]
+        if moved and not (steps and all(site.precision.grad is not None for site in means)):
             raise GuideError(
-                f"{type(self).__name__.removesuffix('Optimizer')} found no means with measurements among its "
-                "parameters: it goes with NaturalGradientGuide and NaturalGradientELBO; for others take "
-                "pyro_dvi.optim.Adam(learning_rates(1e-3))"
+                f"{type(self).__name__.removesuffix('Optimizer')} found no curvature of means among its parameters: it "
+                "goes with NaturalGradientGuide and NaturalGradientELBO, one step for each backward pass; for others "
+                "take pyro_dvi.optim.Adam(learning_rates(1e-3))"
             )
-        has_means = not {id(site.loc) for _, site in sites}.isdisjoint(map(id, moved))
-        if has_means and any(step.measured != self.wanted for step in steps):
+        if means and any(step.measured != self.wanted for step in steps):
             for step in steps:  # only the first one of an objective that was not prepared for this optimizer
                 step.drop()
                 step.wanted = self.wanted
@@ -241,11 +242,6 @@ class NaturalGradientOptimizer(Optimizer):
 
     def _update(self, step: NaturalStep, count: int, group: dict[str, Any], sites: list[NaturalSite]) -> None:
         """Move the means of some sites, and set their precisions."""
-        if any(site.precision.grad is None for site in sites):
-            raise GuideError(
-                f"{type(self).__name__} got means with a gradient but no curvature: train with NaturalGradientELBO, "
-                "and take one step for each backward pass"
-            )
         total = self._length(group)
         rise = warm_up(count, group["warmup_steps"], total)
         self.rate_factor = cosine(count, total) * rise

@@ -220,8 +220,7 @@ class VOGNOptimizer(NaturalGradientOptimizer):
         if update.count <= self.formulation.initial_batches:
             if not update.has_start:
                 torch._foreach_lerp_(update.curvatures, update.measured, 1 / update.count)
-            update.sum_into_precisions()
-            self.formulation.set_precisions(update, update.damped())
+            self._preconditioned(update)
             return
         if update.is_new:
             self.formulation.update_curvature(update)
