@@ -188,10 +188,10 @@ class ExampleGradients:
         found = {k: self.outer(k) for k in range(len(self.values))}
         return {k: outer for k, outer in found.items() if outer is not None and outer.is_single}
 
-    def same_call(self, k: int, other: int) -> bool:
-        """Return whether two tensors are used once each, by the same call, such as weight and bias of a layer."""
-        one, two = self._uses.get(k, []), self._uses.get(other, [])
-        return len(one) == len(two) == 1 and one[0].output == two[0].output
+    def call_of(self, k: int) -> Any:
+        """Return the output of the only call that uses a tensor, which weight and bias of a layer share, or None."""
+        uses = self._uses.get(k, [])
+        return uses[0].output if len(uses) == 1 else None
 
     def chunks(self) -> Iterator[slice]:
         """Yield parts of the examples whose rows can be computed together."""
