@@ -151,7 +151,9 @@ class DrawnRun(PosteriorRun):
         with torch.no_grad():
             precisions = torch._foreach_pow([unexpanded(prior.scale) for prior in priors], -2)
         return [
-            NaturalSite(latent.source.leaf, latent.source.precision, unexpanded(prior.loc).detach(), precision)
+            NaturalSite(
+                latent.source.leaf, latent.source.precision, unexpanded(prior.loc).detach(), precision
+            )
             for latent, prior, precision in zip(latents, priors, precisions, strict=True)
         ]
 
@@ -178,7 +180,7 @@ class DrawnRun(PosteriorRun):
 
 
 @dataclass(frozen=True)
-class Term:
+class _Term:
     """An observed site or factor of a run.
 
     Attributes:
@@ -191,9 +193,10 @@ class Term:
     site: ObservedSite
     log_prob: Tensor
 
+    @property
     def root(self) -> Tensor:
-        """Return the square root of the scale of each entry."""
-        return torch.as_tensor(self.site.scale).to(self.log_prob).sqrt().expand_as(self.log_prob)
+        """The square root of the scale of each entry."""
+        return (self.log_prob.new_ones(()) * self.site.scale**0.5).expand_as(self.log_prob)
 
     def columns(self, values: Tensor, axis: int) -> Tensor:
         """Arrange values by the entries of a batch dimension, which are taken as examples."""
@@ -230,7 +233,7 @@ class SquareMeasurement:
             ModelError: the model mixes examples now, and did not before.
         """
         drawn = run.drawn
-        terms = [Term(run, site, site.log_prob(site.value)) for site in sites]
+        terms = [_Term(run, site, site.log_prob(site.value)) for site in sites]
         graphs = [graph_of([term.log_prob]) for term in terms]
         if any(type(node).__name__ == "CheckpointFunctionBackward" for node in set().union(*graphs)):
             raise UnsupportedError(
@@ -263,16 +266,16 @@ class SquareMeasurement:
 
         run.recorder.watch(served, arrived)
 
-    def _by_passes(self, term: Term, served: Served, axis: int) -> None:
+    def _by_passes(self, term: _Term, served: Served, axis: int) -> None:
         """Measure the squares of a site by backward passes of its own."""
-        columns = [term.columns(values, axis).unbind(1) for values in (term.log_prob, term.root())]
+        columns = [term.columns(values, axis).unbind(1) for values in (term.log_prob, term.root)]
         advice = f"if a row is one example, as an image is, write .to_event({term.log_prob.dim() - 1})"
         self._warn_of_passes(term, len(columns[0]), advice)
         for log_prob, root in zip(*columns, strict=True):
             for k, squares in term.run.recorder.measured(served, log_prob, root).items():
                 term.run.drawn[k].measurement.add(squares / self.num_particles)
 
-    def _served(self, term: Term, reached: set[int], graph: set[Any], axis: int) -> Served:
+    def _served(self, term: _Term, reached: set[int], graph: set[Any], axis: int) -> Served:
         """Keep the latents whose rules give the gradients of single examples, the entries of a batch dimension."""
         recorder, outputs = term.run.recorder, term.columns(term.log_prob, axis).sum(1)
         uses = {k: calls for k, calls in recorder.uses().items() if k in reached}
@@ -283,7 +286,7 @@ class SquareMeasurement:
         key, look = (term.site.name, axis, len(outputs)), partial(recorder.examined, served, outputs)
         return self._proofs.proved(term.run.call.model, key, served, look, term.site.name)
 
-    def _without_rules(self, term: Term, rest: set[int]) -> None:
+    def _without_rules(self, term: _Term, rest: set[int]) -> None:
         if not rest:
             return
         ordered, drawn = sorted(rest), term.run.drawn
@@ -294,10 +297,10 @@ class SquareMeasurement:
             reason = f"{drawn[slow[0]].name.removesuffix('_unconstrained')!r} {term.run.recorder.obstacle(slow[0])}"
             self._warn_of_passes(term, term.log_prob.numel(), f"{reason}; {advice}")
         values = [drawn[k].value for k in ordered]
-        for k, total in zip(ordered, squares_without_rules(term.log_prob, term.root(), values), strict=True):
+        for k, total in zip(ordered, squares_without_rules(term.log_prob, term.root, values), strict=True):
             drawn[k].measurement.add(total / self.num_particles)
 
-    def _warn_of_passes(self, term: Term, passes: int, advice: str) -> None:
+    def _warn_of_passes(self, term: _Term, passes: int, advice: str) -> None:
         """Warn of many backward passes, once for each site."""
         site = term.site.name
         if passes > _MANY_PASSES and site not in self._warned:

@@ -17,7 +17,7 @@ Adding an estimate: pass an instance of a subclass of :class:`Estimate` to an op
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -136,14 +136,11 @@ class NaturalStep:
     """
 
     wanted: Estimate
-    measured: Estimate = field(init=False)
+    measured: Any = None
     num_data: float = 1.0
     kl_weight: float = 1.0
     temperature: float = 1.0
     sites: list[NaturalSite] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.measured = self.wanted
 
     def __reduce__(self) -> tuple:
         """Copies and files hold no measurements."""

@@ -24,7 +24,7 @@ from pyro_dvi.errors import ModelError
 from pyro_dvi.gaussians.normals import MatrixNormal
 from pyro_dvi.guides.base import FactorisedGuide
 from pyro_dvi.guides.factors import Factor, GuideSite, owner_of
-from pyro_dvi.natural_gradients.drawn_run import DrawnRun, SquareMeasurement, Term
+from pyro_dvi.natural_gradients.drawn_run import DrawnRun, SquareMeasurement
 from pyro_dvi.natural_gradients.estimates import Estimate
 from pyro_dvi.natural_gradients.precision_guide import NaturalGradientGuide
 from pyro_dvi.runs.latents import is_real
@@ -67,10 +67,9 @@ class LayerFisher(Estimate):
         self, run: DrawnRun, sites: Sequence[ObservedSite], layers: list[tuple[int, ...]], inside: set[int]
     ) -> dict[int, Tensor]:
         # Labels of several sites are drawn independently, so that products of their gradients vanish on average.
-        values = [site.value if self.observed else site.sample_labels() for site in sites]
-        terms = [Term(run, site, site.log_prob(value)) for site, value in zip(sites, values, strict=True)]
-        total = sum_of([(term.log_prob * term.root()).sum() for term in terms])
-        rows, served = _rows_of_examples(run.recorder, [term.log_prob for term in terms])
+        terms = [site.log_prob(site.value if self.observed else site.sample_labels()) for site in sites]
+        total = sum_of([(term * site.scale**0.5).sum() for term, site in zip(terms, sites, strict=True)])
+        rows, served = _rows_of_examples(run.recorder, terms)
         served = {k: uses for k, uses in served.items() if k in inside}
         examples = ExampleGradients(run.recorder, (total / rows).expand(rows, 1), served=served)
         whole, graph, found = max(map(num_data_of, sites)) / rows, graph_of([total]), {}
@@ -181,7 +180,10 @@ class KroneckerGuide(NaturalGradientGuide):
 
     def _check_sites(self, sites: dict[str, Any]) -> None:
         """Find the layers, in what was loaded or by a run of the model."""
-        (args, kwargs), following = vars(self).pop("_arguments"), dict(pairwise([*sites, None]))
+        (args, kwargs), following = (
+            vars(self).pop("_arguments"),
+            dict.fromkeys(sites, None) | dict(pairwise(sites)),
+        )
         if any(owner_of(self.locs, name) is not None for name in sites):
             layers: dict[str, str | None] = {}
             for name in sites:

@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Noisy K-FAC: natural gradients for matrix normals over layers, as optimizers of torch and of Pyro."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from pyro_dvi.core.arguments import check_choice, check_count
 from pyro_dvi.curvature.kronecker import damped_factors
-from pyro_dvi.errors import ArgumentError, GuideError, NotPositiveDefiniteError
+from pyro_dvi.errors import GuideError, NotPositiveDefiniteError
 from pyro_dvi.natural_gradients.estimates import Estimate
 from pyro_dvi.natural_gradients.kronecker_guide import LayerFisher, flattened, unflattened
-from pyro_dvi.natural_gradients.optimizer import Tensors, Update
+from pyro_dvi.natural_gradients.optimizer import DEFAULTS, Tensors, Update
 from pyro_dvi.natural_gradients.updates import Consistent, NaturalGradientOptim, VOGNOptimizer
 from pyro_dvi.optim.joint_optim import Options, for_svi
 
@@ -43,12 +42,16 @@ class NoisyKFACOptimizer(VOGNOptimizer):
 
     Args:
         params: means, and any other parameters, which get a step of Adam.
-        lr: :math:`\alpha`; 1 is a whole natural-gradient step, where labels are drawn from the model.
+        lr: :math:`\alpha`; 1, the default, is a whole natural-gradient step, where labels are drawn from the model.
         damping: :math:`\gamma`, the paper's extrinsic damping, in units of the curvature of one example. It leaves the
             posterior alone.
+        factor_interval: steps from one measurement of the factors to the next, the paper's :math:`T_{stats}`.
+        inverse_interval: steps from one inversion of the factors, which sets the posterior covariances, to the next;
+            the paper's :math:`T_{inv}`.
         estimate: ``LayerFisher()``.
         **options: of :class:`VOGNOptimizer`, but for the formulation, which is ``Consistent()``, and
-            ``initial_curvature``: factors start with those of the first minibatch.
+            ``initial_curvature``: factors start with those of the first minibatch. Running averages of factors count
+            measurements, not steps.
 
     Raises:
         ArgumentError: an option out of range.
@@ -61,35 +64,19 @@ class NoisyKFACOptimizer(VOGNOptimizer):
     """
 
     estimate = LayerFisher()
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        *,
-        lr: float = 1.0,
-        estimate: Estimate | None = None,
-        factor_interval: int = 1,
-        inverse_interval: int = 1,
-        **options: Any,
-    ) -> None:
-        check_count("factor_interval", factor_interval)
-        check_count("inverse_interval", inverse_interval)
-        self.factor_interval, self.inverse_interval = factor_interval, inverse_interval
-        check_choice(
-            "estimate", self.estimate if estimate is None else estimate, LayerFisher, "LayerFisher()"
-        )
-        if not isinstance(options.get("formulation"), Consistent | None):
-            raise ArgumentError("NoisyKFAC has one formulation, Consistent()")
-        if options.get("initial_curvature") is not None:
-            raise ArgumentError(
-                "NoisyKFAC starts with the factors of the first minibatch: leave out initial_curvature"
-            )
-        super().__init__(params, lr=lr, estimate=estimate, **options)
+    formulations: ClassVar = (Consistent, "Consistent(); NoisyKFAC has no other")
+    estimates: ClassVar = (LayerFisher, "LayerFisher()")
+    options: ClassVar = {
+        **{name: value for name, value in DEFAULTS.items() if name != "initial_curvature"},
+        "lr": 1.0,
+        "factor_interval": 10,
+        "inverse_interval": 20,
+    }
 
     @property
     def wanted(self) -> Estimate:
         """The curvature to measure for the next step."""
-        return replace(self.estimate, rest_only=self.steps_done % self.factor_interval > 0)
+        return replace(self.estimate, rest_only=self.steps_done % self.param_groups[0]["factor_interval"] > 0)
 
     def _move(self, update: Update) -> None:
         if update.is_layer:
@@ -100,7 +87,7 @@ class NoisyKFACOptimizer(VOGNOptimizer):
                     "weight and bias of a layer have different options, or only one of them a gradient: give both the "
                     "same"
                 )
-            update.measurements = 1 + (update.count - 1) // self.factor_interval
+            update.measurements = 1 + (update.count - 1) // update.group["factor_interval"]
             update.is_new &= not update.step.measured.rest_only
         super()._move(update)
 
@@ -108,7 +95,7 @@ class NoisyKFACOptimizer(VOGNOptimizer):
         if not update.is_layer:
             return super()._preconditioned(update)
         weight, memory, p = update.locs[0], update.memories[0], update.locs[0].shape[0]
-        if (update.count - 1) % self.inverse_interval == 0:
+        if (update.count - 1) % update.group["inverse_interval"] == 0:
             averages = unflattened(update.curvatures[0], p)
             prior = _matrix([d.expand_as(loc) for d, loc in zip(update.priors, update.locs, strict=True)])
             rows, columns = _inverse_roots(*damped_factors(*averages, prior))

@@ -16,7 +16,7 @@ from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -83,7 +83,7 @@ class Update:
         self.inverse_temperature: float = data_augmentation / (self.kl_weight * self.step.temperature)
         prior_precisions = [site.prior_precision for site in self.sites]
         self.priors = torch._foreach_mul(prior_precisions, self.kl_weight / data_augmentation)
-        start = self.group["initial_curvature"]
+        start = self.group.get("initial_curvature")
         self.has_start = start is not None
         # A curvature that starts with the measurement of this minibatch does not count it again.
         self.is_new = self.count > 1 or self.has_start
@@ -138,20 +138,22 @@ class NaturalGradientOptimizer(Optimizer):
 
     Attributes:
         estimate: the curvature to measure once the optimizer has started.
+        options: the options with their defaults.
         rate_factor: by which warm-up and cosine decay scaled the learning rate in the last step.
     """
 
     estimate: Estimate
+    options: ClassVar[dict[str, Any]] = DEFAULTS
     rate_factor = 1.0
 
     def __init__(self, params: Iterable[Any], **options: Any) -> None:
-        _check_options(type(self).__name__, options)
-        super().__init__(params, {**DEFAULTS, **options})
+        _check_options(type(self).__name__, options, self.options)
+        super().__init__(params, {**self.options, **options})
         self._told_steps: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Keep attributes in copies and pickles that torch leaves out."""
-        kept = {"_told_steps", "formulation", "estimate", "factor_interval", "inverse_interval"}
+        kept = {"_told_steps", "formulation", "estimate"}
         return {**super().__getstate__(), **{name: vars(self)[name] for name in kept & vars(self).keys()}}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -196,14 +198,15 @@ class NaturalGradientOptimizer(Optimizer):
         moved = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         steps = steps_of(moved)
         sites = [(step, site) for step in steps for site in step.sites]
-        if moved and not steps:
+        ids = set(map(id, moved))
+        means = [site for _, site in sites if id(site.loc) in ids]
+        if moved and not (steps and all(site.precision.grad is not None for site in means)):
             raise GuideError(
-                f"{type(self).__name__.removesuffix('Optimizer')} found no means with measurements among its "
-                "parameters: it goes with NaturalGradientGuide and NaturalGradientELBO; for others take "
-                "pyro_dvi.optim.Adam(learning_rates(1e-3))"
+                f"{type(self).__name__.removesuffix('Optimizer')} found no means among its parameters, or no curvature "
+                "of them: it goes with NaturalGradientGuide and NaturalGradientELBO, one step for each backward pass; "
+                "for others take pyro_dvi.optim.Adam(learning_rates(1e-3))"
             )
-        has_means = not {id(site.loc) for _, site in sites}.isdisjoint(map(id, moved))
-        if has_means and any(step.measured != self.wanted for step in steps):
+        if means and any(step.measured != self.wanted for step in steps):
             for step in steps:  # only the first one of an objective that was not prepared for this optimizer
                 step.drop()
                 step.wanted = self.wanted
@@ -241,11 +244,6 @@ class NaturalGradientOptimizer(Optimizer):
 
     def _update(self, step: NaturalStep, count: int, group: dict[str, Any], sites: list[NaturalSite]) -> None:
         """Move the means of some sites, and set their precisions."""
-        if any(site.precision.grad is None for site in sites):
-            raise GuideError(
-                f"{type(self).__name__} got means with a gradient but no curvature: train with NaturalGradientELBO, "
-                "and take one step for each backward pass"
-            )
         total = self._length(group)
         rise = warm_up(count, group["warmup_steps"], total)
         self.rate_factor = cosine(count, total) * rise
@@ -273,29 +271,28 @@ def _unit(site: NaturalSite) -> float:
     return max(float(loc.std(correction=0)), least)
 
 
-def _check_options(optimizer: str, options: Mapping[str, Any]) -> None:
+def _check_options(optimizer: str, options: Mapping[str, Any], known: Mapping[str, Any]) -> None:
     """Check the options.
 
     Raises:
         ArgumentError: naming the first that is unknown or out of range.
     """
     for name, value in options.items():
-        if name not in DEFAULTS:
+        if name not in known:
             raise ArgumentError(
-                f"{optimizer} has no option {name!r}. Its options are {', '.join(sorted(DEFAULTS))}, and formulation "
+                f"{optimizer} has no option {name!r}. Its options are {', '.join(sorted(known))}, and formulation "
                 "and estimate except for IVON; the Normal prior of the model plays the role of weight decay"
             )
         if name == "betas":
-            if not (
-                isinstance(value, tuple | list) and len(value) == 2 and all(is_number(b, 1) for b in value)
-            ):
+            rates = value if isinstance(value, tuple | list) else ()
+            if len(rates) != 2 or not all(is_number(rate, 1) for rate in rates):
                 raise ArgumentError(f"betas must be two numbers in [0, 1), as (0.9, 0.999), got {value!r}")
         elif name == "damping":
             if not is_number(value):
                 raise ArgumentError(f"damping must be a finite number of at least 0, got {value!r}")
         elif value is not None or name not in ("max_step", "initial_curvature", "total_steps"):
-            if name in ("warmup_steps", "total_steps"):
-                check_count(name, value, int(name == "total_steps"))
+            if name.endswith(("_steps", "_interval")):
+                check_count(name, value, int(name != "warmup_steps"))
             else:
                 check_positive(name, value)
 
@@ -314,10 +311,9 @@ def wanted_by(optimizer: Any) -> Estimate:
     constructor = getattr(optimizer, "pt_optim_constructor", type(optimizer))
     if not (isinstance(constructor, type) and issubclass(constructor, NaturalGradientOptimizer)):
         raise GuideError(
-            f"{getattr(constructor, '__name__', 'unknown')} cannot train with NaturalGradientELBO: take VOGN, OGN or "
-            "IVON of pyro_dvi.natural_gradients, or NoisyKFAC with a KroneckerGuide (VOGNOptimizer and its like for "
-            "elbo(model, guide)); "
-            "an optimizer that wraps one of them must pass on its attribute 'wanted'"
+            f"{getattr(constructor, '__name__', 'unknown')} cannot train with NaturalGradientELBO: take VOGN, OGN, "
+            "IVON, or NoisyKFAC with a KroneckerGuide (VOGNOptimizer and its like of pyro_dvi.natural_gradients for "
+            "elbo(model, guide)); an optimizer that wraps one of them must pass on its attribute 'wanted'"
         )
     options = {} if callable(optimizer.pt_optim_args) else optimizer.pt_optim_args
     first = constructor([torch.zeros(())], **options)

@@ -12,7 +12,7 @@ import torch
 from pyro_dvi.core.arguments import check_choice, check_count
 from pyro_dvi.errors import ArgumentError, UnsupportedError
 from pyro_dvi.natural_gradients.estimates import Estimate, NoiseProducts, Squares, steps_of
-from pyro_dvi.natural_gradients.optimizer import NaturalGradientOptimizer, Tensors, Update
+from pyro_dvi.natural_gradients.optimizer import DEFAULTS, NaturalGradientOptimizer, Tensors, Update
 from pyro_dvi.optim.joint_optim import JointOptim, Options, for_svi
 
 
@@ -193,6 +193,8 @@ class VOGNOptimizer(NaturalGradientOptimizer):
     """
 
     estimate: Estimate = Squares()
+    formulations: ClassVar[tuple[type, str]] = (Formulation, "Consistent() or AsPrinted()")
+    estimates: ClassVar[tuple[type, str]] = (Estimate, "Squares()")
 
     def __init__(
         self,
@@ -204,8 +206,8 @@ class VOGNOptimizer(NaturalGradientOptimizer):
     ) -> None:
         self.formulation = Consistent() if formulation is None else formulation
         self.estimate = type(self).estimate if estimate is None else estimate
-        check_choice("formulation", self.formulation, Formulation, "Consistent() or AsPrinted()")
-        check_choice("estimate", self.estimate, Estimate, "Squares()")
+        check_choice("formulation", self.formulation, *self.formulations)
+        check_choice("estimate", self.estimate, *self.estimates)
         super().__init__(params, **{**self.formulation.options, **options})
 
     @property
@@ -220,8 +222,7 @@ class VOGNOptimizer(NaturalGradientOptimizer):
         if update.count <= self.formulation.initial_batches:
             if not update.has_start:
                 torch._foreach_lerp_(update.curvatures, update.measured, 1 / update.count)
-            update.sum_into_precisions()
-            self.formulation.set_precisions(update, update.damped())
+            self._preconditioned(update)
             return
         if update.is_new:
             self.formulation.update_curvature(update)
@@ -276,7 +277,7 @@ class IVONOptimizer(NaturalGradientOptimizer):
 
     Args:
         params: means, and any other parameters, which are updated with Adam.
-        lr: :math:`\alpha`. The default is large, because the initial curvature, squared gradients of an untrained
+        lr: :math:`\alpha`. The default, 100, is large, because the initial curvature, squared gradients of an untrained
             network, is forgotten slowly; ``max_step`` bounds the steps.
         **options: as for :class:`VOGNOptimizer`, except ``formulation`` and ``estimate``. ``damping`` is added to the
             denominator of the step, and ``initial_curvature`` is :math:`h_0`.
@@ -290,9 +291,7 @@ class IVONOptimizer(NaturalGradientOptimizer):
     """
 
     estimate = NoiseProducts()
-
-    def __init__(self, params: Iterable[Any], *, lr: float = 100.0, **options: Any) -> None:
-        super().__init__(params, lr=lr, **options)
+    options: ClassVar[dict[str, Any]] = DEFAULTS | {"lr": 100.0}
 
     @property
     def wanted(self) -> Estimate:

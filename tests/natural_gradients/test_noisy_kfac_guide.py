@@ -287,7 +287,9 @@ def test_another_objective_for_the_guide():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"initial_curvature": 1.0}, "first minibatch"),
+        ({"initial_curvature": 1.0}, "no option 'initial_curvature'.*factor_interval"),
+        ({"factor_interval": 0}, "factor_interval must be a positive whole number"),
+        ({"inverse_interval": 1.5}, "inverse_interval must be a positive whole number"),
         ({"formulation": dvi.natural_gradients.AsPrinted()}, r"Consistent\(\)"),
         ({"estimate": dvi.natural_gradients.Estimate()}, r"LayerFisher\(\)"),
     ],
