@@ -313,8 +313,8 @@ def _read(path: Path, map_location: Any) -> dict[str, Any]:
         ) from error
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise CheckpointError(
-            f"{str(path)!r} was not written by pyro_dvi.save: it holds {list(content)[:5]}. Load a plain state_dict with "
-            "load_state_dict, a store with its own load."
+            f"{str(path)!r} was not written by pyro_dvi.save: it holds {list(content)[:5]}. Load a plain state_dict "
+            "with load_state_dict, a store with its own load."
         )
     check_format_version(f"{str(path)!r} of pyro-dvi {content['versions']['pyro-dvi']}", content["version"])
     return content
