@@ -73,6 +73,7 @@ CONTESTANTS = {
     "MNVI": _own("MNVI", POINT | COLD),
     "VOGN": _own("VOGN", NATURAL | COLD),
     "IVON": _own("IVON", NATURAL | COLD),
+    "Noisy K-FAC": _own("Noisy K-FAC", NATURAL | COLD),
     "Laplace, last layer": _as("Laplace, last layer", "MAP"),
     "Laplace, Kronecker": _as("Laplace, Kronecker", "MAP"),
 }

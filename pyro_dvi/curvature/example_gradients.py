@@ -32,6 +32,12 @@ class OuterGradients:
         contribution: contribution of an example to the gradient.
         deltas: gradients of the layer's output, ``[K, B, ...]``.
         entries: the entries of the flat weight to include in rows; None: all.
+
+    Attributes:
+        inputs_first: whether the weight has its inputs in its first dimension.
+        num_outputs: K.
+        num_examples: B.
+        is_whole: whether rows have all entries of the weight.
     """
 
     def __init__(self, contribution: Contribution, deltas: Tensor, entries: Tensor | None = None) -> None:
@@ -39,35 +45,19 @@ class OuterGradients:
         self.inputs_first = contribution.outer.inputs_first
         self._inputs, self._of_output = contribution.outer_inputs, contribution.outer.deltas
         self._deltas, self._entries = deltas, entries
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether rows have all entries of the weight."""
-        return self._entries is None
+        self.num_outputs, self.num_examples = deltas.shape[:2]
+        self.is_whole = entries is None
 
     @property
     def is_single(self) -> bool:
         """Whether each gradient is a single outer product with all its entries."""
         return self.is_whole and self._inputs(slice(0, 1)).shape[1] == 1
 
-    @property
-    def num_outputs(self) -> int:
-        """K."""
-        return len(self._deltas)
-
-    @property
-    def num_examples(self) -> int:
-        """B."""
-        return self._deltas.shape[1]
-
-    @property
-    def _together(self) -> int:
-        return _CACHE if self._deltas.device.type == "cpu" else _CHUNK
-
     def chunks(self, size: int = 0) -> Iterator[slice]:
         """Yield parts of the examples to process together; ``size`` is the additional memory per example."""
         a, delta = self.parts(slice(0, 1))
-        count = max(1, self._together // (a.numel() + delta.numel() + size))
+        together = _CACHE if delta.device.type == "cpu" else _CHUNK
+        count = max(1, together // (a.numel() + delta.numel() + size))
         for start in range(0, self.num_examples, count):
             yield slice(start, start + count)
 
@@ -116,6 +106,11 @@ class ExampleGradients:
             tensors, or if None.
         names: names of the tensors, for a warning.
         served: the uses of tensors with rules, if they need no proof.
+
+    Attributes:
+        sizes: number of entries of a row for each tensor.
+        size: D, entries of a row.
+        spans: the slice of each tensor in a row.
     """
 
     def __init__(
@@ -134,21 +129,10 @@ class ExampleGradients:
             warn_of_disproved(served, found.wrong, names)
             served = found.kept(served)
         self._uses = served
-
-    @property
-    def sizes(self) -> list[int]:
-        """Number of entries of a row for each tensor."""
-        return [len(self._entries[k]) if k in self._entries else v.numel() for k, v in enumerate(self.values)]
-
-    @property
-    def size(self) -> int:
-        """D, entries of a row."""
-        return sum(self.sizes)
-
-    @property
-    def spans(self) -> list[slice]:
-        """The slice of each tensor in a row."""
-        return [slice(end - size, end) for end, size in zip(accumulate(self.sizes), self.sizes, strict=True)]
+        numbers = {k: v.numel() for k, v in enumerate(self.values)}
+        self.sizes = [len(self._entries[k]) if k in self._entries else n for k, n in numbers.items()]
+        self.size, ends = sum(self.sizes), accumulate(self.sizes)
+        self.spans = [slice(end - size, end) for end, size in zip(ends, self.sizes, strict=True)]
 
     @property
     def held(self) -> int:
@@ -204,10 +188,10 @@ class ExampleGradients:
         found = {k: self.outer(k) for k in range(len(self.values))}
         return {k: outer for k, outer in found.items() if outer is not None and outer.is_single}
 
-    def same_call(self, k: int, other: int) -> bool:
-        """Return whether two tensors are used once each, by the same call, such as weight and bias of a layer."""
-        one, two = self._uses.get(k, []), self._uses.get(other, [])
-        return len(one) == len(two) == 1 and one[0].output == two[0].output
+    def call_of(self, k: int) -> Any:
+        """Return the output of the only call that uses a tensor, which weight and bias of a layer share, or None."""
+        uses = self._uses.get(k, [])
+        return uses[0].output if len(uses) == 1 else None
 
     def chunks(self) -> Iterator[slice]:
         """Yield parts of the examples whose rows can be computed together."""

@@ -33,17 +33,16 @@ class KroneckerFactors:
     def __init__(self, examples: ExampleGradients) -> None:
         numbers = range(len(examples.values))
         outer = {k: found for k in numbers if (found := examples.outer(k)) is not None}
-        self.layers: list[KroneckerLayer] = []
-        paired: set[int] = set()
+        calls: dict[Any, list[int]] = {}
         for k in sorted(outer, key=lambda k: -examples.values[k].dim()):  # weights before their biases
-            if k not in paired:
-                same = [other for other in outer if other != k and examples.same_call(k, other)]
-                spans = [examples.spans[n] for n in (k, *same[:1])]
-                weight, *bias = (torch.arange(s.start, s.stop, device=examples.outputs.device) for s in spans)
-                places = torch.cat([outer[k].by_unit(weight), *(b.unsqueeze(-1) for b in bias)], -1)
-                self.layers.append(KroneckerLayer((k, *same[:1]), places))
-                paired |= {k, *same}
-        self.rest = [k for k in numbers if k not in paired]
+            calls.setdefault(examples.call_of(k), []).append(k)
+        self.layers: list[KroneckerLayer] = []
+        for k, *others in calls.values():
+            spans, device = [examples.spans[n] for n in (k, *others[:1])], examples.outputs.device
+            weight, *bias = (torch.arange(span.start, span.stop, device=device) for span in spans)
+            places = torch.cat([outer[k].by_unit(weight), *(b.unsqueeze(-1) for b in bias)], -1)
+            self.layers.append(KroneckerLayer((k, *others[:1]), places))
+        self.rest = [k for k in numbers if k not in outer]
         self.diagonal: Tensor | float = 0.0
 
     def add(self, examples: ExampleGradients) -> None:

@@ -11,7 +11,8 @@ from pyro_dvi.bayesian import init_to_module
 from pyro_dvi.guides import MeanFieldGuide
 from pyro_dvi.methods.method import Method
 from pyro_dvi.moment_propagation import MomentPropagationELBO, MultiplicativeNoiseGuide
-from pyro_dvi.natural_gradients import VOGN, NaturalGradientELBO, NaturalGradientGuide
+from pyro_dvi.natural_gradients import VOGN, KroneckerGuide, NaturalGradientELBO, NaturalGradientGuide
+from pyro_dvi.natural_gradients.optimizer import wanted_by
 from pyro_dvi.objectives import SampledELBO
 from pyro_dvi.variational_laplace import TaylorELBO
 
@@ -85,8 +86,8 @@ class NaturalGradients(Method):
     """:class:`~pyro_dvi.NaturalGradientELBO` with a natural-gradient optimizer; predicts by draws.
 
     Args:
-        by: ``VOGN``, ``OGN`` or ``IVON``, the functions that construct them for SVI.
-        options: of the optimizer.
+        by: ``VOGN``, ``OGN``, ``IVON`` or ``NoisyKFAC``, the functions that construct them for SVI. The guide is a
+            :class:`~pyro_dvi.KroneckerGuide` with ``NoisyKFAC``, else a :class:`~pyro_dvi.NaturalGradientGuide`.
         max_step: of the optimizer.
         lr: not used; the length of steps is ``max_step``.
         prior_scale: of a network without priors.
@@ -106,7 +107,8 @@ class NaturalGradients(Method):
 
     def guide(self, model: Any) -> NaturalGradientGuide:
         """Return an untrained guide."""
-        return NaturalGradientGuide(model)
+        factored = wanted_by(self.optimizer(1)).factored
+        return (KroneckerGuide if factored else NaturalGradientGuide)(model)
 
     def elbo(self) -> NaturalGradientELBO:
         """Return the objective."""

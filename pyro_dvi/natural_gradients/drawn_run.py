@@ -2,8 +2,9 @@
 """One run of guide and model at draws of the weights, and its measurements for the optimizer."""
 
 from collections.abc import Collection, Sequence
+from copy import copy
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -105,11 +106,10 @@ class _Draws(GuideRun):
                 "with parameters that are not frozen"
             )
         precision = self.guide.precision_parameter(name.removesuffix("_unconstrained"))
-        measurement = Measurement(self.estimate)
-        value = _Draw.apply(base.loc, precision, base, measurement)
-        return Drawn(
-            name, value, base, transforms, leaf=leaves[0], precision=precision, measurement=measurement
-        )
+        measurement, constant = Measurement(self.estimate), copy(base)
+        constant.loc = base.loc.detach()  # the divergence moves parameters of priors only
+        value = _Draw.apply(base.loc, precision, constant, measurement)
+        return Drawn(name, value, constant, transforms, False, leaves[0], precision, measurement)
 
 
 @dataclass(frozen=True)
@@ -140,34 +140,25 @@ class DrawnRun(PosteriorRun):
         idle = [one.value.sum() * 0 for one in self.drawn if one.value.grad_fn not in graph]
         return log_likelihood + sum_of(idle) if idle else log_likelihood
 
-    @cached_property
-    def priors(self) -> list[td.Normal | None]:
-        """The priors of the latents; None where one is not Normal."""
-        return [normal_prior(latent) for latent in self.latents]
-
-    def has_learned_priors(self) -> bool:
-        """Return whether the divergence from the priors has gradients of its own."""
-        return any(p is None or p.loc.requires_grad or p.scale.requires_grad for p in self.priors)
-
     def sites(self) -> list[NaturalSite]:
         """Return the guide's sites with their priors.
 
         Raises:
             ModelError: a prior is not Normal, another latent sets it, or it is scaled or masked.
         """
-        pairs = zip(self.latents, self.priors, strict=True)
-        found: list[Any] = [(one.source, self._checked(one, p)) for one, p in pairs if one.source is not None]
-        priors = [prior for _, prior in found]
+        latents: list[Any] = [latent for latent in self.latents if latent.source is not None]
+        priors = [self._checked_prior(latent) for latent in latents]
         with torch.no_grad():
             precisions = torch._foreach_pow([unexpanded(prior.scale) for prior in priors], -2)
-            locs = [unexpanded(prior.loc) for prior in priors]
         return [
-            NaturalSite(one.leaf, one.precision, loc, precision)
-            for (one, _), loc, precision in zip(found, locs, precisions, strict=True)
+            NaturalSite(
+                latent.source.leaf, latent.source.precision, unexpanded(prior.loc).detach(), precision
+            )
+            for latent, prior, precision in zip(latents, priors, precisions, strict=True)
         ]
 
-    def _checked(self, latent: Latent, prior: td.Normal | None) -> td.Normal:
-        if prior is None:
+    def _checked_prior(self, latent: Latent) -> td.Normal:
+        if (prior := normal_prior(latent)) is None:
             refuse_not_normal(latent.name, latent.prior)
         if prior.loc.requires_grad or prior.scale.requires_grad:
             parents = enters([one.value for one in self.drawn], [prior.loc, prior.scale])
@@ -194,19 +185,18 @@ class _Term:
 
     Attributes:
         run: of the guide and the model.
-        place: number of the site in the run.
         site: the site.
         log_prob: its log-probabilities.
     """
 
     run: DrawnRun
-    place: int
     site: ObservedSite
     log_prob: Tensor
 
+    @property
     def root(self) -> Tensor:
-        """Return the square root of the scale of each entry."""
-        return torch.as_tensor(self.site.scale).to(self.log_prob).sqrt().expand_as(self.log_prob)
+        """The square root of the scale of each entry."""
+        return (self.log_prob.new_ones(()) * self.site.scale**0.5).expand_as(self.log_prob)
 
     def columns(self, values: Tensor, axis: int) -> Tensor:
         """Arrange values by the entries of a batch dimension, which are taken as examples."""
@@ -243,29 +233,31 @@ class SquareMeasurement:
             ModelError: the model mixes examples now, and did not before.
         """
         drawn = run.drawn
-        terms = [_Term(run, place, site, site.log_prob(site.value)) for place, site in enumerate(sites)]
-        graph = graph_of([term.log_prob for term in terms])
-        if any(type(node).__name__ == "CheckpointFunctionBackward" for node in graph):
+        terms = [_Term(run, site, site.log_prob(site.value)) for site in sites]
+        graphs = [graph_of([term.log_prob]) for term in terms]
+        if any(type(node).__name__ == "CheckpointFunctionBackward" for node in set().union(*graphs)):
             raise UnsupportedError(
                 "the model uses torch.utils.checkpoint.checkpoint(..., use_reentrant=True), which hides what its "
                 "function does with weights: pass use_reentrant=False"
             )
-        wanted = {k for k, one in enumerate(drawn) if one.value.grad_fn in graph}
-        for k in set(range(len(drawn))) - wanted - set(without):  # no observation depends on it
-            drawn[k].measurement.add(torch.zeros_like(drawn[k].value))
-        wanted -= set(without)
-        site = sites[0]
+        wanted = {k: drawn[k] for k in range(len(drawn)) if k not in without}
+        for one in wanted.values():
+            if not any(one.value.grad_fn in graph for graph in graphs):  # no observation depends on it
+                one.measurement.add(torch.zeros_like(one.value))
+        (site, *others) = sites
         # Squares follow from the gradients of the loss where examples form one dimension and have one weight.
         plain = len(site.fn.batch_shape) == 1 and not torch.is_tensor(site.scale) and site.scale > 0
-        if len(terms) > 1 or not plain:
-            for term in terms:
-                self._by_itself(term, wanted)
+        for term, graph in zip(terms, graphs, strict=True):
+            reached = {k for k, one in wanted.items() if one.value.grad_fn in graph}
+            found = [(self._served(term, reached, graph, n), n) for n in range(term.log_prob.dim())]
+            served, axis = max(found, key=lambda pair: len(pair[0]), default=({}, 0))
+            if served and (others or not plain):
+                self._by_passes(term, served, axis)
+            self._without_rules(term, reached - served.keys())
+        if others or not plain:
             return
         # The gradients that come by carry scale/K. Squares shall carry the scale once, and be a mean over K draws.
-        (term,), weight = terms, self.num_particles / float(site.scale)
-        uses = {k: calls for k, calls in run.recorder.uses().items() if k in wanted}
-        served = self._served(term, uses, 0, term.log_prob)
-        self._without_rules(term, wanted - served.keys())
+        weight = self.num_particles / float(site.scale)
         # Hooks that held the draws would keep their graph alive.
         measurements = [one.measurement for one in drawn]
 
@@ -274,36 +266,24 @@ class SquareMeasurement:
 
         run.recorder.watch(served, arrived)
 
-    def _by_itself(self, term: _Term, wanted: set[int]) -> None:
+    def _by_passes(self, term: _Term, served: Served, axis: int) -> None:
         """Measure the squares of a site by backward passes of its own."""
-        drawn = term.run.drawn
-        graph = graph_of([term.log_prob])
-        wanted = {k for k in wanted if drawn[k].value.grad_fn in graph}
-        uses = {
-            k: [use for use in calls if use.output.node in graph]
-            for k, calls in term.run.recorder.uses().items()
-            if k in wanted
-        }
-        candidates = [
-            (n, self._served(term, uses, n, term.columns(term.log_prob, n).sum(1)))
-            for n in range(term.log_prob.dim())
-        ]
-        axis, served = max(candidates, key=lambda found: len(found[1]), default=(0, {}))
-        if served:
-            columns = [term.columns(values, axis).unbind(1) for values in (term.log_prob, term.root())]
-            advice = f"if a row is one example, as an image is, write .to_event({term.log_prob.dim() - 1})"
-            self._warn_of_passes(term, len(columns[0]), advice)
-            for log_prob, root in zip(*columns, strict=True):
-                for k, squares in term.run.recorder.measured(served, log_prob, root).items():
-                    drawn[k].measurement.add(squares / self.num_particles)
-        self._without_rules(term, wanted - served.keys())
+        columns = [term.columns(values, axis).unbind(1) for values in (term.log_prob, term.root)]
+        advice = f"if a row is one example, as an image is, write .to_event({term.log_prob.dim() - 1})"
+        self._warn_of_passes(term, len(columns[0]), advice)
+        for log_prob, root in zip(*columns, strict=True):
+            for k, squares in term.run.recorder.measured(served, log_prob, root).items():
+                term.run.drawn[k].measurement.add(squares / self.num_particles)
 
-    def _served(self, term: _Term, uses: Served, axis: int, outputs: Tensor) -> Served:
-        """Keep the latents whose rules give the gradients of single examples, the entries of ``outputs``."""
+    def _served(self, term: _Term, reached: set[int], graph: set[Any], axis: int) -> Served:
+        """Keep the latents whose rules give the gradients of single examples, the entries of a batch dimension."""
+        recorder, outputs = term.run.recorder, term.columns(term.log_prob, axis).sum(1)
+        uses = {k: calls for k, calls in recorder.uses().items() if k in reached}
+        uses = {k: [use for use in calls if use.output.node in graph] for k, calls in uses.items()}
         served = with_rows_of_examples(uses, len(outputs))
         if not served:
             return served
-        key, look = (term.place, axis, len(outputs)), partial(term.run.recorder.examined, served, outputs)
+        key, look = (term.site.name, axis, len(outputs)), partial(recorder.examined, served, outputs)
         return self._proofs.proved(term.run.call.model, key, served, look, term.site.name)
 
     def _without_rules(self, term: _Term, rest: set[int]) -> None:
@@ -317,7 +297,7 @@ class SquareMeasurement:
             reason = f"{drawn[slow[0]].name.removesuffix('_unconstrained')!r} {term.run.recorder.obstacle(slow[0])}"
             self._warn_of_passes(term, term.log_prob.numel(), f"{reason}; {advice}")
         values = [drawn[k].value for k in ordered]
-        for k, total in zip(ordered, squares_without_rules(term.log_prob, term.root(), values), strict=True):
+        for k, total in zip(ordered, squares_without_rules(term.log_prob, term.root, values), strict=True):
             drawn[k].measurement.add(total / self.num_particles)
 
     def _warn_of_passes(self, term: _Term, passes: int, advice: str) -> None:

@@ -17,7 +17,7 @@ Adding an estimate: pass an instance of a subclass of :class:`Estimate` to an op
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -101,8 +101,7 @@ class NoiseProducts(Estimate):
 # Between objective and optimizer ------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class NaturalSite:
+class NaturalSite(NamedTuple):
     r"""The parameters of a site, and its Normal prior.
 
     Attributes:
@@ -116,6 +115,11 @@ class NaturalSite:
     precision: Tensor
     prior_loc: Tensor
     prior_precision: Tensor
+
+    @property
+    def is_of_layer(self) -> bool:
+        """Whether it is a tensor of a layer, all of which share Kronecker factors in place of precisions."""
+        return self.precision.shape != self.loc.shape
 
 
 @dataclass(eq=False)
@@ -132,14 +136,11 @@ class NaturalStep:
     """
 
     wanted: Estimate
-    measured: Estimate = field(init=False)
+    measured: Any = None
     num_data: float = 1.0
     kl_weight: float = 1.0
     temperature: float = 1.0
     sites: list[NaturalSite] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.measured = self.wanted
 
     def __reduce__(self) -> tuple:
         """Copies and files hold no measurements."""

@@ -3,6 +3,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import isqrt
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -42,49 +43,49 @@ class LayerFisher(Estimate):
         at_mean: take them at the mean, and not at draws: K-FAC without noise.
         observed: gradients :math:`\delta` are of the observed labels. By default they are of labels drawn from the
             model at the same weights, one for each example, which takes one more backward pass as well.
+        rest_only: leave out the factors, as between the steps that measure them.
 
     Source: Zhang et al. (2018), "Noisy natural gradient as variational inference"; Martens & Grosse (2015).
     """
 
     at_mean: bool = False
     observed: bool = False
+    rest_only: bool = False
     factored: ClassVar[bool] = True
 
     def measure(self, run: DrawnRun, sites: Sequence[ObservedSite], squares: SquareMeasurement) -> None:
         number = {one.name: k for k, one in enumerate(run.drawn)}
-        found = run.guide.guide.layers.items()
-        layers = {number[weight]: [number[n] for n in (weight, bias) if n] for weight, bias in found}
-        inside = [k for tensors in layers.values() for k in tensors]
-        if layers:
-            self._measure_layers(run, sites, layers, squares.num_particles)
+        layers = [tuple(number[n] for n in pair if n) for pair in run.guide.guide.layers.items()]
+        inside = {k for tensors in layers for k in tensors}
+        found = self._factors(run, sites, layers, inside) if layers and not self.rest_only else {}
+        for k, *_ in layers:
+            factors = found.get(k, torch.zeros_like(run.drawn[k].precision))
+            run.drawn[k].measurement.add(factors / squares.num_particles)
         squares.measure(run, sites, inside)
 
-    def _measure_layers(
-        self, run: DrawnRun, sites: Sequence[ObservedSite], layers: dict[int, list[int]], num_particles: int
-    ) -> None:
-        drawn = run.drawn
+    def _factors(
+        self, run: DrawnRun, sites: Sequence[ObservedSite], layers: list[tuple[int, ...]], inside: set[int]
+    ) -> dict[int, Tensor]:
         # Labels of several sites are drawn independently, so that products of their gradients vanish on average.
         terms = [site.log_prob(site.value if self.observed else site.sample_labels()) for site in sites]
-        roots = [torch.as_tensor(s.scale).to(t).sqrt() for s, t in zip(sites, terms, strict=True)]
-        total = sum_of([(term * root).sum() for term, root in zip(terms, roots, strict=True)])
+        total = sum_of([(term * site.scale**0.5).sum() for term, site in zip(terms, sites, strict=True)])
         rows, served = _rows_of_examples(run.recorder, terms)
-        served = {k: served[k] for tensors in layers.values() for k in tensors if k in served}
+        served = {k: uses for k, uses in served.items() if k in inside}
         examples = ExampleGradients(run.recorder, (total / rows).expand(rows, 1), served=served)
-        whole = max(map(num_data_of, sites)) / rows
-        for k, tensors in layers.items():
-            measured, outer = torch.zeros_like(drawn[k].precision), examples.outer(k)
+        whole, graph, found = max(map(num_data_of, sites)) / rows, graph_of([total]), {}
+        for tensors in layers:
+            k, one, outer = tensors[0], run.drawn[tensors[0]], examples.outer(tensors[0])
             if outer is not None:
-                layer = KroneckerLayer(tuple(tensors))
+                layer = KroneckerLayer(tensors)
                 layer.add(examples)
                 factors = [layer.deltas / layer.positions / whole, layer.inputs * whole]
-                parts = flattened(*(factors[::-1] if outer.inputs_first else factors))
-                measured = parts.to(measured) / num_particles
-            elif drawn[k].value.grad_fn in graph_of([total]):
+                found[k] = flattened(*(factors[::-1] if outer.inputs_first else factors)).to(one.precision)
+            elif one.value.grad_fn in graph:
                 raise ModelError(
-                    f"site {drawn[k].name!r} was the weight of a layer in the first run, and now "
+                    f"site {one.name!r} was the weight of a layer in the first run, and now "
                     f"{run.recorder.obstacle(k)}: train this model with NaturalGradientGuide and VOGN"
                 )
-            drawn[k].measurement.add(measured)
+        return found
 
 
 def _rows_of_examples(recorder: SquaredGradients, terms: Sequence[Tensor]) -> tuple[int, Any]:
@@ -139,7 +140,8 @@ class KroneckerGuide(NaturalGradientGuide):
 
     def precision_parameter(self, name: str) -> Tensor:
         """Return the parameter that the curvature of a site belongs to; a layer has one for weights and bias."""
-        return super().precision_parameter(self._weight_of().get(name, name))
+        factor = self._seen[name].factor
+        return super().precision_parameter(factor.weight if isinstance(factor, _Bias) else name)
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Draw every latent site once; Pyro calls it with the arguments of the model."""
@@ -152,86 +154,82 @@ class KroneckerGuide(NaturalGradientGuide):
         shape = torch.Size([sample_shape] if isinstance(sample_shape, int) else sample_shape)
 
         def draw(site: GuideSite, fn: Any) -> Tensor:
-            return site.constrained(fn.expand(shape + site.posterior().batch_shape).sample())
+            plates = site.loc.shape[: site.loc.dim() - site.event_dim]
+            return site.constrained(fn.expand(shape + plates).sample())
 
         drawing = self._drawing(draw)
         return {site.name: drawing(site) for site in self._sites()}
 
     def _drawing(self, draw: Callable[[GuideSite, Any], Tensor]) -> Callable[[GuideSite], Tensor]:
         """Return a function that draws site after site: biases given the weights of their layer."""
-        given: dict[str, Callable[[Tensor], Any]] = {}
+        drawn: dict[str, Tensor] = {}
 
-        def drawn(site: GuideSite) -> Tensor:
-            fn = given[site.name](site.loc) if site.name in given else site.posterior()
-            value = draw(site, fn)
-            if bias := self.layers.get(site.name):
-                weights = strip_event_dims(fn)
-                given[bias] = lambda loc: weights.next_column(loc, value).to_event(1)
-            return value
+        def drawing(site: GuideSite) -> Tensor:
+            fn = site.posterior()
+            if isinstance(site.factor, _Bias):
+                fn = site.factor.weights().next_column(site.loc, drawn[site.factor.weight]).to_event(1)
+            return drawn.setdefault(site.name, draw(site, fn))
 
-        return drawn
-
-    def _weight_of(self) -> dict[str, str]:
-        return {bias: weight for weight, bias in self.layers.items() if bias}
+        return drawing
 
     # Finding layers --------------------------------------------------------------------------------------------------
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
-        self._arguments = args, kwargs
-        try:
-            super()._setup_prototype(*args, **kwargs)
-        finally:
-            del self._arguments
+        self._arguments = args, kwargs  # until the layers are found
+        super()._setup_prototype(*args, **kwargs)
 
     def _check_sites(self, sites: dict[str, Any]) -> None:
         """Find the layers, in what was loaded or by a run of the model."""
+        (args, kwargs), following = (
+            vars(self).pop("_arguments"),
+            dict.fromkeys(sites, None) | dict(pairwise(sites)),
+        )
         if any(owner_of(self.locs, name) is not None for name in sites):
             layers: dict[str, str | None] = {}
-            for name, following in zip(sites, [*list(sites)[1:], None], strict=True):
+            for name in sites:
                 if (owner := owner_of(self.factors, name)) is not None:
-                    shape = sites[name]["value"].shape
-                    _, columns = unflattened(getattr(owner, name.rpartition(".")[2]), shape[0])
-                    layers[name] = following if len(columns) > shape.numel() // shape[0] else None
+                    size, shape = len(getattr(owner, name.rpartition(".")[2])), sites[name]["value"].shape
+                    alone = shape[0] ** 2 + shape[1:].numel() ** 2
+                    layers[name] = following[name] if size > alone else None
             self.layers = layers
         else:
             with preserve_buffers(), torch.enable_grad(), BlockMessenger():
-                self.layers = self._found(sites)
+                self.layers = self._found(sites, following, args, kwargs)
 
-    def _found(self, sites: dict[str, Any]) -> dict[str, str | None]:
+    def _found(
+        self, sites: dict[str, Any], following: dict[str, str | None], args: tuple, kwargs: dict[str, Any]
+    ) -> dict[str, str | None]:
         """Return the layers that a run of the model has."""
         trace: Any = self.prototype_trace
-        trace, names = trace.copy(), []
+        trace, values = trace.copy(), {}
         for name, site in sites.items():
             if is_real(site["fn"].support) and not site["cond_indep_stack"]:
-                names.append(name)
-                value = site["value"].detach().clone().requires_grad_()
-                trace.nodes[name] = {**site, "value": value}
-        args, kwargs = self._arguments
-        with SquaredGradients([trace.nodes[name]["value"] for name in names]) as recorder:
+                values[name] = site["value"].detach().clone().requires_grad_()
+                trace.nodes[name] = {**site, "value": values[name]}
+        with SquaredGradients(list(values.values())) as recorder:
             run = Call(self.model.__wrapped__, self, args, kwargs).trace_model(trace)
         terms = [site.log_prob(site.value) for site in observed_sites(run).terms]
         rows, _ = _rows_of_examples(recorder, terms)
         columns = [
             term.movedim(term.shape.index(rows), 0).reshape(rows, -1) for term in terms if rows in term.shape
         ]
-        if not names or not columns:
+        if not values or not columns:
             return {}
+        names, layers = list(values), {}
         examples = ExampleGradients(recorder, torch.cat(columns, 1).sum(1, keepdim=True), names=names)
-        layers: dict[str, str | None] = {}
-        following = dict(zip(sites, list(sites)[1:], strict=False))
         for layer in KroneckerFactors(examples).layers:
             weight, *rest = (names[k] for k in layer.tensors)
-            outer = examples.outer(layer.tensors[0])
-            if sites[weight]["value"].dim() > 1 and outer is not None:
-                bias = rest[0] if rest and following[weight] == rest[0] and not outer.inputs_first else None
-                layers[weight] = bias
+            outer: Any = examples.outer(layer.tensors[0])
+            if values[weight].dim() > 1:
+                has_bias = rest == [following[weight]] and not outer.inputs_first
+                layers[weight] = following[weight] if has_bias else None
         return layers
 
     def _factor_of(self, name: str, site: Any, loc: Tensor) -> Factor:
         factor = super()._factor_of(name, site, loc)
         if name in self.layers:
             return _Weights(self.initial_scale, self.layers[name] is not None)
-        weight = self._weight_of().get(name)
+        weight = next((weight for weight, bias in self.layers.items() if bias == name), None)
         return factor if weight is None else _Bias(self, weight)
 
 
@@ -260,9 +258,12 @@ class _Bias(Factor):
     guide: FactorisedGuide
     weight: str
 
+    def weights(self) -> MatrixNormal:
+        """Return the posterior of the weights."""
+        return strip_event_dims(self.guide._seen[self.weight].posterior())  # type: ignore[no-any-return]
+
     def distribution(self, loc: Tensor, spread: Tensor | None) -> MatrixNormal:
-        weights: Any = strip_event_dims(self.guide._seen[self.weight].posterior())
-        return weights.next_column(loc)  # type: ignore[no-any-return]
+        return self.weights().next_column(loc)
 
 
 def flattened(rows: Tensor, columns: Tensor) -> Tensor:

@@ -1,21 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ELBO whose gradients and curvature feed a natural-gradient optimizer."""
 
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from pyro_dvi.core.autograd_graph import graph_of
 from pyro_dvi.errors import ArgumentError, GuideError, UnsupportedError
 from pyro_dvi.natural_gradients.drawn_run import DrawnRun, SquareMeasurement
-from pyro_dvi.natural_gradients.estimates import Estimate, NaturalSite
+from pyro_dvi.natural_gradients.estimates import Estimate, NaturalStep
 from pyro_dvi.natural_gradients.optimizer import wanted_by
 from pyro_dvi.objectives.objective import Objective
-from pyro_dvi.runs.latents import Latent
 from pyro_dvi.runs.observed import num_data_of
 from pyro_dvi.runs.posterior_run import Call
 from pyro_dvi.runs.structure import check_gradients
@@ -104,24 +101,21 @@ class NaturalGradientELBO(Objective):
             >>> guide.natural_step.wanted
             Squares(at_mean=True)
         """
-        _check_guide(guide)
+        step = _step_of(guide)
         wanted = wanted_by(optimizer)
         _check_estimate(guide, wanted)
-        guide.natural_step.wanted = wanted
-        guide.natural_step.drop()
+        step.wanted = wanted
+        step.drop()
 
     def evaluate(self, call: Call, kl_weight: float, training: bool) -> dict[str, Tensor]:
-        _check_guide(call.guide)
-        step = call.guide.natural_step
+        step = _step_of(call.guide)
         _check_estimate(call.guide, step.wanted)
         run = DrawnRun.measuring(step.measured if training else step.wanted, call)
         observed = self.observed(run.model_trace)
         log_likelihood = observed.log_likelihood()
         if training and not step.sites:
             check_gradients(call, run.model_trace, log_likelihood)
-        learned = training and run.has_learned_priors()
-        with torch.set_grad_enabled(learned):
-            kl, divergence = self.divergences(list(map(_detached, run.latents)) if learned else run.latents)
+        kl, divergence = self.divergences(run.latents)
         if training:
             graph = graph_of([log_likelihood, divergence])
             log_likelihood = run.with_idle_draws(log_likelihood, graph)
@@ -134,23 +128,19 @@ class NaturalGradientELBO(Objective):
         return {"loss": kl_weight * divergence - log_likelihood, "log_likelihood": log_likelihood, "kl": kl}
 
     def begin(self, guide: Any) -> None:
-        _check_guide(guide)
+        step = _step_of(guide)
         _check_training(self.current_kl_weight())
-        guide.natural_step.begin()
-        guide.natural_step.kl_weight = self.current_kl_weight()
-        guide.natural_step.temperature = self.temperature
+        step.begin()
+        step.kl_weight, step.temperature = self.current_kl_weight(), self.temperature
 
     def recorded_for(self, guide: Any) -> Any:
         return guide.natural_step.wanted, bool(guide.natural_step.sites)
 
     def left_with(self, guide: Any) -> Any:
-        step = guide.natural_step
-        sites = [(site.loc, site.precision, site.prior_loc, site.prior_precision) for site in step.sites]
-        return step.num_data, sites
+        return guide.natural_step.num_data, guide.natural_step.sites
 
     def leave_with(self, guide: Any, left: Any) -> None:
-        guide.natural_step.num_data, sites = left
-        guide.natural_step.sites = [NaturalSite(*site) for site in sites]
+        guide.natural_step.num_data, guide.natural_step.sites = left
 
     def returned(self, loss: Tensor, guide: Any) -> None:
         if self.step & (self.step - 1) == 0:  # now and then, since this reads a value
@@ -166,12 +156,13 @@ def _check_factor(gradient: Tensor) -> None:
         )
 
 
-def _check_guide(guide: Any) -> None:
+def _step_of(guide: Any) -> NaturalStep:
     if not hasattr(guide, "natural_step"):
         raise GuideError(
             f"NaturalGradientELBO needs a NaturalGradientGuide, got {type(guide).__name__}: take "
             "pyro_dvi.NaturalGradientGuide(model), or another objective for this guide"
         )
+    return guide.natural_step  # type: ignore[no-any-return]
 
 
 def _check_estimate(guide: Any, estimate: Estimate) -> None:
@@ -193,10 +184,3 @@ def _check_training(kl_weight: float) -> None:
             "kl_weight divides the precision of the posterior here and must be positive, also where a schedule starts, "
             "as in LinearWarmup(steps, start=0.1); for a point estimate use AutoDelta with SampledELBO"
         )
-
-
-def _detached(latent: Latent) -> Latent:
-    """Return the latent with a constant posterior: the divergence moves parameters of priors only."""
-    if latent.loc is None or latent.scale is None:
-        return latent
-    return replace(latent, loc=latent.loc.detach(), own_scale=latent.scale.detach())

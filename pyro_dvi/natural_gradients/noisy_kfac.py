@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Noisy K-FAC: natural gradients for matrix normals over layers, as optimizers of torch and of Pyro."""
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from pyro_dvi.core.arguments import check_choice
 from pyro_dvi.curvature.kronecker import damped_factors
-from pyro_dvi.errors import ArgumentError, GuideError, NotPositiveDefiniteError
-from pyro_dvi.natural_gradients.estimates import Estimate, NaturalSite
+from pyro_dvi.errors import GuideError, NotPositiveDefiniteError
+from pyro_dvi.natural_gradients.estimates import Estimate
 from pyro_dvi.natural_gradients.kronecker_guide import LayerFisher, flattened, unflattened
-from pyro_dvi.natural_gradients.optimizer import Update
+from pyro_dvi.natural_gradients.optimizer import DEFAULTS, Tensors, Update
 from pyro_dvi.natural_gradients.updates import Consistent, NaturalGradientOptim, VOGNOptimizer
 from pyro_dvi.optim.joint_optim import Options, for_svi
 
@@ -42,12 +42,16 @@ class NoisyKFACOptimizer(VOGNOptimizer):
 
     Args:
         params: means, and any other parameters, which get a step of Adam.
-        lr: :math:`\alpha`; 1 is a whole natural-gradient step, where labels are drawn from the model.
+        lr: :math:`\alpha`; 1, the default, is a whole natural-gradient step, where labels are drawn from the model.
         damping: :math:`\gamma`, the paper's extrinsic damping, in units of the curvature of one example. It leaves the
             posterior alone.
+        factor_interval: steps from one measurement of the factors to the next, the paper's :math:`T_{stats}`.
+        inverse_interval: steps from one inversion of the factors, which sets the posterior covariances, to the next;
+            the paper's :math:`T_{inv}`.
         estimate: ``LayerFisher()``.
         **options: of :class:`VOGNOptimizer`, but for the formulation, which is ``Consistent()``, and
-            ``initial_curvature``: factors start with those of the first minibatch.
+            ``initial_curvature``: factors start with those of the first minibatch. Running averages of factors count
+            measurements, not steps.
 
     Raises:
         ArgumentError: an option out of range.
@@ -60,57 +64,49 @@ class NoisyKFACOptimizer(VOGNOptimizer):
     """
 
     estimate = LayerFisher()
+    formulations: ClassVar = (Consistent, "Consistent(); NoisyKFAC has no other")
+    estimates: ClassVar = (LayerFisher, "LayerFisher()")
+    options: ClassVar = {
+        **{name: value for name, value in DEFAULTS.items() if name != "initial_curvature"},
+        "lr": 1.0,
+        "factor_interval": 5,
+        "inverse_interval": 10,
+    }
 
-    def __init__(
-        self, params: Iterable[Any], *, lr: float = 1.0, estimate: Estimate | None = None, **options: Any
-    ) -> None:
-        check_choice(
-            "estimate", self.estimate if estimate is None else estimate, LayerFisher, "LayerFisher()"
-        )
-        if not isinstance(options.get("formulation"), Consistent | None):
-            raise ArgumentError("NoisyKFAC has one formulation, Consistent()")
-        if options.get("initial_curvature") is not None:
-            raise ArgumentError(
-                "NoisyKFAC starts with the factors of the first minibatch: leave out initial_curvature"
-            )
-        super().__init__(params, lr=lr, estimate=estimate, **options)
-
-    def _parts(self, sites: list[NaturalSite]) -> list[list[NaturalSite]]:
-        layers: dict[int, list[NaturalSite]] = {}
-        rest = []
-        for site in sorted(sites, key=lambda site: -site.loc.dim()):  # weights before biases
-            if site.precision.shape == site.loc.shape:
-                rest.append(site)
-            else:
-                layers.setdefault(id(site.precision), []).append(site)
-        return [part for part in (rest, *layers.values()) if part]
+    @property
+    def wanted(self) -> Estimate:
+        """The curvature to measure for the next step."""
+        return replace(self.estimate, rest_only=self.steps_done % self.param_groups[0]["factor_interval"] > 0)
 
     def _move(self, update: Update) -> None:
-        if update.precisions[0].shape == update.locs[0].shape:
-            super()._move(update)
-            return
-        p = update.locs[0].shape[0]
-        (factors,), (curvature,) = update.precisions, update.curvatures
-        widths = [len(curvature[p * p :]) ** 0.5, update.locs[0].numel() // p + len(update.locs) - 1]
-        if update.locs[0].dim() < 2 or widths[0] != widths[1]:
-            raise GuideError(
-                "weight and bias of a layer have different options, or only one of them a gradient: give both the same"
-            )
-        update.add_priors(update.gradients)
-        if not update.is_start:
-            self.formulation.update_curvature(update)
-        scale = self.formulation.update_momentum(update)
-        prior = _matrix([d.expand_as(loc) for d, loc in zip(update.priors, update.locs, strict=True)])
-        averages = unflattened(curvature, p)
-        rows, columns = roots = _inverse_roots(*damped_factors(*averages, prior))
-        if damping := update.group["damping"] * update.step.num_data:
-            rows, columns = _inverse_roots(*damped_factors(*averages, prior + damping))
-        step = rows @ (rows.mT @ _matrix(update.momenta) @ columns) @ columns.mT
-        weights = update.locs[0].numel() // p
-        parts = step.split([weights, step.shape[1] - weights], 1)
-        directions = [part.reshape(loc.shape) for part, loc in zip(parts, update.locs, strict=False)]
-        update.move_along(directions, scale)
-        factors.copy_(flattened(roots[0], roots[1] / update.inverse_temperature**0.5))
+        if update.is_layer:
+            (curvature,), p = update.curvatures, update.locs[0].shape[0]
+            rows, columns = unflattened(curvature, p)
+            if update.locs[0].dim() < 2 or len(columns) != update.locs[0][0].numel() + len(update.locs) - 1:
+                raise GuideError(
+                    "weight and bias of a layer have different options, or only one of them a gradient: give both the "
+                    "same"
+                )
+            update.measurements = 1 + (update.count - 1) // update.group["factor_interval"]
+            update.is_new &= not update.step.measured.rest_only
+        super()._move(update)
+
+    def _preconditioned(self, update: Update) -> Tensors:
+        if not update.is_layer:
+            return super()._preconditioned(update)
+        weight, memory, p = update.locs[0], update.memories[0], update.locs[0].shape[0]
+        if (update.count - 1) % update.group["inverse_interval"] == 0:
+            averages = unflattened(update.curvatures[0], p)
+            prior = _matrix([d.expand_as(loc) for d, loc in zip(update.priors, update.locs, strict=True)])
+            rows, columns = _inverse_roots(*damped_factors(*averages, prior))
+            update.precisions[0].copy_(flattened(rows, columns / update.inverse_temperature**0.5))
+            if damping := update.group["damping"] * update.step.num_data:
+                rows, columns = _inverse_roots(*damped_factors(*averages, prior + damping))
+            memory["inverses"] = flattened(rows @ rows.mT, columns @ columns.mT)
+        rows, columns = unflattened(memory["inverses"], p)
+        step = rows @ _matrix(update.momenta) @ columns
+        q = weight[0].numel()
+        return [step[:, :q].reshape(weight.shape), *step[:, q:].unbind(1)]
 
 
 def _matrix(tensors: Sequence[Tensor]) -> Tensor:

@@ -13,9 +13,10 @@ precision are
 
 import math
 from abc import abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -52,8 +53,11 @@ class Update:
         group: the options.
         step: the measurements.
         count: number of this step, from 1.
+        measurements: number of measurements of the curvature so far.
+        is_new: whether the curvature of this minibatch is to be counted.
         factor: of the learning rate, from the schedule.
         kl_weight: :math:`\beta`, as far as it has risen.
+        is_layer: whether they are the tensors of a layer, which share Kronecker factors.
         gradients: of minus the log-likelihood at the means; may be overwritten.
         measured: the curvature of this minibatch; may be overwritten.
         priors: :math:`\rho N\tilde\delta / \rho = \beta\delta / \rho`.
@@ -69,18 +73,20 @@ class Update:
 
     def __post_init__(self) -> None:
         self.locs = [site.loc for site in self.sites]
-        # The tensors of a layer share one, and come in an update of their own.
+        self.measurements = self.count
+        # The tensors of a layer share one.
         self.precisions = list({id(site.precision): site.precision for site in self.sites}.values())
+        self.is_layer = self.sites[0].is_of_layer
         self.gradients: Any = [loc.grad for loc in self.locs]
         self.measured: Any = [precision.grad for precision in self.precisions]
         data_augmentation = self.group["data_augmentation"]
         self.inverse_temperature: float = data_augmentation / (self.kl_weight * self.step.temperature)
         prior_precisions = [site.prior_precision for site in self.sites]
         self.priors = torch._foreach_mul(prior_precisions, self.kl_weight / data_augmentation)
-        self.has_start = self.group["initial_curvature"] is not None
+        start = self.group.get("initial_curvature")
+        self.has_start = start is not None
         # A curvature that starts with the measurement of this minibatch does not count it again.
-        self.is_start = self.count == 1 and not self.has_start
-        start = (self.group["initial_curvature"] or 0.0) * self.step.num_data
+        self.is_new = self.count > 1 or self.has_start
         for site, memory in zip(self.sites, self.memories, strict=True):
             if "momentum" not in memory:
                 memory["momentum"], memory["unit"] = torch.zeros_like(site.loc), _unit(site)
@@ -91,7 +97,9 @@ class Update:
         holders = self.memories[: len(self.measured)]
         for memory, measured in zip(holders, self.measured, strict=True):
             if "curvature" not in memory:
-                memory["curvature"] = torch.full_like(measured, start) if self.has_start else measured.clone()
+                memory["curvature"] = measured.clone()
+                if start is not None:
+                    memory["curvature"].fill_(start * self.step.num_data)
         self.momenta = [memory["momentum"] for memory in self.memories]
         self.curvatures = [memory["curvature"] for memory in holders]
 
@@ -130,15 +138,17 @@ class NaturalGradientOptimizer(Optimizer):
 
     Attributes:
         estimate: the curvature to measure once the optimizer has started.
+        options: the options with their defaults.
         rate_factor: by which warm-up and cosine decay scaled the learning rate in the last step.
     """
 
     estimate: Estimate
+    options: ClassVar[dict[str, Any]] = DEFAULTS
     rate_factor = 1.0
 
     def __init__(self, params: Iterable[Any], **options: Any) -> None:
-        _check_options(type(self).__name__, options)
-        super().__init__(params, {**DEFAULTS, **options})
+        _check_options(type(self).__name__, options, self.options)
+        super().__init__(params, {**self.options, **options})
         self._told_steps: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -154,9 +164,9 @@ class NaturalGradientOptimizer(Optimizer):
         group["full_lr"] = group["lr"]
 
     @property
-    def has_started(self) -> bool:
-        """True once there is a curvature."""
-        return any("curvature" in memory for memory in self.state.values())
+    def steps_done(self) -> int:
+        """Number of steps with a curvature."""
+        return max((memory["step"] for memory in self.state.values() if "curvature" in memory), default=0)
 
     @property
     def wanted(self) -> Estimate:
@@ -187,38 +197,37 @@ class NaturalGradientOptimizer(Optimizer):
                 loss = closure()
         moved = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         steps = steps_of(moved)
-        sites = {id(site.loc): (step, site) for step in steps for site in step.sites}
-        if moved and not steps:
+        sites = [(step, site) for step in steps for site in step.sites]
+        ids = set(map(id, moved))
+        means = [site for _, site in sites if id(site.loc) in ids]
+        if moved and not (steps and all(site.precision.grad is not None for site in means)):
             raise GuideError(
-                f"{type(self).__name__.removesuffix('Optimizer')} found no means with measurements among its "
-                "parameters: it goes with NaturalGradientGuide and NaturalGradientELBO; for others take "
-                "pyro_dvi.optim.Adam(learning_rates(1e-3))"
+                f"{type(self).__name__.removesuffix('Optimizer')} found no means among its parameters, or no curvature "
+                "of them: it goes with NaturalGradientGuide and NaturalGradientELBO, one step for each backward pass; "
+                "for others take pyro_dvi.optim.Adam(learning_rates(1e-3))"
             )
-        has_means = any(id(p) in sites for p in moved)
-        if has_means and any(step.measured != self.wanted for step in steps):
+        if means and any(step.measured != self.wanted for step in steps):
             for step in steps:  # only the first one of an objective that was not prepared for this optimizer
                 step.drop()
                 step.wanted = self.wanted
             return loss
-        precisions = {id(site.precision) for _, site in sites.values()}
+        held = {id(tensor) for _, site in sites for tensor in (site.loc, site.precision)}
         for group in self.param_groups:
-            updates: dict[tuple[int, int], list[NaturalSite]] = {}
-            others: dict[int, list[Tensor]] = {}
-            for parameter in group["params"]:
-                if parameter.grad is None or id(parameter) in precisions:
-                    continue
-                count = self._count(parameter)
-                if id(parameter) in sites:
-                    step, site = sites[id(parameter)]
-                    updates.setdefault((steps.index(step), count), []).append(site)
-                else:
-                    others.setdefault(count, []).append(parameter)
-            for (place, count), found in updates.items():
-                self._update(steps[place], count, group, found)
+            own = {id(p): p for p in group["params"] if p.grad is not None}
+            parts, others = defaultdict[Any, Any](list), defaultdict[int, list[Tensor]](list)
+            for step, site in sites:
+                if id(site.loc) in own:
+                    # The tensors of a layer share their factors, and move together.
+                    layer = id(site.precision) if site.is_of_layer else None
+                    parts[step, self._count(site.loc), layer].append(site)
+            for plain in (p for key, p in own.items() if key not in held):
+                others[self._count(plain)].append(plain)
+            for (step, count, _), part in parts.items():
+                self._update(step, count, group, part)
             rate = group["deterministic_lr"] * group["lr"] / group["full_lr"]
-            for count, plain in others.items():
-                memories = [self.state[parameter] for parameter in plain]
-                _adam(plain, memories, count, rate * cosine(count, self._length(group)))
+            for count, rest in others.items():
+                memories = [self.state[p] for p in rest]
+                _adam(rest, memories, count, rate * cosine(count, self._length(group)))
         return loss
 
     def _count(self, parameter: Tensor) -> int:
@@ -235,34 +244,15 @@ class NaturalGradientOptimizer(Optimizer):
 
     def _update(self, step: NaturalStep, count: int, group: dict[str, Any], sites: list[NaturalSite]) -> None:
         """Move the means of some sites, and set their precisions."""
-        if any(site.precision.grad is None for site in sites):
-            raise GuideError(
-                f"{type(self).__name__} got means with a gradient but no curvature: train with NaturalGradientELBO, "
-                "and take one step for each backward pass"
-            )
         total = self._length(group)
         rise = warm_up(count, group["warmup_steps"], total)
         self.rate_factor = cosine(count, total) * rise
         tempering = rise if total is None or not group["warmup_steps"] else min(1.0, 2 * count / total) ** 2
-        for part in self._parts(sites):
-            self._move(
-                Update(
-                    part,
-                    [self.state[site.loc] for site in part],
-                    group,
-                    step,
-                    count,
-                    factor=self.rate_factor,
-                    kl_weight=step.kl_weight * tempering,
-                )
-            )
+        memories = [self.state[site.loc] for site in sites]
+        self._move(Update(sites, memories, group, step, count, self.rate_factor, step.kl_weight * tempering))
         for site in sites:
             site.precision.grad = None
         step.wanted = self.wanted
-
-    def _parts(self, sites: list[NaturalSite]) -> Iterable[list[NaturalSite]]:
-        """Return the sites in the lists that are moved together."""
-        return [sites]
 
     @abstractmethod
     def _move(self, update: Update) -> None:
@@ -281,29 +271,28 @@ def _unit(site: NaturalSite) -> float:
     return max(float(loc.std(correction=0)), least)
 
 
-def _check_options(optimizer: str, options: Mapping[str, Any]) -> None:
+def _check_options(optimizer: str, options: Mapping[str, Any], known: Mapping[str, Any]) -> None:
     """Check the options.
 
     Raises:
         ArgumentError: naming the first that is unknown or out of range.
     """
     for name, value in options.items():
-        if name not in DEFAULTS:
+        if name not in known:
             raise ArgumentError(
-                f"{optimizer} has no option {name!r}. Its options are {', '.join(sorted(DEFAULTS))}, and formulation "
+                f"{optimizer} has no option {name!r}. Its options are {', '.join(sorted(known))}, and formulation "
                 "and estimate except for IVON; the Normal prior of the model plays the role of weight decay"
             )
         if name == "betas":
-            if not (
-                isinstance(value, tuple | list) and len(value) == 2 and all(is_number(b, 1) for b in value)
-            ):
+            rates = value if isinstance(value, tuple | list) else ()
+            if len(rates) != 2 or not all(is_number(rate, 1) for rate in rates):
                 raise ArgumentError(f"betas must be two numbers in [0, 1), as (0.9, 0.999), got {value!r}")
         elif name == "damping":
             if not is_number(value):
                 raise ArgumentError(f"damping must be a finite number of at least 0, got {value!r}")
         elif value is not None or name not in ("max_step", "initial_curvature", "total_steps"):
-            if name in ("warmup_steps", "total_steps"):
-                check_count(name, value, int(name == "total_steps"))
+            if name.endswith(("_steps", "_interval")):
+                check_count(name, value, int(name != "warmup_steps"))
             else:
                 check_positive(name, value)
 
@@ -315,21 +304,23 @@ def wanted_by(optimizer: Any) -> Estimate:
         GuideError: it knows nothing of natural gradients.
     """
     made = [getattr(one, "optimizer", one) for one in getattr(optimizer, "optim_objs", {}).values()]
-    made.sort(key=lambda one: not getattr(one, "has_started", False))  # others hold no means
+    made.sort(key=lambda one: -getattr(one, "steps_done", 0))  # others hold no means
     for one in (*made, optimizer):
         if isinstance(found := getattr(one, "wanted", None), Estimate):
             return found
     constructor = getattr(optimizer, "pt_optim_constructor", type(optimizer))
     if not (isinstance(constructor, type) and issubclass(constructor, NaturalGradientOptimizer)):
         raise GuideError(
-            f"{getattr(constructor, '__name__', 'unknown')} cannot train with NaturalGradientELBO: take VOGN, OGN or "
-            "IVON of pyro_dvi.natural_gradients, or NoisyKFAC with a KroneckerGuide (VOGNOptimizer and its like for "
-            "elbo(model, guide)); "
-            "an optimizer that wraps one of them must pass on its attribute 'wanted'"
+            f"{getattr(constructor, '__name__', 'unknown')} cannot train with NaturalGradientELBO: take VOGN, OGN, "
+            "IVON, or NoisyKFAC with a KroneckerGuide (VOGNOptimizer and its like of pyro_dvi.natural_gradients for "
+            "elbo(model, guide)); an optimizer that wraps one of them must pass on its attribute 'wanted'"
         )
     options = {} if callable(optimizer.pt_optim_args) else optimizer.pt_optim_args
     first = constructor([torch.zeros(())], **options)
-    return first.estimate if optimizer._state_waiting_to_be_consumed else first.wanted
+    for state in optimizer._state_waiting_to_be_consumed.values():
+        if not first.steps_done:
+            first.load_state_dict(state.get("optimizer", state))
+    return first.wanted
 
 
 def _adam(parameters: list[Tensor], memories: list[dict[str, Any]], count: int, lr: float) -> None:

@@ -12,7 +12,7 @@ import torch
 from pyro_dvi.core.arguments import check_choice, check_count
 from pyro_dvi.errors import ArgumentError, UnsupportedError
 from pyro_dvi.natural_gradients.estimates import Estimate, NoiseProducts, Squares, steps_of
-from pyro_dvi.natural_gradients.optimizer import NaturalGradientOptimizer, Tensors, Update
+from pyro_dvi.natural_gradients.optimizer import DEFAULTS, NaturalGradientOptimizer, Tensors, Update
 from pyro_dvi.optim.joint_optim import JointOptim, Options, for_svi
 
 
@@ -84,7 +84,7 @@ class Consistent(Formulation):
     def update_curvature(self, update: Update) -> None:
         rate = 1 - update.group["betas"][1]
         if not update.has_start:
-            rate = max(rate, (self.forgetting + 1) / (self.forgetting + update.count))
+            rate = max(rate, (self.forgetting + 1) / (self.forgetting + update.measurements))
         torch._foreach_lerp_(update.curvatures, update.measured, rate)
 
     def set_precisions(self, update: Update, damped: Tensors) -> None:
@@ -193,6 +193,8 @@ class VOGNOptimizer(NaturalGradientOptimizer):
     """
 
     estimate: Estimate = Squares()
+    formulations: ClassVar[tuple[type, str]] = (Formulation, "Consistent() or AsPrinted()")
+    estimates: ClassVar[tuple[type, str]] = (Estimate, "Squares()")
 
     def __init__(
         self,
@@ -204,15 +206,14 @@ class VOGNOptimizer(NaturalGradientOptimizer):
     ) -> None:
         self.formulation = Consistent() if formulation is None else formulation
         self.estimate = type(self).estimate if estimate is None else estimate
-        check_choice("formulation", self.formulation, Formulation, "Consistent() or AsPrinted()")
-        check_choice("estimate", self.estimate, Estimate, "Squares()")
+        check_choice("formulation", self.formulation, *self.formulations)
+        check_choice("estimate", self.estimate, *self.estimates)
         super().__init__(params, **{**self.formulation.options, **options})
 
     @property
     def wanted(self) -> Estimate:
         """The curvature to measure for the next step."""
-        done = max((memory["step"] for memory in self.state.values() if "curvature" in memory), default=0)
-        return Squares(at_mean=True) if done < self.formulation.initial_batches else self.estimate
+        return Squares(at_mean=True) if self.steps_done < self.formulation.initial_batches else self.estimate
 
     def _length(self, group: dict[str, Any]) -> int | None:
         return group["total_steps"] if self.formulation.constant_rate else super()._length(group)
@@ -221,19 +222,22 @@ class VOGNOptimizer(NaturalGradientOptimizer):
         if update.count <= self.formulation.initial_batches:
             if not update.has_start:
                 torch._foreach_lerp_(update.curvatures, update.measured, 1 / update.count)
-            update.sum_into_precisions()
-            self.formulation.set_precisions(update, update.damped())
+            self._preconditioned(update)
             return
-        if not update.is_start:
+        if update.is_new:
             self.formulation.update_curvature(update)
         update.add_priors(update.gradients)
         scale = self.formulation.update_momentum(update)
+        update.move_along(self._preconditioned(update), scale)
+
+    def _preconditioned(self, update: Update) -> Tensors:
+        """Return the directions of the means, and set the precisions."""
         update.sum_into_precisions()
-        damped, direction = update.damped(), update.measured
-        torch._foreach_copy_(direction, update.momenta)
-        torch._foreach_div_(direction, damped)
-        update.move_along(direction, scale)
+        damped, directions = update.damped(), update.measured
+        torch._foreach_copy_(directions, update.momenta)
+        torch._foreach_div_(directions, damped)
         self.formulation.set_precisions(update, damped)
+        return directions
 
 
 class OGNOptimizer(VOGNOptimizer):
@@ -273,7 +277,7 @@ class IVONOptimizer(NaturalGradientOptimizer):
 
     Args:
         params: means, and any other parameters, which are updated with Adam.
-        lr: :math:`\alpha`. The default is large, because the initial curvature, squared gradients of an untrained
+        lr: :math:`\alpha`. The default, 100, is large, because the initial curvature, squared gradients of an untrained
             network, is forgotten slowly; ``max_step`` bounds the steps.
         **options: as for :class:`VOGNOptimizer`, except ``formulation`` and ``estimate``. ``damping`` is added to the
             denominator of the step, and ``initial_curvature`` is :math:`h_0`.
@@ -287,22 +291,20 @@ class IVONOptimizer(NaturalGradientOptimizer):
     """
 
     estimate = NoiseProducts()
-
-    def __init__(self, params: Iterable[Any], *, lr: float = 100.0, **options: Any) -> None:
-        super().__init__(params, lr=lr, **options)
+    options: ClassVar[dict[str, Any]] = DEFAULTS | {"lr": 100.0}
 
     @property
     def wanted(self) -> Estimate:
         """The curvature to measure for the next step: squares, where the curvature starts with them."""
         starts = any(group["initial_curvature"] is None for group in self.param_groups)
-        return Squares() if starts and not self.has_started else self.estimate
+        return Squares() if starts and not self.steps_done else self.estimate
 
     def _move(self, update: Update) -> None:
         beta1, beta2 = update.group["betas"]
         curvatures, measured = update.curvatures, update.measured
         torch._foreach_lerp_(update.momenta, update.gradients, 1 - beta1)
         torch._foreach_maximum_(curvatures, torch._foreach_mul(update.priors, _LEAST_PRECISION - 1))
-        if not update.is_start:
+        if update.is_new:
             torch._foreach_sub_(measured, curvatures)
             update.sum_into_precisions()
             torch._foreach_add_(curvatures, measured, alpha=1 - beta2)

@@ -28,6 +28,7 @@ METHODS = {
     "mean-field moments": dvi.MomentPropagation(posterior=dvi.MeanFieldGuide),
     "vogn": dvi.NaturalGradients(),
     "ivon": dvi.NaturalGradients(by=dvi.IVON),
+    "noisy k-fac": dvi.NaturalGradients(by=dvi.NoisyKFAC),
     "laplace": dvi.Laplace(),
     "map": dvi.MAP(),
 }
@@ -81,6 +82,9 @@ HANDS = {
     "mean-field moments": partial(by_hand, dvi.MeanFieldGuide, dvi.MomentPropagationELBO(temperature=0.1)),
     "vogn": lambda: by_hand(dvi.NaturalGradientGuide, dvi.NaturalGradientELBO(temperature=0.1), dvi.VOGN({})),
     "ivon": lambda: by_hand(dvi.NaturalGradientGuide, dvi.NaturalGradientELBO(temperature=0.1), dvi.IVON({})),
+    "noisy k-fac": lambda: by_hand(
+        dvi.KroneckerGuide, dvi.NaturalGradientELBO(temperature=0.1), dvi.NoisyKFAC({})
+    ),
     "laplace": laplace_by_hand,
     "map": partial(by_hand, partial(AutoDelta, init_loc_fn=init_to_module), dvi.SampledELBO()),
 }

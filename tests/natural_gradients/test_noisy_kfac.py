@@ -115,10 +115,11 @@ class Reference:
         self.means = [matrix(guide.median(), str(k)).numpy() for k in (0, 2)]
         self.roots = [[r.detach().numpy().copy() for r in guide.roots(f"{k}.weight")] for k in (0, 2)]
         self.factors: list = [None, None]
+        self.inverses: list = [None, None]
         self.momenta = [np.zeros_like(mean) for mean in self.means]
         self.delta, self.t = scale**-2, 0
 
-    def step(self, x, y, draws, *, lr, betas, damping, beta, rho, observed) -> None:
+    def step(self, x, y, draws, *, lr, betas, damping, beta, rho, observed, intervals) -> None:
         self.t += 1
         grads, measured = [0.0, 0.0], [[0.0, 0.0], [0.0, 0.0]]
         for noise, labels in draws:
@@ -143,11 +144,12 @@ class Reference:
                 measured[k][1] = measured[k][1] + s.T @ s / len(x) / len(draws)
         n = rho * N
         prior = beta * self.delta / n
-        rate = max(1 - betas[1], 3 / (2 + self.t))
+        done = self.t - 1
+        rate = max(1 - betas[1], 3 / (3 + done // intervals[0]))
         for k in range(2):
             if self.factors[k] is None:
                 self.factors[k] = measured[k]
-            else:
+            elif done % intervals[0] == 0:
                 self.factors[k] = [
                     (1 - rate) * old + rate * new
                     for old, new in zip(self.factors[k], measured[k], strict=True)
@@ -155,13 +157,15 @@ class Reference:
             total = grads[k] + prior * self.means[k]
             self.momenta[k] = betas[0] * self.momenta[k] + (1 - betas[0]) * total
             v = self.momenta[k] / (1 - betas[0] ** self.t)
-            inverse_a, inverse_b = map(np.linalg.inv, self.damped(k, prior + damping))
+            if done % intervals[1] == 0:
+                self.inverses[k] = [np.linalg.inv(one) for one in self.damped(k, prior + damping)]
+                a, b = self.damped(k, prior)
+                self.roots[k] = [
+                    np.linalg.cholesky(np.linalg.inv(b)),
+                    np.linalg.cholesky(beta / n * np.linalg.inv(a)),
+                ]
+            inverse_a, inverse_b = self.inverses[k]
             self.means[k] = self.means[k] - lr * inverse_b @ v @ inverse_a
-            a, b = self.damped(k, prior)
-            self.roots[k] = [
-                np.linalg.cholesky(np.linalg.inv(b)),
-                np.linalg.cholesky(beta / n * np.linalg.inv(a)),
-            ]
 
     def damped(self, k: int, gamma: float) -> tuple[np.ndarray, np.ndarray]:
         a, b = self.factors[k]
@@ -170,8 +174,11 @@ class Reference:
 
 
 @pytest.mark.parametrize("beta", [1.0, 0.1])
-@pytest.mark.parametrize("particles, observed", [(1, False), (3, False), (2, True)])
-def test_noisy_kfac_is_its_equations(beta, particles, observed):
+@pytest.mark.parametrize(
+    "particles, observed, intervals",
+    [(1, False, (1, 1)), (3, False, (1, 1)), (2, True, (1, 1)), (1, False, (2, 3)), (2, False, (3, 2))],
+)
+def test_noisy_kfac_is_its_equations(beta, particles, observed, intervals):
     torch.manual_seed(5)
     x, scale = torch.randn(N, 2), 0.8
     y = torch.stack([x.sum(1).sin(), x[:, 0]], 1)
@@ -187,7 +194,8 @@ def test_noisy_kfac_is_its_equations(beta, particles, observed):
     guide.initialize(x[:M], y[:M])
     settings = {"lr": 0.3, "betas": (0.8, 0.9), "damping": 1e-2}
     options = {**settings, "data_augmentation": 3.0, "warmup_steps": 0, "max_step": None}
-    optimizer = NoisyKFAC({**options, "estimate": LayerFisher(observed=observed)})
+    every = dict(zip(("factor_interval", "inverse_interval"), intervals, strict=True))
+    optimizer = NoisyKFAC({**options, **every, "estimate": LayerFisher(observed=observed)})
     elbo = dvi.NaturalGradientELBO(kl_weight=beta, num_particles=particles, num_data=N)
     elbo.prepare(guide, optimizer)
     svi = SVI(model, guide, optimizer, loss=elbo)
@@ -201,13 +209,14 @@ def test_noisy_kfac_is_its_equations(beta, particles, observed):
             for p, q in ((3, 2), (2, 3)):
                 weight, bias = torch.randn(p, q), torch.randn(p)
                 noise.append(torch.cat([weight, bias[:, None]], 1).numpy())
-            labels = None if observed else torch.normal(torch.zeros_like(y[rows]), 1.0).numpy()
-            draws.append((noise, labels))
+            labels = torch.zeros_like(y[rows])
+            if not observed and t % intervals[0] == 0:  # only then the model draws them
+                labels = torch.normal(labels, 1.0)
+            draws.append((noise, labels.numpy()))
         torch.manual_seed(t)
         svi.step(x[rows], y[rows])
-        reference.step(
-            x[rows].numpy(), y[rows].numpy(), draws, beta=beta, rho=3.0, observed=observed, **settings
-        )
+        data, own = (x[rows].numpy(), y[rows].numpy()), {"observed": observed, "intervals": intervals}
+        reference.step(*data, draws, beta=beta, rho=3.0, **own, **settings)
         means = guide.median()
         for k, layer in enumerate((0, 2)):
             found = matrix(means, str(layer)).numpy()

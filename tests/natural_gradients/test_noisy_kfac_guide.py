@@ -178,8 +178,11 @@ def test_several_observed_sites_and_an_unused_layer():
 # States ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_training_goes_on_from_a_file_to_the_last_bit(tmp_path, dtype):
+@pytest.mark.parametrize(
+    "dtype, intervals", [(torch.float32, (1, 1)), (torch.float64, (1, 1)), (torch.float32, (4, 5))], ids=str
+)
+def test_training_goes_on_from_a_file_to_the_last_bit(tmp_path, dtype, intervals):
+    """Six steps before it, so that the next one measures no factors where they come every fourth."""
     torch.set_default_dtype(dtype)
     x, y = torch.randn(20, 1, 4, 4), torch.randn(20, 2)
     loader = [(x[:8], y[:8]), (x[8:16], y[8:16]), (x[16:], y[16:])]
@@ -189,9 +192,9 @@ def test_training_goes_on_from_a_file_to_the_last_bit(tmp_path, dtype):
         torch.manual_seed(1)
         net = nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 2))
         model = regression(net, 20)
-        return SVI(
-            model, dvi.KroneckerGuide(model), NoisyKFAC({"total_steps": 12}), loss=dvi.NaturalGradientELBO()
-        )
+        options = dict(zip(("factor_interval", "inverse_interval"), intervals, strict=True))
+        optimizer = NoisyKFAC({"total_steps": 12, **options})
+        return SVI(model, dvi.KroneckerGuide(model), optimizer, loss=dvi.NaturalGradientELBO())
 
     whole = made()
     dvi.fit(whole, loader, 4, progress=False)
@@ -284,7 +287,9 @@ def test_another_objective_for_the_guide():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"initial_curvature": 1.0}, "first minibatch"),
+        ({"initial_curvature": 1.0}, "no option 'initial_curvature'.*factor_interval"),
+        ({"factor_interval": 0}, "factor_interval must be a positive whole number"),
+        ({"inverse_interval": 1.5}, "inverse_interval must be a positive whole number"),
         ({"formulation": dvi.natural_gradients.AsPrinted()}, r"Consistent\(\)"),
         ({"estimate": dvi.natural_gradients.Estimate()}, r"LayerFisher\(\)"),
     ],
@@ -312,6 +317,6 @@ def test_a_layer_that_is_used_twice_later():
             pyro.sample("y", dist.Normal(f, 0.5).to_event(1), obs=y)
 
     x, y = torch.randn(N, 2), torch.randn(N, 2)
-    _, svi = trained(model, x, y, 2)
+    _, svi = trained(model, x, y, 5)  # the next step measures the factors
     with pytest.raises(ModelError, match=r"'w' was the weight of a layer.*VOGN"):
         svi.step(x, y, True)

@@ -75,7 +75,14 @@ CASES = {
     "NoisyKFAC": (
         dvi.KroneckerGuide,
         lambda: dvi.NaturalGradientELBO(num_particles=2),
-        lambda: dvi.NoisyKFAC({"lr": 0.05, "estimate": LayerFisher(observed=True)}),
+        lambda: dvi.NoisyKFAC(
+            {
+                "lr": 0.05,
+                "estimate": LayerFisher(observed=True),
+                "factor_interval": 2,
+                "inverse_interval": 3,
+            }
+        ),
     ),
     "Taylor": (
         MeanFieldGuide,

@@ -266,7 +266,7 @@ class KroneckerPosterior(RootPosterior):
         rest, total = set(range(len(examples.values))), self.mode.new_zeros(())
         for layer in self._layers:
             outer = examples.outer(layer.tensors[0])
-            if outer is None or not examples.same_call(layer.tensors[0], layer.tensors[-1]):
+            if outer is None or len(set(map(examples.call_of, layer.tensors))) > 1:
                 return super().covariance_of_examples(examples)
             rest -= set(layer.tensors)
             total = total + products_at_layer(outer, 1 / layer.values, layer.in_eigenbasis)
