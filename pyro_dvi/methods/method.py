@@ -14,7 +14,7 @@ from pyro_dvi.bayesian import LearnedScale
 from pyro_dvi.methods.models import Loader, as_model, is_network
 from pyro_dvi.methods.posterior import Posterior
 from pyro_dvi.methods.tunable import Tunable
-from pyro_dvi.optim import Adam, learning_rates
+from pyro_dvi.optim import Adam
 from pyro_dvi.training import History, fit, load
 from pyro_dvi.training.ensemble import train_apart
 from pyro_dvi.training.random_state import preserve_random_state
@@ -50,7 +50,7 @@ class Method(Tunable, ABC):
 
     def optimizer(self, epochs: int) -> Any:
         """Return the optimizer of Pyro for a training of so many epochs."""
-        return Adam(learning_rates(self.lr), scheduler=partial(CosineAnnealingLR, T_max=max(epochs, 1)))
+        return Adam(self.lr, scheduler=partial(CosineAnnealingLR, T_max=max(epochs, 1)))
 
     def svi(self, model: Any, loader: Loader, epochs: int) -> SVI:
         """Return Pyro's SVI for a network or a Pyro model, before the first step."""
