@@ -351,11 +351,10 @@ def SGD(  # noqa: N802
 
 
 def _joint(
-    constructor: type[Optimizer], optim_args: Rates, clip_args: Any, scheduler: Scheduler
+    constructor: type[Optimizer], given: Rates, clip_args: Any, scheduler: Scheduler
 ) -> JointOptim:
     """Build the optimizer, after checking its options with a temporary one."""
-    if isinstance(optim_args, int | float):
-        optim_args = learning_rates(optim_args)
+    optim_args: Options = learning_rates(given) if isinstance(given, int | float) else given
     known = optim_args("") if isinstance(optim_args, LearningRates) else optim_args
     optimizer = constructor([torch.zeros(())], **({} if callable(known) else known))
     if scheduler is None:

@@ -4,7 +4,7 @@
 from torch import nn
 from torch.optim import Adam
 from torch_uncertainty import TUTrainer
-from torch_uncertainty.models import deep_ensembles
+from torch_uncertainty.methods import deep_ensembles
 from torch_uncertainty.routines import ClassificationRoutine
 from torch_uncertainty.transforms import RepeatTarget
 
