@@ -350,9 +350,7 @@ def SGD(  # noqa: N802
     return _joint(torch.optim.SGD, optim_args, clip_args, scheduler)
 
 
-def _joint(
-    constructor: type[Optimizer], given: Rates, clip_args: Any, scheduler: Scheduler
-) -> JointOptim:
+def _joint(constructor: type[Optimizer], given: Rates, clip_args: Any, scheduler: Scheduler) -> JointOptim:
     """Build the optimizer, after checking its options with a temporary one."""
     optim_args: Options = learning_rates(given) if isinstance(given, int | float) else given
     known = optim_args("") if isinstance(optim_args, LearningRates) else optim_args
