@@ -6,7 +6,7 @@ from torch.optim import Adam
 from torch_uncertainty import TUTrainer
 from torch_uncertainty.layers.bayesian import BayesLinear
 from torch_uncertainty.losses import ELBOLoss
-from torch_uncertainty.models import StochasticModel
+from torch_uncertainty.methods import StochasticModel
 from torch_uncertainty.routines import ClassificationRoutine
 
 from benchmarks.programs.task import EPOCHS, NUM_DATA, loader, test_loader
