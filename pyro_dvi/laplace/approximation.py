@@ -44,11 +44,12 @@ class GaussianAtMode(FactorisedGuide):
         self,
         model: Callable,
         *,
-        kl_weight: float = 1.0,
+        kl_weight: float | None = None,
         temperature: float = 1.0,
         init_loc_fn: Callable = init_to_module,
         create_plates: Callable | None = None,
     ) -> None:
+        self._learns_kl_weight, kl_weight = kl_weight is None, 1.0 if kl_weight is None else kl_weight
         check_positive("kl_weight", kl_weight)
         check_positive("temperature", temperature)
         super().__init__(model, init_loc_fn=init_loc_fn, create_plates=create_plates)
@@ -61,6 +62,11 @@ class GaussianAtMode(FactorisedGuide):
 
     def _factor_of(self, name: str, site: Any, loc: Tensor) -> Factor:
         return Deterministic()
+
+    def check_objective(self, objective: Any) -> None:
+        """Adopt the KL weight of an objective, unless the guide was given one."""
+        if self._learns_kl_weight and hasattr(objective, "current_kl_weight"):
+            self.kl_weight = objective.current_kl_weight()
 
     def unconstrained_mode(self) -> dict[str, Tensor]:
         """Return a copy of the mode of every site in unconstrained space."""
@@ -98,7 +104,9 @@ class GaussianAtMode(FactorisedGuide):
         """
         return GaussianOutputs.of(*self._query(inputs, site), joint=joint)
 
-    def functions(self, count: int, *, seed: int = 0, site: str | None = None) -> Callable[..., Tensor]:
+    def functions(
+        self, count: int, *, seed: int | None = None, site: str | None = None
+    ) -> Callable[..., Tensor]:
         r"""Draw functions from the posterior of the linearised model.
 
         .. math:: f_s(x) = f(x; \hat u) + J(x)\,(u_s - \hat u), \qquad u_s \sim \mathcal N(\hat u, P^{-1})
@@ -108,7 +116,7 @@ class GaussianAtMode(FactorisedGuide):
 
         Args:
             count: S, the number of functions; S vectors of all latents are kept.
-            seed: of the draws.
+            seed: of the draws; by default one from the global generator.
             site: as for :meth:`predictive`.
 
         Returns:
@@ -121,6 +129,7 @@ class GaussianAtMode(FactorisedGuide):
         """
         check_count("count", count)
         posterior = self.fitted.posterior
+        seed = int(torch.randint(2**31 - 1, ())) if seed is None else seed
         generator = torch.Generator(posterior.mode.device).manual_seed(seed)
         steps = posterior.draw(count, generator).detach() - posterior.mode
 
@@ -275,6 +284,7 @@ class GaussianAtMode(FactorisedGuide):
             "gaussian": None if self._fitted is None else self._fitted.state(),
             "certificate": None if self._certificate is None else self._certificate.state(),
             "scale_factors": dict(self.scale_factors),
+            "kl_weight": self.kl_weight,
         }
 
     def set_extra_state(self, state: Any) -> None:
@@ -286,6 +296,7 @@ class GaussianAtMode(FactorisedGuide):
         state = {} if state is None else state
         check_format_version("the state of the guide", state.get("version", 1))
         self.scale_factors = dict(state.get("scale_factors", {}))
+        self.kl_weight = state.get("kl_weight", 1.0) if self._learns_kl_weight else self.kl_weight
         self._fitted, self._failed = Fitted.from_state(state.get("gaussian")), False
         self._certificate = Certificate.from_state(state.get("certificate"))
 

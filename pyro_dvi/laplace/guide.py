@@ -40,7 +40,8 @@ class LaplaceGuide(GaussianAtMode):
 
     Args:
         model: a Pyro model whose latents are continuous.
-        kl_weight: :math:`\beta` of the training objective; it tempers the likelihood, :math:`p(D \mid u)^{1/\beta}`.
+        kl_weight: :math:`\beta`, which tempers the likelihood, :math:`p(D \mid u)^{1/\beta}`. None: the weight in the
+            objective that trains the guide, and 1 without one.
         temperature: T, a factor of the covariance; it does not change the mode.
         init_loc_fn: Pyro initialisation strategy of the mode; by default the weights that a network had before
             :func:`~pyro_dvi.to_bayesian_`, so a trained network is already a mode.
@@ -171,7 +172,7 @@ class LaplaceGuide(GaussianAtMode):
         subset: Subset | None = None,
         unconverged: str = "refuse",
         seed: int = 0,
-        progress: bool = False,
+        progress: bool = True,
     ) -> LaplacePosterior:
         """Fit the Gaussian around the mode and return it; it is also ``guide.posterior``.
 
