@@ -238,7 +238,9 @@ class Theirs:
                 log_prior_prec_min=DECADES[0],
                 log_prior_prec_max=DECADES[1],
                 grid_size=GRID,
-                loss=mean_nll if self.classes else gaussian_nll,  # the default is a running metric, which goes on over the values of the grid
+                loss=mean_nll
+                if self.classes
+                else gaussian_nll,  # the default is a running metric, which goes on over the values of the grid
             )
         return float(self.la.prior_precision)
 
