@@ -12,6 +12,7 @@ from torch import Tensor
 from pyro_dvi.bayesian import init_to_module
 from pyro_dvi.core.arguments import check_count, check_positive, with_missing
 from pyro_dvi.core.file_format import FORMAT_VERSION, check_format_version
+from pyro_dvi.core.undisturbed import device_of
 from pyro_dvi.errors import GuideError, warn
 from pyro_dvi.guides.base import FactorisedGuide
 from pyro_dvi.guides.factors import Deterministic, Factor
@@ -21,13 +22,14 @@ from pyro_dvi.laplace.fitted import Fitted, ModelReference, PointMass, rescaled_
 from pyro_dvi.laplace.methods.method import GaussianOutputs, LaplacePosterior
 from pyro_dvi.laplace.mode.convergence import Certificate
 
+_STAY = "predict(model, guide, x, method=Linearised()) stays at the mode."
 DRAWN_WEIGHTS = (
     "weights are drawn from a Laplace posterior: they are outside the neighbourhood of the mode in which the Gaussian "
-    "was fitted, and predictions are too wide. predict(model, guide, x, method=Linearised()) stays at the mode."
+    f"was fitted, and predictions are too wide. {_STAY}"
 )
 WIDE_WEIGHTS = (
     "the variances of a Laplace posterior are propagated through the network: unless it is linear in the weights, like "
-    "a last layer, predictions can be far too wide. predict(model, guide, x, method=Linearised()) stays at the mode."
+    f"a last layer, predictions can be far too wide. {_STAY}"
 )
 
 
@@ -80,7 +82,7 @@ class GaussianAtMode(FactorisedGuide):
     def _point_mass(self, batches: Iterable[Any] | None = None) -> PointMass:
         """Return the present mode, after initialising a new guide with the first batch."""
         if batches is not None:
-            device = self._plain_model.device
+            device = device_of(self._plain_model.get())
             refuse_torch_modes(device)
             if self.prototype_trace is None:
                 args, kwargs = next(iter(Passes(batches, device)))
@@ -171,8 +173,7 @@ class GaussianAtMode(FactorisedGuide):
         if fitted is None:
             raise GuideError(
                 "this LaplaceGuide has no Gaussian: call guide.fit(batches, method) after training; after a fit that "
-                "failed, guide.polish(batches) first, or use GGN(), which exists at any mode. predict(..., "
-                "method=AtMean()) predicts at the mode"
+                "failed, guide.polish(batches) first, or use GGN(). predict(..., method=AtMean()) stays at the mode"
             )
         change = self._point_mass().change_since(fitted.point)
         if change is not None:
@@ -231,12 +232,10 @@ class GaussianAtMode(FactorisedGuide):
         :meth:`fit` it is a draw from the Gaussian, with a warning.
         """
         self.initialize(*args, **kwargs)
-        fitted = self._fitted
         if torch.is_grad_enabled() or not self._is_expected:
             return super().forward(*args, **kwargs)
-        ended = "the last guide.fit ended in an error"
-        change = ended if fitted is None else self._point_mass().change_since(fitted.point)
-        if fitted is None or change is not None:
+        fitted, change = self._fitted, "the last guide.fit ended in an error"
+        if fitted is None or (change := self._point_mass().change_since(fitted.point)) is not None:
             warn(f"{change}: the guide is a point mass until it is fitted again")
             return super().forward(*args, **kwargs)
         warn(DRAWN_WEIGHTS)
@@ -315,10 +314,9 @@ class GaussianAtMode(FactorisedGuide):
             found = "a minimum" if known.curvature == "Hessian" else "a stationary point"
             if len(known.sites) < len(point.locs):
                 found += f" in {len(known.sites)} of {len(point.locs)} sites"
-        parts = [f"mode of {sum(u.numel() for u in point.locs.values())} latents, {found}"]
-        if self._fitted is None:
-            parts.append("no Gaussian yet: guide.fit(batches)")
-        else:
-            parts.append(f"{self._fitted.posterior!r}, precision {type(self._fitted.precision).__name__}")
-            parts.append(point.change_since(self._fitted.point) or "")
-        return f"{type(self).__name__}({'; '.join(filter(None, parts))})"
+        gaussian, change = "no Gaussian yet: guide.fit(batches)", None
+        if self._fitted is not None:
+            gaussian = f"{self._fitted.posterior!r}, precision {type(self._fitted.precision).__name__}"
+            change = point.change_since(self._fitted.point)
+        mode = f"mode of {sum(u.numel() for u in point.locs.values())} latents, {found}"
+        return f"{type(self).__name__}({'; '.join(filter(None, (mode, gaussian, change)))})"
