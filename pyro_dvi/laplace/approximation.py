@@ -234,8 +234,9 @@ class GaussianAtMode(FactorisedGuide):
         self.initialize(*args, **kwargs)
         if torch.is_grad_enabled() or not self._is_expected:
             return super().forward(*args, **kwargs)
-        fitted, change = self._fitted, "the last guide.fit ended in an error"
+        fitted, change = self._fitted, None
         if fitted is None or (change := self._point_mass().change_since(fitted.point)) is not None:
+            change = change or "the last guide.fit ended in an error"
             warn(f"{change}: the guide is a point mass until it is fitted again")
             return super().forward(*args, **kwargs)
         warn(DRAWN_WEIGHTS)

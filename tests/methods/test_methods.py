@@ -199,6 +199,7 @@ class TwoInputs(nn.Module):
 def test_a_network_with_several_inputs(name, named):
     """In a tuple beside the labels, or by name, as data sets of Hugging Face give them."""
     (first, labels), second = rows(60, 0), torch.randn(60, 2, generator=torch.Generator().manual_seed(1))
+    data: Any
     if named:
         data = {"first": first, "second": second, "labels": labels}
         examples = [dict(zip(data, row, strict=True)) for row in zip(*data.values(), strict=True)]

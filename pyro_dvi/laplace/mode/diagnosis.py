@@ -148,8 +148,9 @@ def diagnose(energy: Energy, *, tolerance: float = 1e-2, steps: int = 200) -> Di
 def smallest_in_prior_units(local: LocalEnergy, steps: int, tolerance: float) -> Eigenpair:
     """Return the smallest eigenpair of the Hessian, relative to the prior precision where that is diagonal."""
     scale = local.prior_scale
-    options = {"steps": steps, "tolerance": tolerance}
-    return smallest_eigenpair(lambda v: scale * local.hessian(scale * v), local.point, **options)
+    return smallest_eigenpair(
+        lambda v: scale * local.hessian(scale * v), local.point, steps=steps, tolerance=tolerance
+    )
 
 
 @undisturbed()
