@@ -3,6 +3,7 @@
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pyro
 import pyro.distributions as dist
