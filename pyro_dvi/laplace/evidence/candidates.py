@@ -186,7 +186,7 @@ class Candidates:
             for part, found in zip(parts, (weight / base.scale**2, weight * z**2, weight), strict=True):
                 part[name] = part[name] + found
         precision, squares, count = (layout.flatten(layout.pieces(part)).detach() for part in parts)
-        return precision, float(squares.double().sum()), float(count.double().sum())
+        return precision, float(squares.cpu().double().sum()), float(count.cpu().double().sum())
 
     @cached_property
     def likelihood_is_proportional(self) -> bool:
