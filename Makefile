@@ -2,7 +2,7 @@
 # Run inside an environment made by `python -m pip install -e ".[dev]"`.
 
 .DEFAULT_GOAL := help
-.PHONY: help format lint types imports test soak matrix doctest docs notebooks bench quickstart
+.PHONY: help format lint types imports test soak matrix package doctest docs notebooks bench quickstart
 
 help:  ## list these targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -32,6 +32,13 @@ soak:  ## run the long checks that `make test` leaves out
 
 matrix:  ## run the tests in every supported environment, the installed wheel included
 	tox run
+
+package:  ## build dist/, install the wheel into a fresh environment and run a program with it
+	rm -rf dist .venv-package
+	uv build -q -o dist
+	uv venv -q --python "$$(command -v python)" .venv-package
+	uv pip install -q --python .venv-package dist/*.whl
+	.venv-package/bin/python .ci/smoke.py
 
 doctest:  ## run the examples of docstrings, README and documentation
 	python -m pytest -m "not soak" tests/docs

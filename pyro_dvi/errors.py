@@ -92,6 +92,10 @@ class CheckpointError(PyroDviError, RuntimeError):
     """A checkpoint is missing, invalid, or does not match the objects into which it is loaded."""
 
 
+class MissingLibraryError(PyroDviError, ImportError):
+    """A library that only some functions need is not installed; the message names the command that installs it."""
+
+
 class DviWarning(UserWarning):
     """Something works but is probably not what was meant."""
 

@@ -344,10 +344,10 @@ class FactorisedGuide(AutoGuide):
                 "other means) with the guide that made it. Call pyro.clear_param_store() first"
             )
 
-    # The prediction rule goes along in a state_dict
+    # The format version and the prediction rule go along in a state_dict
 
     def get_extra_state(self) -> Any:
-        """Return the name of the prediction rule that the posterior was trained for, and its temperature."""
+        """Return the format version, the prediction rule that the posterior was trained for, and its temperature."""
         return encoded(trained_for(self), temperature_of(self))
 
     def set_extra_state(self, state: Tensor) -> None:
@@ -358,6 +358,7 @@ class FactorisedGuide(AutoGuide):
         """Load a state, as torch's modules do; a guide that has not seen its model yet gets its parameters from it.
 
         Raises:
+            CheckpointError: a later release has written the state.
             GuideError: the state belongs to another guide or model.
         """
         try:
@@ -371,7 +372,8 @@ class FactorisedGuide(AutoGuide):
             ) from error
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        state_dict.setdefault(f"{prefix}_extra_state", self.get_extra_state())  # older states have none
+        state_dict.setdefault(f"{prefix}_extra_state", self.get_extra_state())  # a state of parameters alone
+        super()._load_from_state_dict(state_dict, prefix, *args)  # first: it checks the format version
         if self.prototype_trace is None:
             for key, stored in state_dict.items():
                 kind, _, site = key.removeprefix(prefix).partition(".")
@@ -379,7 +381,6 @@ class FactorisedGuide(AutoGuide):
                 if is_ours and site.endswith("_unconstrained"):
                     value = transform_to(self._constraint(kind))(stored.detach().clone())
                     self._create(kind, site.removesuffix("_unconstrained"), value)
-        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 def prior_scale_of(prior: Any, loc: Tensor) -> Tensor:

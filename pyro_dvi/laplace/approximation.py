@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pyro_dvi.bayesian import init_to_module
 from pyro_dvi.core.arguments import check_count, check_positive, with_missing
+from pyro_dvi.core.file_format import FORMAT_VERSION, check_format_version
 from pyro_dvi.errors import GuideError, warn
 from pyro_dvi.guides.base import FactorisedGuide
 from pyro_dvi.guides.factors import Deterministic, Factor
@@ -264,20 +265,26 @@ class GaussianAtMode(FactorisedGuide):
         return marginals
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Return the Gaussian, tuned scales and the record about the mode, for ``state_dict``.
+        """Return the format version, the Gaussian, tuned scales and the record about the mode, for ``state_dict``.
 
         A Gaussian that needs the model and the data to predict (by conjugate gradients, say) is left out, with a
         warning.
         """
         return {
+            "version": FORMAT_VERSION,
             "gaussian": None if self._fitted is None else self._fitted.state(),
             "certificate": None if self._certificate is None else self._certificate.state(),
             "scale_factors": dict(self.scale_factors),
         }
 
     def set_extra_state(self, state: Any) -> None:
-        """Restore the state that :meth:`get_extra_state` returned."""
+        """Restore the state that :meth:`get_extra_state` returned.
+
+        Raises:
+            CheckpointError: a later release has written the state, or the class of its Gaussian is not known.
+        """
         state = {} if state is None else state
+        check_format_version("the state of the guide", state.get("version", 1))
         self.scale_factors = dict(state.get("scale_factors", {}))
         self._fitted, self._failed = Fitted.from_state(state.get("gaussian")), False
         self._certificate = Certificate.from_state(state.get("certificate"))

@@ -69,8 +69,8 @@ class NoisyKFACOptimizer(VOGNOptimizer):
     options: ClassVar = {
         **{name: value for name, value in DEFAULTS.items() if name != "initial_curvature"},
         "lr": 1.0,
-        "factor_interval": 10,
-        "inverse_interval": 20,
+        "factor_interval": 5,
+        "inverse_interval": 10,
     }
 
     @property

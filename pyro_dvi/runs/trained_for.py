@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_dvi.core.file_format import FORMAT_VERSION, check_format_version
+
 _RULE, _TEMPERATURE = "_pyro_dvi_trained_for", "_pyro_dvi_temperature"
 
 
@@ -41,21 +43,27 @@ def note_trained_for(guide: Any, rule: Any, temperature: float = 1.0) -> None:
 
 
 def encoded(rule: Any, temperature: float = 1.0) -> Tensor:
-    """Return the name of a rule, and a temperature, as a tensor of one size, which states can copy and compare.
+    """Return the format version, the name of a rule, and a temperature, as a tensor, which states can copy and compare.
 
     Example:
         >>> decoded(encoded("AtMean", 0.1))
         ('AtMean', 0.1)
     """
     name = "" if rule is None else rule if isinstance(rule, str) else type(rule).__name__
-    text = f"{name[:32]} {temperature!r}"
+    text = f"{FORMAT_VERSION} {name[:32]} {temperature!r}"
     return torch.tensor(list(text.encode()[:64].ljust(64, b"\0")), dtype=torch.uint8)
 
 
 def decoded(state: Tensor) -> tuple[str | None, float]:
-    """Return what :func:`encoded` was given."""
-    name, _, temperature = bytes(list(state)).rstrip(b"\0").decode().partition(" ")
-    return name or None, float(temperature or 1)
+    """Return the rule and the temperature that :func:`encoded` was given.
+
+    Raises:
+        CheckpointError: a later release has written the state.
+    """
+    version, _, rest = bytes(list(state)).rstrip(b"\0").decode().partition(" ")
+    check_format_version("the state of the guide", int(version))
+    name, _, temperature = rest.partition(" ")
+    return name or None, float(temperature)
 
 
 def _owner(guide: Any) -> Any:

@@ -6,6 +6,7 @@ import pickle
 import zipfile
 from collections.abc import Mapping
 from dataclasses import is_dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from pyro_dvi.core.batches import arguments
+from pyro_dvi.core.file_format import FORMAT_VERSION, check_format_version
 from pyro_dvi.errors import CheckpointError, GuideError
 from pyro_dvi.runs.fingerprint import Fingerprint, central_values, stand_ins
 from pyro_dvi.runs.trained_for import note_trained_for
@@ -28,7 +30,7 @@ from pyro_dvi.training.random_state import (
 )
 from pyro_dvi.training.routes import Route, route_of
 
-_FORMAT, _VERSION = "pyro_dvi checkpoint", 4
+_FORMAT = "pyro_dvi checkpoint"
 
 
 def save(
@@ -118,8 +120,8 @@ def load(
         map_location: as for :func:`torch.load`.
 
     Raises:
-        CheckpointError: if the file is missing, truncated, not a checkpoint, or does not match the objects; keys are
-            named.
+        CheckpointError: if the file is missing, truncated, not a checkpoint, of a later release, or does not match the
+            objects; keys are named.
         GuideError: if Pyro's store holds parameters of another guide under the same names.
     """
     route = route_of(svi, optimizer, train=False)
@@ -273,8 +275,12 @@ def _write(path: Path, content: dict[str, Any]) -> None:
     Raises:
         CheckpointError: it cannot be written.
     """
-    versions = {"torch": str(torch.__version__), "pyro": str(pyro.__version__)}
-    content = {"format": _FORMAT, "version": _VERSION, "versions": versions, **content}
+    versions = {
+        "pyro-dvi": version("pyro-dvi"),
+        "torch": str(torch.__version__),
+        "pyro": str(pyro.__version__),
+    }
+    content = {"format": _FORMAT, "version": FORMAT_VERSION, "versions": versions, **content}
     unfinished = path.with_name(path.name + ".unfinished")
     try:
         torch.save(content, unfinished)
@@ -289,7 +295,7 @@ def _read(path: Path, map_location: Any) -> dict[str, Any]:
     """Read a checkpoint; for the arguments see :func:`~pyro_dvi.training.load`.
 
     Raises:
-        CheckpointError: if the file is missing, damaged, not a checkpoint, or of another version.
+        CheckpointError: if the file is missing, damaged, not a checkpoint, or of a later release.
     """
     if not path.is_file():
         raise CheckpointError(f"There is no checkpoint {str(path)!r}.")
@@ -305,12 +311,12 @@ def _read(path: Path, map_location: Any) -> dict[str, Any]:
             f"{str(path)!r} is not a checkpoint, is damaged or truncated, or holds objects that a safe load does not "
             f"build (see torch.serialization.add_safe_globals): {first_line(error)}"
         ) from error
-    kind = (content.get("format"), content.get("version")) if isinstance(content, dict) else None
-    if kind != (_FORMAT, _VERSION):
+    if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise CheckpointError(
-            f"{str(path)!r} was not written by pyro_dvi.save of this release: it is {kind}, not version {_VERSION}, "
-            f"and holds {list(content)[:5]}. Load a plain state_dict with load_state_dict, a store with its own load."
+            f"{str(path)!r} was not written by pyro_dvi.save: it holds {list(content)[:5]}. Load a plain state_dict "
+            "with load_state_dict, a store with its own load."
         )
+    check_format_version(f"{str(path)!r} of pyro-dvi {content['versions']['pyro-dvi']}", content["version"])
     return content
 
 

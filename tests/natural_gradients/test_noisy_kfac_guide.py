@@ -317,6 +317,6 @@ def test_a_layer_that_is_used_twice_later():
             pyro.sample("y", dist.Normal(f, 0.5).to_event(1), obs=y)
 
     x, y = torch.randn(N, 2), torch.randn(N, 2)
-    _, svi = trained(model, x, y, 2)
+    _, svi = trained(model, x, y, 5)  # the next step measures the factors
     with pytest.raises(ModelError, match=r"'w' was the weight of a layer.*VOGN"):
         svi.step(x, y, True)

@@ -49,7 +49,11 @@ CASES = {
     "VOGN": (dvi.NaturalGradientGuide, natural, VOGN),
     "OGN": (dvi.NaturalGradientGuide, natural, OGN),
     "IVON": (dvi.NaturalGradientGuide, natural, IVON),
-    "NoisyKFAC": (dvi.KroneckerGuide, natural, NoisyKFAC),
+    "NoisyKFAC": (
+        dvi.KroneckerGuide,
+        natural,
+        lambda options: NoisyKFAC({**options, "factor_interval": 1, "inverse_interval": 1}),
+    ),
     "NoisyKFAC, intervals": (
         dvi.KroneckerGuide,
         natural,

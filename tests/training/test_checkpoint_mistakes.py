@@ -11,6 +11,7 @@ from pyro.optim import SGD, Adam
 from torch import nn
 
 import pyro_dvi as dvi
+from pyro_dvi.core.file_format import FORMAT_VERSION
 from pyro_dvi.errors import ArgumentError, CheckpointError, GuideError
 from pyro_dvi.guides import MeanFieldGuide
 from pyro_dvi.objectives.schedules import LinearWarmup
@@ -259,7 +260,7 @@ FILES = [
     (state_dict, "not written by pyro_dvi.save.*'weight', 'bias'"),
     (store, r"not written by|not a checkpoint|safe load"),
     (module, "safe load"),
-    (newer, "99.*not version 4"),
+    (newer, f"version 99, .*versions up to {FORMAT_VERSION}: update pyro-dvi"),
     (lambda path: path.unlink(), "There is no checkpoint"),
 ]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The package as a whole: what importing it costs, and that one version number holds everywhere."""
+"""The package as a whole: what it imports, what it asks for, and that one version number holds everywhere."""
 
 import re
 import subprocess
@@ -12,6 +12,8 @@ import pytest
 import yaml
 
 import pyro_dvi
+from pyro_dvi.analysis.tuning.search import as_proposed
+from pyro_dvi.errors import MissingLibraryError
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(pyro_dvi.__file__).parent  # which may be installed elsewhere
@@ -35,6 +37,22 @@ def test_optional_libraries_are_loaded_only_when_asked_and_matplotlib_is_left_as
     loaded, plots = done.stdout.splitlines()
     assert loaded.split() == ["pyro_dvi"], "the import loads what torch and Pyro do not"
     assert plots.split() == ["pyro_dvi.analysis.plots", "True"]
+
+
+MISSING = {
+    "matplotlib": (lambda: pyro_dvi.plots, "plots need matplotlib: .*plots]"),
+    "optuna": (lambda: as_proposed(None, None, 1), "needs Optuna: .*tune]"),
+}
+
+
+@pytest.mark.parametrize("library", MISSING)
+def test_a_library_that_is_missing_is_asked_for(library, monkeypatch):
+    use, message = MISSING[library]
+    for name in [name for name in sys.modules if name.startswith("pyro_dvi.analysis.plots")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(MissingLibraryError, match=message):
+        use()
 
 
 def test_what_an_editor_offers_are_the_public_names():
@@ -61,6 +79,7 @@ def test_every_file_names_its_licence_and_its_idea(path: Path):
     assert re.match(r'r?"""\S', second), "the line after the licence opens the module docstring"
 
 
-def test_ci_runs_the_command_that_the_readme_gives():
-    command = re.search(r"^python -m venv .*pytest.*$", (ROOT / "README.md").read_text(), re.MULTILINE)
-    assert command and command[0] in (ROOT / ".ci" / "run").read_text()
+def test_ci_runs_the_commands_that_the_readme_gives():
+    commands = re.findall(r"^python -m venv .*$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    ci = (ROOT / ".ci" / "run").read_text()
+    assert len(commands) == 2 and all(command in ci for command in commands)

@@ -5,6 +5,13 @@ Only this folder imports matplotlib; ``import pyro_dvi`` does not load it. Every
 a new figure, and returns the axes for titles, limits and saving. Styles and ``rcParams`` are respected and not changed.
 """
 
+from pyro_dvi.errors import MissingLibraryError
+
+try:
+    import matplotlib  # noqa: F401
+except ImportError as error:
+    raise MissingLibraryError('plots need matplotlib: python -m pip install "pyro-dvi[plots]"') from error
+
 from pyro_dvi.analysis.plots.panels import compare, tuning
 from pyro_dvi.analysis.plots.predictions import regression_band, rejection_curve, reliability_diagram
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from pyro_dvi.analysis.tuning.trainings import Trainings, with_value
 from pyro_dvi.core.arguments import check_choice
+from pyro_dvi.errors import MissingLibraryError
 
 
 def one_after_the_other(done: Trainings, spare: int) -> None:
@@ -27,8 +28,10 @@ def one_after_the_other(done: Trainings, spare: int) -> None:
 
 def as_proposed(done: Trainings, sampler: Any, max_trainings: int) -> None:
     """Train with what a sampler of Optuna proposes, after it has been told what the file holds."""
-    import optuna
-
+    try:
+        import optuna
+    except ImportError as error:
+        raise MissingLibraryError('sampler= needs Optuna: python -m pip install "pyro-dvi[tune]"') from error
     check_choice("sampler", sampler, optuna.samplers.BaseSampler, "optuna.samplers.TPESampler(seed=0)")
 
     def objective(trial: Any) -> float:
