@@ -144,7 +144,7 @@ class VCL(PosteriorAsPrior):
         scale = dvi.guides.PerWeight() if self.guide is None else dvi.guides.PerWeight(log_offset=0.0)
         guide = dvi.MeanFieldGuide(self.model, scale=scale)
         schedule = partial(ExponentialLR, gamma=FINAL_LR ** (1 / self.budget.epochs))
-        adam = dvi.optim.Adam(dvi.optim.learning_rates(self.budget.lr), scheduler=schedule)
+        adam = dvi.optim.Adam(self.budget.lr, scheduler=schedule)
         return guide, SVI(self.model, guide, adam, loss=dvi.SampledELBO(kl_weight=self.strength))
 
 

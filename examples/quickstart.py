@@ -202,7 +202,7 @@ class Training:
         """Train; a float as optimizer is Adam's initial learning rate, which decays to zero."""
         if isinstance(optimizer, float):
             schedule = partial(CosineAnnealingLR, T_max=self.epochs)
-            optimizer = dvi.optim.Adam(dvi.optim.learning_rates(optimizer), scheduler=schedule)
+            optimizer = dvi.optim.Adam(optimizer, scheduler=schedule)
         posterior = guide(model)
         dvi.fit(SVI(model, posterior, optimizer, loss=elbo), self.loader, self.epochs, device=self.device)
         return model, posterior

@@ -14,6 +14,7 @@ brought the network. Scores are expectations over 100 draws of the noise.
 """
 
 import warnings
+from itertools import pairwise
 from math import sqrt
 from pathlib import Path
 from statistics import mean
@@ -35,6 +36,14 @@ from pyro_dvi.predictive.metrics import coverage, crps_gaussian
 
 PRIOR_VARIANCE, RATE, NOISES, BATCH, DRAWS = 3.0, 5e-3, (0.05, 0.07, 0.1, 0.15, 0.2, 0.3), 32, 100
 STEPS, TUNING_STEPS = 5000, 300
+DRAWN = {
+    "exact": "k-",
+    "Newton, pointwise": "C0o",
+    "GGN": "C1--",
+    "as printed, pointwise": "C3^-",
+    "less an untilted fit, pointwise": "C2s-",
+    "less an untilted fit, in-sample": "C4v-",
+}
 AT_MINIMUM: dict[str, Method] = {
     "exact": Dense(Hessian()),
     "Newton, pointwise": HessianFree(),
@@ -145,7 +154,39 @@ def report(rows: list[Row], folder: Path) -> str:
             if "failure" in row:
                 why = " ".join(row["failure"].splitlines()[:2])
                 parts.append(f"Seed {row['seed']} is left out, having no exact result. {why}")
+    first = min(row["seed"] for row in rows if "failure" not in row)
+    _draw([row for row in rows if row["seed"] == first and "failure" not in row], folder / "hfl_table1.png")
+    parts += [
+        "![Standard deviations by input](hfl_table1.png)",
+        f"Standard deviations of the function by input, seed {first}; of negative differences, the root of the "
+        "magnitude. Grey: out of distribution.",
+    ]
     return "\n\n".join(part.rstrip() for part in parts)
+
+
+def _draw(rows: list[Row], path: Path) -> None:
+    """Standard deviations by input, a panel for each task."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(
+        1, len(rows), figsize=(3.3 * len(rows), 3.2), layout="constrained", squeeze=False
+    )
+    for axis, row in zip(axes[0], rows, strict=True):
+        x, inside = next(task for task in TASKS if task.name == row["task"]).test_inputs(16)
+        for start, stop in [(a, b) for a, b in pairwise(x[:, 0].tolist())]:
+            if not bool(inside[(x[:, 0] >= start) & (x[:, 0] <= stop)].all()):
+                axis.axvspan(start, stop, color="0.92", linewidth=0)
+        for method, style in DRAWN.items():
+            deviation = torch.tensor(row["methods"][method]["variance"]).abs().sqrt()
+            axis.plot(x[:, 0], deviation, style, label=method, markersize=3)
+        axis.set(title=row["task"], xlabel="input", yscale="log")
+    axes[0][0].set_ylabel("standard deviation of the function")
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
 
 
 def _table(rows: list[dict[str, Row]]) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Laplace approximations of classifiers beside those of laplace-torch: time, memory, scores, and equal results.
+"""Laplace approximations beside those of laplace-torch: time, memory, scores, and equal results.
 
 One process and one thread; both libraries take turns on the same trained weights and the same data. Each row is a
 network, a structure of the precision and a seed.
@@ -26,11 +26,12 @@ from benchmarks.shared.benchmark import Benchmark, Budget, Row, Settings
 from benchmarks.shared.images import digits_split, load_split, outside_images
 from benchmarks.shared.memory import peak_growth
 from benchmarks.shared.networks import lenet, mlp
-from pyro_dvi.bayesian import classifier, to_bayesian_
+from pyro_dvi.bayesian import classifier, regressor, to_bayesian_
 from pyro_dvi.laplace import ByEvidence, ByValidation, Dense, Diagonal, KroneckerFactored
 from pyro_dvi.predictive.metrics import auroc, expected_calibration_error, nll
 
 BATCH_SIZE, NUM_VALIDATION, NUM_TEST, NUM_QUERIES, NUM_COMPARED = 250, 150, 250, 200, 50
+NOISE = 0.3  # of the regression, known to both
 DECADES, GRID = (-1, 5), 7  # of the prior precision, for validation
 # Their tuning takes a determinant in each step: where it is of more than 2,000 rows, few and larger steps.
 MANY, FEW_STEPS, FAST_RATE = 2000, 10, 0.5
@@ -69,8 +70,14 @@ class Task:
     last: str
     structures: tuple[str, ...]
 
+    @property
+    def classes(self) -> bool:
+        return self.data != "curve"
+
 
 TASKS = {
+    "MLP 1-20-1": Task(lambda: mlp((1, 20, 1), nn.Tanh), "curve", 200, 300, "3.*", tuple(STRUCTURES)),
+    "MLP 4-16-3": Task(lambda: mlp((4, 16, 3), nn.ReLU), "clusters", 200, 100, "3.*", tuple(STRUCTURES)),
     "MLP 64-5-10": Task(lambda: mlp((64, 5, 10), nn.ReLU), "digits", 600, 100, "3.*", tuple(STRUCTURES)),
     "MLP 64-100-10": Task(
         lambda: mlp((64, 100, 10), nn.ReLU),
@@ -91,12 +98,12 @@ TASKS = {
     ),
     "ResNet-18": Task(resnet18, "CIFAR10", 1000, 3, "fc.*", ("last layer",)),
 }
-OUTSIDE = {"digits": "turned by 90 degrees", "FashionMNIST": "MNIST", "CIFAR10": "noise"}
+OUTSIDE = {"FashionMNIST": "MNIST", "CIFAR10": "noise"}
 
 
 @dataclass
 class Data:
-    """Images and labels of a seed, and images of another kind."""
+    """Inputs with their labels or targets of a seed, and inputs of another kind."""
 
     train: tuple[Tensor, Tensor]
     validation: tuple[Tensor, Tensor]
@@ -108,8 +115,31 @@ class Data:
         return DataLoader(TensorDataset(*self.train), BATCH_SIZE)
 
 
+def curve(num: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """A sine with known noise and a gap in the middle; outside are inputs beyond its ends."""
+    x = 2 * torch.rand(num, 1, generator=generator) - 1
+    x = x + 0.5 * x.sign()
+    y = (3 * x).sin() + NOISE * torch.randn(num, 1, generator=generator)
+    return x, y, x[:NUM_TEST] + 1.5 * x[:NUM_TEST].sign()
+
+
+def clusters(num: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """Three overlapping Gaussian clusters in four dimensions; outside is wide noise."""
+    y = torch.randint(3, (num,), generator=generator)
+    x = 1.5 * torch.randn(3, 4, generator=generator)[y] + torch.randn(num, 4, generator=generator)
+    return x, y, 5 * torch.randn(NUM_TEST, 4, generator=generator)
+
+
+TABLES = {"curve": curve, "clusters": clusters}
+
+
 def load(task: Task, seed: int, data_dir: str | None) -> Data:
     """Return the data of a seed."""
+    if task.data in TABLES:
+        num = task.num_train + NUM_VALIDATION + NUM_TEST
+        x, y, outside = TABLES[task.data](num, torch.Generator().manual_seed(seed))
+        sizes = [task.num_train, NUM_VALIDATION, NUM_TEST]
+        return Data(*zip(x.split(sizes), y.split(sizes), strict=True), outside)
     if task.data == "digits":
         split = digits_split(task.num_train, NUM_VALIDATION, seed)
         test = (split.test[0][:NUM_TEST], split.test[1][:NUM_TEST])
@@ -119,16 +149,20 @@ def load(task: Task, seed: int, data_dir: str | None) -> Data:
     return Data(split.train, split.validation, split.test, outside)
 
 
-def train(net: nn.Module, data: Data, epochs: int, decayed: list[Tensor]) -> None:
+def train(net: nn.Module, data: Data, task: Task, decayed: list[Tensor]) -> None:
     """Train to the mode under standard normal priors of some weights."""
     loader = DataLoader(TensorDataset(*data.train), 100, shuffle=True)
     optimizer = torch.optim.Adam(net.parameters(), lr=5e-3)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * len(loader))
-    for _ in range(epochs):
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, task.epochs * len(loader))
+    for _ in range(task.epochs):
         for x, y in loader:
             optimizer.zero_grad()
             squares = torch.stack([p.square().sum() for p in decayed]).sum()
-            (nn.functional.cross_entropy(net(x), y) + 0.5 * squares / len(data.train[0])).backward()
+            if task.classes:
+                loss = nn.functional.cross_entropy(net(x), y)
+            else:
+                loss = 0.5 * nn.functional.mse_loss(net(x), y) / NOISE**2
+            (loss + 0.5 * squares / len(data.train[0])).backward()
             optimizer.step()
             schedule.step()
     net.eval()
@@ -139,10 +173,9 @@ class Ours:
 
     def __init__(self, net: nn.Module, task: Task, structure: str, data: Data) -> None:
         include = {"include": task.last} if structure == "last layer" else {}
-        self.data, self.method = data, STRUCTURES[structure][0]
-        self.model = classifier(
-            to_bayesian_(copy.deepcopy(net), prior_scale=1.0, **include), num_data=len(data.train[0])
-        )
+        self.data, self.method, self.classes = data, STRUCTURES[structure][0], task.classes
+        bayesian, num_data = to_bayesian_(copy.deepcopy(net), prior_scale=1.0, **include), len(data.train[0])
+        self.model = classifier(bayesian, num_data) if task.classes else regressor(bayesian, num_data, NOISE)
         self.guide = pyro_dvi.LaplaceGuide(self.model)
         self.guide.initialize(*(v[:2] for v in data.train))
 
@@ -161,7 +194,8 @@ class Ours:
         return self.guide.tune(self.data.loader, method=self.method, progress=False, **options).best
 
     def predict(self, x: Tensor) -> Tensor:
-        return pyro_dvi.predict(self.model, self.guide, x).probabilities
+        found = pyro_dvi.predict(self.model, self.guide, x)
+        return found.probabilities if self.classes else torch.stack([found.mean, found.variance], -1)
 
     def covariance(self, x: Tensor) -> Tensor:
         return self.guide.predictive(x).covariance
@@ -175,16 +209,17 @@ class Theirs:
 
     def __init__(self, net: nn.Module, task: Task, structure: str, data: Data) -> None:
         _, self.structure, self.subset = STRUCTURES[structure]
-        self.net, self.data = copy.deepcopy(net), data
+        self.net, self.data, self.classes = copy.deepcopy(net), data, task.classes
 
     def fit(self) -> None:
         from laplace import Laplace
 
         self.la = Laplace(
             self.net,
-            "classification",
+            "classification" if self.classes else "regression",
             subset_of_weights=self.subset,
             hessian_structure=self.structure,
+            **({} if self.classes else {"sigma_noise": NOISE}),
         )
         self.la.fit(self.data.loader)
 
@@ -203,12 +238,17 @@ class Theirs:
                 log_prior_prec_min=DECADES[0],
                 log_prior_prec_max=DECADES[1],
                 grid_size=GRID,
-                loss=mean_nll,  # the default is a running metric, which goes on over the values of the grid
+                loss=mean_nll
+                if self.classes
+                else gaussian_nll,  # the default is a running metric, which goes on over the values of the grid
             )
         return float(self.la.prior_precision)
 
     def predict(self, x: Tensor) -> Tensor:
-        return self.la(x, pred_type="glm", link_approx="probit").detach()
+        if self.classes:
+            return self.la(x, pred_type="glm", link_approx="probit").detach()
+        mean, variance = self.la(x, pred_type="glm")
+        return torch.cat([mean, variance[..., 0] + NOISE**2], -1).detach()
 
     def covariance(self, x: Tensor) -> Tensor:
         return self.la._glm_predictive_distribution(x)[1].detach()
@@ -220,6 +260,12 @@ class Theirs:
 def mean_nll(probabilities: Tensor, labels: Tensor) -> Tensor:
     """What laplace-torch compares values by on validation data."""
     return nn.functional.nll_loss(probabilities.log(), labels)
+
+
+def gaussian_nll(mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
+    """The same for a regression; laplace-torch leaves the noise out of the variance."""
+    total = variance.reshape(mean.shape) + NOISE**2
+    return -torch.distributions.Normal(mean, total.sqrt()).log_prob(y).mean()
 
 
 def measure(side: Ours | Theirs, data: Data, by: str) -> dict[str, Any]:
@@ -245,16 +291,22 @@ def measure(side: Ours | Theirs, data: Data, by: str) -> dict[str, Any]:
         **memory,
         "precision": precision,
         "log_evidence": side.log_evidence(),
-        **scores(found, data.test[1]),
+        **scores(found, data.test[1], side.classes),
     }
 
 
-def scores(found: dict[str, Tensor], labels: Tensor) -> dict[str, float]:
-    """Scores of test images, and how well entropy tells them from the others."""
-    found = {name: p.double() / p.double().sum(-1, keepdim=True) for name, p in found.items()}
+def scores(found: dict[str, Tensor], y: Tensor, classes: bool) -> dict[str, float]:
+    """Scores of test inputs, and how well entropy, or variance, tells them from the others."""
+    found = {name: values.double() for name, values in found.items()}
+    if not classes:
+        mean, variance = found["test"].unbind(-1)
+        log_prob = torch.distributions.Normal(mean, variance.sqrt()).log_prob(y[:, 0])
+        inside, outside = (found[name][:, 1] for name in ("test", "outside"))
+        return {"nll": float(nll(log_prob).value), "auroc": auroc(inside, outside)}
+    found = {name: p / p.sum(-1, keepdim=True) for name, p in found.items()}
     return {
-        "nll": float(nll(found["test"].log().gather(1, labels[:, None])[:, 0]).value),
-        "ece": float(expected_calibration_error(found["test"], labels)),
+        "nll": float(nll(found["test"].log().gather(1, y[:, None])[:, 0]).value),
+        "ece": float(expected_calibration_error(found["test"], y)),
         "auroc": float(auroc(*(torch.special.entr(found[name]).sum(-1) for name in ("test", "outside")))),
     }
 
@@ -304,7 +356,7 @@ def run(settings: Settings, data_dir: str | None) -> Row:
     decayed = [
         p for n, p in net.named_parameters() if task.structures != ("last layer",) or n.startswith("fc.")
     ]
-    train(net, data, task.epochs, decayed)
+    train(net, data, task, decayed)
     sides: dict[str, Any] = {
         "ours": Ours(net, task, structure, data),
         "theirs": Theirs(net, task, structure, data),
@@ -319,7 +371,12 @@ def run(settings: Settings, data_dir: str | None) -> Row:
             row[f"{who}_{by}"] = measure(sides[who], data, by)
     with torch.no_grad():
         parts = {"test": data.test[0], "outside": data.outside}
-        row["mode"] = scores({k: net(x).softmax(-1) for k, x in parts.items()}, data.test[1])
+        found = {k: net(x) for k, x in parts.items()}
+        of_mode = {
+            k: v.softmax(-1) if task.classes else torch.cat([v, torch.full_like(v, NOISE**2)], -1)
+            for k, v in found.items()
+        }
+        row["mode"] = scores(of_mode, data.test[1], task.classes)
     packages = ("laplace-torch", "curvlinops-for-pytorch")
     row["backend_class"] = type(sides["theirs"].la.backend).__name__
     return {**row, "packages": ", ".join(f"{package} {version(package)}" for package in packages)}

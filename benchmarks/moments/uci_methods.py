@@ -145,7 +145,12 @@ class MNVI(Method):
             full_covariance=self.full_covariance,
             variance_floor=1e-8,
         )
-        return guide, lambda x, y: elbo.differentiable_loss(model, guide, x, y)
+
+        def objective(x: Tensor, y: Tensor) -> Tensor:
+            # The model scales the prior of each network: without this the entropy would keep the weight one.
+            return elbo.differentiable_loss(model, poutine.scale(guide, scale=model.kl_weights), x, y)
+
+        return guide, objective
 
 
 class MeanFieldMoments(MNVI):

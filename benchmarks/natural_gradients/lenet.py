@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """LeNet-5 by VOGN with and without batch normalisation, augmentation, momentum, several draws a step, and damping.
 
-Each recipe has its own KL weight, by the NLL of validation images with a seed that the tables do not use.
+Each recipe has its own KL weight, by the NLL of validation images with a seed that the tables do not use. In the sweeps
+of draws and damping one option changes at a time, and the KL weight stays.
 """
 
 from collections.abc import Iterator
@@ -64,6 +65,12 @@ RECIPES = {
     "sampled VI": Recipe("sampled VI"),
     "sampled VI, no BN": Recipe("sampled VI", norm=False),
 }
+SWEEPS = {
+    "default": Recipe(),
+    **{f"K = {k}": Recipe(draws=k) for k in (4, 8)},
+    **{f"damping {d:g}": Recipe(damping=d) for d in (1e-2, 1e-1)},
+}
+SWEPT_AT = 0.03  # the KL weight
 SIZES: dict[str, list[dict[str, Any]]] = {
     "small": [{"data": "MNIST", "num_train": 2000, "epochs": 15}],
     "gpu": [
@@ -73,9 +80,11 @@ SIZES: dict[str, list[dict[str, Any]]] = {
 
 
 def plan(rows: list[Row], budget: Budget) -> list[Settings]:
-    """Ask for the choice of each recipe's KL weight, then for its training with every seed."""
+    """Ask for the choice of each recipe's KL weight, then for its training with every seed; and for the sweeps."""
     wanted: list[Settings] = []
     for size in SIZES[budget]:
+        sweep = {"stage": "sweep", **size, "kl_weight": SWEPT_AT}
+        wanted += [{**sweep, "recipe": recipe, "seed": seed} for recipe in SWEEPS for seed in SEEDS]
         for recipe in RECIPES:
             tuning = {"stage": "tune", "recipe": recipe, "seed": TUNING_SEED, **size}
             found = next((row for row in rows if tuning.items() <= row.items()), None)
@@ -90,7 +99,7 @@ def plan(rows: list[Row], budget: Budget) -> list[Settings]:
 def run(settings: Settings, data_dir: str | None) -> Row:
     """Choose a KL weight, or train and test once."""
     split = load_split(settings["data"], settings["num_train"], 1000, 3000, settings["seed"], data_dir)
-    recipe = RECIPES[settings["recipe"]]
+    recipe = (SWEEPS if settings["stage"] == "sweep" else RECIPES)[settings["recipe"]]
     train, validation, test = (
         tuple(part.to(device()) for part in pair) for pair in (split.train, split.validation, split.test)
     )
@@ -112,6 +121,8 @@ def run(settings: Settings, data_dir: str | None) -> Row:
     scores = prediction.metrics()
     row: Row = {name: scores[name] for name in ("nll", "accuracy", "ece")}
     row["auroc errors"] = metrics.misclassification_auroc(prediction.probabilities, test[1])
+    if settings["stage"] == "sweep":
+        return row
     bins = metrics.reliability_table(prediction.probabilities, test[1])  # as sums, which add up over seeds
     sums = torch.stack([torch.ones_like(bins.accuracy), bins.confidence, bins.accuracy]) * bins.count
     row["calibration"] = sums.nan_to_num().tolist()

@@ -30,6 +30,7 @@ RIVALS = {
     "VOGN, damping 0.01": ("VOGN",),
     "VOGN, no momentum": ("VOGN",),
 }
+FEWEST = 20  # images of all seeds in a bin of the calibration curve
 DRAWN = ("MAP", "sampled VI", "VOGN", "VOGN, no BN")
 
 
@@ -56,8 +57,9 @@ def text(rows: list[Row], recipes: list[str], folder: Path, draws: int) -> str:
             for kind, draw in drawings.items():
                 name = f"vogn_lenet_{kind}_{data}_{num_train}.png"
                 draw(tests, folder / name)
-                parts.append(f"![{titles[kind]}](../../benchmarks/results/{name})")
+                parts.append(f"![{titles[kind]}]({name})")
         parts.append(_tried([row for row in own if row["stage"] == "tune"]))
+        parts += _sweeps([row for row in own if row["stage"] == "sweep"])
     return "\n\n".join(part.rstrip("\n") for part in parts)
 
 
@@ -99,6 +101,28 @@ def _tried(rows: list[Row]) -> str:
     return "Validation NLL by KL weight. " + "; ".join(shown) + "."
 
 
+def _sweeps(rows: list[Row]) -> list[str]:
+    """One option at a time, and its difference from the default."""
+    if not rows:
+        return []
+    rows = sorted(rows, key=lambda row: row["seed"])
+    scores = {"nll": "NLL", "accuracy": "accuracy", "ece": "ECE", "auroc errors": "AUROC, errors"}
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(row["recipe"], []).append(row)
+    lines = []
+    for recipe, own in found.items():
+        cells = [mean_sd([row[score] for row in own]) for score in scores]
+        nlls = [[row["nll"] for row in part] for part in (own, found["default"])]
+        changed = recipe != "default" and len(nlls[0]) == len(nlls[1])
+        lines.append([recipe, *cells, paired(*nlls) if changed else None])
+    about = (
+        f"VOGN with batch normalisation at the KL weight {rows[0]['kl_weight']:g}, one option changed at a time: K, "
+        "draws of the weights in a step, or damping."
+    )
+    return [about, table(["option", *scores.values(), "NLL less the default's"], lines)]
+
+
 def _draw_entropies(tests: dict[str, list[Row]], path: Path) -> None:
     """Entropies of test images and of images of other kinds, a panel for each recipe."""
     import matplotlib
@@ -126,7 +150,7 @@ def _draw_entropies(tests: dict[str, list[Row]], path: Path) -> None:
 
 
 def _draw_calibration(tests: dict[str, list[Row]], path: Path) -> None:
-    """Accuracy against confidence over the examples of all seeds."""
+    """Accuracy against confidence over the examples of all seeds, in bins that hold enough of them."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -136,7 +160,7 @@ def _draw_calibration(tests: dict[str, list[Row]], path: Path) -> None:
     for recipe, colour in zip(DRAWN, ("#000000", "#E69F00", "#0072B2", "#009E73"), strict=True):
         if recipe in tests:
             sums = torch.tensor([row["calibration"] for row in tests[recipe]]).sum(0)
-            count, confidence, accuracy = sums[:, sums[0] > 0]
+            count, confidence, accuracy = sums[:, sums[0] >= FEWEST]
             ax.plot(confidence / count, accuracy / count, "o-", color=colour, markersize=3, label=recipe)
     ax.plot([0, 1], [0, 1], "--", color="grey", linewidth=0.8)
     ax.set(xlabel="confidence", ylabel="accuracy")

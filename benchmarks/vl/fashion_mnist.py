@@ -59,6 +59,7 @@ def plan(rows: list[Row], budget: Budget) -> list[Settings]:
     ]
     for seed in SEEDS:
         wanted += [_settings("variants", method, 0.03, seed) for method in VARIANTS]
+        wanted.append(_settings("untempered", "VI, one scale per site", 1.0, seed))
         wanted += [_settings("scale_lr", "VL", 0.03, seed, scale_multiplier=m) for m in (1.0, 30.0)]
         wanted += [
             _settings("mlp", method, weight, seed, network="mlp")
@@ -111,6 +112,9 @@ def report(rows: list[Row], folder: Path) -> str:
         base = [row for row in main if row["num_train"] == size and row["kl_weight"] == weight]
         text += ["", f"### Variants, {size:,} images, KL weight {weight}", ""]
         text += comparison(base + variants, dict.fromkeys(row["method"] for row in [*base, *variants]))
+    if untempered := [row for row in rows if row["part"] == "untempered"]:
+        text += ["", f"### One scale per site at KL weight 1, {untempered[0]['num_train']:,} images", ""]
+        text += comparison(untempered, dict.fromkeys(row["method"] for row in untempered))
     if small := [row for row in rows if row["part"] == "mlp"]:
         text += ["", f"### A network without batch norm: MLP with {small[0]['weights']:,} weights", ""]
         text += comparison(small, METHODS) + ["", *differences(small)]

@@ -76,7 +76,7 @@ def report(rows: list[Row], folder: Path) -> str:
         text += ["", f"**{words}**", "", table(["variance", *METHODS], lines)]
         text += [f"- {said}" for method in METHODS if (said := _verdict(rows, method, rule))]
     _draw(rows, folder / "vl_sgd_variance.png")
-    text += ["", "![Test NLL by fixed variance](../../benchmarks/results/vl_sgd_variance.png)"]
+    text += ["", "![Test NLL by fixed variance](vl_sgd_variance.png)"]
     return "\n".join(text)
 
 

@@ -51,7 +51,7 @@ def train(kl_weight, make_guide, make_elbo):
     model = dvi.classifier(dvi.to_bayesian_(net, prior_scale=1.0), num_data=600)
     guide = make_guide(model)
     decay = partial(ExponentialLR, gamma=0.03 ** (1 / EPOCHS))
-    adam = dvi.optim.Adam(dvi.optim.learning_rates(0.05), scheduler=decay)
+    adam = dvi.optim.Adam(0.05, scheduler=decay)
     svi = SVI(model, guide, adam, loss=make_elbo(kl_weight=kl_weight))
     dvi.fit(svi, loader, EPOCHS, progress=False)
     return model, guide

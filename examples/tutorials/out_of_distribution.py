@@ -84,7 +84,7 @@ for name, (make_guide, make_elbo) in METHODS.items():
         dvi.to_bayesian_(net, prior_scale=dvi.bayesian.fan_in), num_data=500
     )
     guide = make_guide(model, kl_weight=KL_WEIGHT) if name == "MAP" else make_guide(model)
-    adam = dvi.optim.Adam(dvi.optim.learning_rates(0.01))
+    adam = dvi.optim.Adam(0.01)
     optimizer = dvi.VOGN({}) if name == "VOGN" else adam
     svi = SVI(model, guide, optimizer, make_elbo(kl_weight=KL_WEIGHT))
     dvi.fit(svi, loader, epochs=80, progress=False)

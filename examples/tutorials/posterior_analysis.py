@@ -82,7 +82,7 @@ for name, (make_guide, elbo) in METHODS.items():
     pyro.set_rng_seed(0)
     model = make_model()
     guide = make_guide(model)
-    adam = dvi.optim.Adam(dvi.optim.learning_rates(0.03))
+    adam = dvi.optim.Adam(0.03)
     svi = SVI(model, guide, dvi.VOGN({}) if name == "VOGN" else adam, elbo)
     history = dvi.fit(svi, [train], epochs=270, progress=False)
     earlier = dvi.diagnostics.scale_snapshot(guide)

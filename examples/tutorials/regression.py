@@ -93,7 +93,7 @@ EPOCHS = {
 
 def adam(epochs):
     decay = partial(ExponentialLR, gamma=0.1 ** (1 / epochs))  # decays to a tenth
-    return dvi.optim.Adam(dvi.optim.learning_rates(0.02), scheduler=decay)
+    return dvi.optim.Adam(0.02, scheduler=decay)
 
 
 curvature = dvi.curvature.GGNDiagonal()

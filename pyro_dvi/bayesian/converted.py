@@ -47,18 +47,18 @@ class Placed:
     """
 
     given: TorchDistributionMixin
-    _built: tuple[Tensor, Any] | None = field(default=None, init=False)
+    _built: tuple[Any, Any] | None = field(default=None, init=False)
 
     def placed(self, buffer: Tensor, shape: torch.Size) -> TorchDistributionMixin:
-        """Return the distribution expanded to a shape, all dimensions as one event; built once for each buffer."""
-        # Moving a module replaces its buffers, so the identity of the buffer stands for dtype and device.
-        if self._built is not None and self._built[0] is buffer:
+        """Return the distribution expanded to a shape, all dimensions as one event; built once a place and shape."""
+        place = type(buffer), buffer.device, buffer.dtype, shape
+        if self._built is not None and self._built[0] == place:
             return self._built[1]
         # Expanding makes an object of its own; initial_value is written on it, and one prior may serve several.
         batch = shape[: len(shape) - len(self.given.event_shape)]
         built = placed_like(self.given, buffer).expand(batch).to_event(len(batch))
         # Tensors made in inference mode cannot be trained through later.
-        self._built = None if torch.is_inference_mode_enabled() else (buffer, built)
+        self._built = None if torch.is_inference_mode_enabled() else (place, built)
         return built
 
     def __getstate__(self) -> dict[str, Any]:

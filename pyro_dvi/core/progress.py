@@ -7,6 +7,8 @@ from typing import Any
 
 from tqdm.std import tqdm
 
+DELAY = 1.0  # seconds before a bar appears: short work has none
+
 
 def progress_bar(
     show: bool,
@@ -16,7 +18,7 @@ def progress_bar(
     label: str | None = None,
     of: Iterable[Any] | None = None,
 ) -> Any:
-    """Return a bar: shown where the output is a terminal, or in a notebook, there as text if ipywidgets is missing.
+    """Return a bar: shown in a terminal or a notebook, for work that takes longer than ``DELAY``.
 
     ``disable=None`` is tqdm's own test for a terminal, which a notebook is not. ``tqdm.auto`` would load IPython and
     warn where ipywidgets is missing.
@@ -29,4 +31,4 @@ def progress_bar(
 
         bar = tqdm if getattr(notebook, "IProgress", None) is None else notebook.tqdm
         unseen = False
-    return bar(of, label, total, unit=unit, disable=unseen if show else True, dynamic_ncols=True)
+    return bar(of, label, total, unit=unit, disable=unseen if show else True, dynamic_ncols=True, delay=DELAY)

@@ -12,6 +12,7 @@ from torch import Tensor
 from pyro_dvi.bayesian import init_to_module
 from pyro_dvi.core.arguments import check_count, check_positive, with_missing
 from pyro_dvi.core.file_format import FORMAT_VERSION, check_format_version
+from pyro_dvi.core.undisturbed import device_of
 from pyro_dvi.errors import GuideError, warn
 from pyro_dvi.guides.base import FactorisedGuide
 from pyro_dvi.guides.factors import Deterministic, Factor
@@ -21,13 +22,14 @@ from pyro_dvi.laplace.fitted import Fitted, ModelReference, PointMass, rescaled_
 from pyro_dvi.laplace.methods.method import GaussianOutputs, LaplacePosterior
 from pyro_dvi.laplace.mode.convergence import Certificate
 
+_STAY = "predict(model, guide, x, method=Linearised()) stays at the mode."
 DRAWN_WEIGHTS = (
     "weights are drawn from a Laplace posterior: they are outside the neighbourhood of the mode in which the Gaussian "
-    "was fitted, and predictions are too wide. predict(model, guide, x, method=Linearised()) stays at the mode."
+    f"was fitted, and predictions are too wide. {_STAY}"
 )
 WIDE_WEIGHTS = (
     "the variances of a Laplace posterior are propagated through the network: unless it is linear in the weights, like "
-    "a last layer, predictions can be far too wide. predict(model, guide, x, method=Linearised()) stays at the mode."
+    f"a last layer, predictions can be far too wide. {_STAY}"
 )
 
 
@@ -44,11 +46,12 @@ class GaussianAtMode(FactorisedGuide):
         self,
         model: Callable,
         *,
-        kl_weight: float = 1.0,
+        kl_weight: float | None = None,
         temperature: float = 1.0,
         init_loc_fn: Callable = init_to_module,
         create_plates: Callable | None = None,
     ) -> None:
+        self._learns_kl_weight, kl_weight = kl_weight is None, 1.0 if kl_weight is None else kl_weight
         check_positive("kl_weight", kl_weight)
         check_positive("temperature", temperature)
         super().__init__(model, init_loc_fn=init_loc_fn, create_plates=create_plates)
@@ -62,6 +65,11 @@ class GaussianAtMode(FactorisedGuide):
     def _factor_of(self, name: str, site: Any, loc: Tensor) -> Factor:
         return Deterministic()
 
+    def check_objective(self, objective: Any) -> None:
+        """Adopt the KL weight of an objective, unless the guide was given one."""
+        if self._learns_kl_weight and hasattr(objective, "current_kl_weight"):
+            self.kl_weight = objective.current_kl_weight()
+
     def unconstrained_mode(self) -> dict[str, Tensor]:
         """Return a copy of the mode of every site in unconstrained space."""
         return {site.name: site.loc.detach().clone() for site in self._sites()}
@@ -74,7 +82,7 @@ class GaussianAtMode(FactorisedGuide):
     def _point_mass(self, batches: Iterable[Any] | None = None) -> PointMass:
         """Return the present mode, after initialising a new guide with the first batch."""
         if batches is not None:
-            device = self._plain_model.device
+            device = device_of(self._plain_model.get())
             refuse_torch_modes(device)
             if self.prototype_trace is None:
                 args, kwargs = next(iter(Passes(batches, device)))
@@ -98,7 +106,9 @@ class GaussianAtMode(FactorisedGuide):
         """
         return GaussianOutputs.of(*self._query(inputs, site), joint=joint)
 
-    def functions(self, count: int, *, seed: int = 0, site: str | None = None) -> Callable[..., Tensor]:
+    def functions(
+        self, count: int, *, seed: int | None = None, site: str | None = None
+    ) -> Callable[..., Tensor]:
         r"""Draw functions from the posterior of the linearised model.
 
         .. math:: f_s(x) = f(x; \hat u) + J(x)\,(u_s - \hat u), \qquad u_s \sim \mathcal N(\hat u, P^{-1})
@@ -108,7 +118,7 @@ class GaussianAtMode(FactorisedGuide):
 
         Args:
             count: S, the number of functions; S vectors of all latents are kept.
-            seed: of the draws.
+            seed: of the draws; by default one from the global generator.
             site: as for :meth:`predictive`.
 
         Returns:
@@ -121,6 +131,7 @@ class GaussianAtMode(FactorisedGuide):
         """
         check_count("count", count)
         posterior = self.fitted.posterior
+        seed = int(torch.randint(2**31 - 1, ())) if seed is None else seed
         generator = torch.Generator(posterior.mode.device).manual_seed(seed)
         steps = posterior.draw(count, generator).detach() - posterior.mode
 
@@ -162,8 +173,7 @@ class GaussianAtMode(FactorisedGuide):
         if fitted is None:
             raise GuideError(
                 "this LaplaceGuide has no Gaussian: call guide.fit(batches, method) after training; after a fit that "
-                "failed, guide.polish(batches) first, or use GGN(), which exists at any mode. predict(..., "
-                "method=AtMean()) predicts at the mode"
+                "failed, guide.polish(batches) first, or use GGN(). predict(..., method=AtMean()) stays at the mode"
             )
         change = self._point_mass().change_since(fitted.point)
         if change is not None:
@@ -222,12 +232,11 @@ class GaussianAtMode(FactorisedGuide):
         :meth:`fit` it is a draw from the Gaussian, with a warning.
         """
         self.initialize(*args, **kwargs)
-        fitted = self._fitted
         if torch.is_grad_enabled() or not self._is_expected:
             return super().forward(*args, **kwargs)
-        ended = "the last guide.fit ended in an error"
-        change = ended if fitted is None else self._point_mass().change_since(fitted.point)
-        if fitted is None or change is not None:
+        fitted, change = self._fitted, None
+        if fitted is None or (change := self._point_mass().change_since(fitted.point)) is not None:
+            change = change or "the last guide.fit ended in an error"
             warn(f"{change}: the guide is a point mass until it is fitted again")
             return super().forward(*args, **kwargs)
         warn(DRAWN_WEIGHTS)
@@ -275,6 +284,7 @@ class GaussianAtMode(FactorisedGuide):
             "gaussian": None if self._fitted is None else self._fitted.state(),
             "certificate": None if self._certificate is None else self._certificate.state(),
             "scale_factors": dict(self.scale_factors),
+            "kl_weight": self.kl_weight,
         }
 
     def set_extra_state(self, state: Any) -> None:
@@ -286,6 +296,7 @@ class GaussianAtMode(FactorisedGuide):
         state = {} if state is None else state
         check_format_version("the state of the guide", state.get("version", 1))
         self.scale_factors = dict(state.get("scale_factors", {}))
+        self.kl_weight = state.get("kl_weight", 1.0) if self._learns_kl_weight else self.kl_weight
         self._fitted, self._failed = Fitted.from_state(state.get("gaussian")), False
         self._certificate = Certificate.from_state(state.get("certificate"))
 
@@ -304,10 +315,9 @@ class GaussianAtMode(FactorisedGuide):
             found = "a minimum" if known.curvature == "Hessian" else "a stationary point"
             if len(known.sites) < len(point.locs):
                 found += f" in {len(known.sites)} of {len(point.locs)} sites"
-        parts = [f"mode of {sum(u.numel() for u in point.locs.values())} latents, {found}"]
-        if self._fitted is None:
-            parts.append("no Gaussian yet: guide.fit(batches)")
-        else:
-            parts.append(f"{self._fitted.posterior!r}, precision {type(self._fitted.precision).__name__}")
-            parts.append(point.change_since(self._fitted.point) or "")
-        return f"{type(self).__name__}({'; '.join(filter(None, parts))})"
+        gaussian, change = "no Gaussian yet: guide.fit(batches)", None
+        if self._fitted is not None:
+            gaussian = f"{self._fitted.posterior!r}, precision {type(self._fitted.precision).__name__}"
+            change = point.change_since(self._fitted.point)
+        mode = f"mode of {sum(u.numel() for u in point.locs.values())} latents, {found}"
+        return f"{type(self).__name__}({'; '.join(filter(None, (mode, gaussian, change)))})"

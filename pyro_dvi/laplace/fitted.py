@@ -14,7 +14,6 @@ from torch.distributions import constraints
 
 from pyro_dvi.core.arguments import check_positive
 from pyro_dvi.core.batches import mapped
-from pyro_dvi.core.undisturbed import device_of
 from pyro_dvi.errors import ArgumentError, CheckpointError, GuideError, UnsupportedError, warn
 from pyro_dvi.laplace.energy.energy import Energy
 from pyro_dvi.laplace.energy.precision import GGN, Hessian, PrecisionMatrix
@@ -47,8 +46,7 @@ class PointMass:
 
     def state(self) -> dict[str, Any]:
         """Return tensors and plain values, for files."""
-        model = None if self.model is None else self.model.state()
-        return {**vars(self), "scale_factors": dict(self.scale_factors), "model": model}
+        return {**vars(self), "model": None if self.model is None else self.model.state()}
 
     @staticmethod
     def from_state(state: Mapping[str, Any]) -> "PointMass":
@@ -99,7 +97,7 @@ class PointMass:
             temperature=self.temperature,
         )
         if self.scale_factors:
-            run = energy.first_run(energy.start)[1]
+            run = energy.at(energy.start).first.run
             names = [*run.log_priors, *(site.name for site in run.sites)]
             for name in self.scale_factors.keys() - names:
                 raise ArgumentError(f"scale_factors: the model has no site {name!r}; there are {names}")
@@ -134,10 +132,9 @@ def _entries(name: str, given: Tensor | bool, loc: Tensor) -> Tensor | None:
         return None
     mask = torch.tensor(False) if given is False else given
     if not torch.is_tensor(mask) or mask.dtype != torch.bool or mask.shape not in (loc.shape, ()):
-        raise ArgumentError(
-            f"subset[{name!r}] must be True, False, or a boolean tensor of shape {tuple(loc.shape)}, unconstrained; "
-            f"got {getattr(mask, 'dtype', mask)} of shape {tuple(getattr(mask, 'shape', ()))}"
-        )
+        wanted = f"True, False, or a boolean tensor of shape {tuple(loc.shape)}, unconstrained"
+        got = f"{getattr(mask, 'dtype', mask)} of shape {tuple(getattr(mask, 'shape', ()))}"
+        raise ArgumentError(f"subset[{name!r}] must be {wanted}; got {got}")
     return None if bool(mask.all()) else mask.to(loc.device).expand(loc.shape).flatten().nonzero()[:, 0]
 
 
@@ -175,15 +172,9 @@ class ModelReference:
         """
         if self._model is None:
             raise GuideError(
-                "this LaplaceGuide was loaded without its model: use predict(model, guide, x), or build "
-                "LaplaceGuide(model), call its initialize(*args) and load_state_dict(loaded.state_dict())"
+                "this LaplaceGuide was loaded without its model: use predict(model, guide, x), or load_state_dict"
             )
         return self._model
-
-    @property
-    def device(self) -> torch.device | None:
-        """Device of the tensors of a module; None if it has none."""
-        return device_of(self.get())
 
     def __deepcopy__(self, memo: Any) -> "ModelReference":
         return self
@@ -248,10 +239,10 @@ class Fitted:
         known = self.point.model
         differences = "" if known is None else known.differences(model, latents, plates)
         if differences:
-            raise GuideError(
-                f"the model has changed since guide.fit, or is another one ({differences}; in evaluation mode, at the "
-                "mode, at made-up inputs): use the model of the fit, with its state, or fit again"
+            what = (
+                f"the model has changed since guide.fit, or is another one ({differences}; at made-up inputs)"
             )
+            raise GuideError(f"{what}: use the model of the fit, with its state, or fit again")
 
     # In files: tensors and plain values ---------------------------------------------------------------------------
 
@@ -288,10 +279,11 @@ class Fitted:
                 {"GGN": GGN, "Hessian": Hessian}[state["precision"]](),
             )
         except (KeyError, TypeError) as error:
-            raise CheckpointError(
-                f"the Gaussian in this state cannot be restored ({type(error).__name__}: {error}): import its class "
-                "or, if saved by another version, load without it (state['_extra_state'] = None) and fit again"
-            ) from error
+            what = f"the Gaussian in this state cannot be restored ({type(error).__name__}: {error})"
+            remedy = (
+                "import its class or, if saved by another version, set _extra_state to None and fit again"
+            )
+            raise CheckpointError(f"{what}: {remedy}") from error
 
     def moved(self, function: Callable[[Tensor], Tensor]) -> "Fitted | None":
         """Return a copy with ``function`` applied to all tensors; None as :meth:`state`."""
@@ -331,10 +323,7 @@ class Draws(dist.TorchDistribution):
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Raise an error: a method has draws or covariances, but not always a density."""
-        raise UnsupportedError(
-            "draws from a fitted LaplaceGuide have no density for a loss: compute losses before guide.fit, or "
-            "with gradients enabled, as svi.step does"
-        )
+        raise UnsupportedError("a LaplaceGuide has no density: compute losses before guide.fit")
 
 
 def _draw(posterior: LaplacePosterior, count: int) -> Tensor:

@@ -18,7 +18,7 @@ from pyro_dvi.laplace.energy.query import Query, Subset
 from pyro_dvi.laplace.evidence.candidates import PriorPrecision, Scale
 from pyro_dvi.laplace.evidence.evidence import ByLanczos, Evidence, log_evidence
 from pyro_dvi.laplace.evidence.scale_tuning import ByEvidence, Criterion, TuningCurve, tune_together
-from pyro_dvi.laplace.fitted import Fitted, PointMass
+from pyro_dvi.laplace.fitted import Fitted, PointMass, rescaled_model
 from pyro_dvi.laplace.methods.full_and_low_rank import Dense
 from pyro_dvi.laplace.methods.method import LaplacePosterior, Method, check_method
 from pyro_dvi.laplace.mode.convergence import Certificate, check_mode, check_policy
@@ -40,7 +40,8 @@ class LaplaceGuide(GaussianAtMode):
 
     Args:
         model: a Pyro model whose latents are continuous.
-        kl_weight: :math:`\beta` of the training objective; it tempers the likelihood, :math:`p(D \mid u)^{1/\beta}`.
+        kl_weight: :math:`\beta`, which tempers the likelihood, :math:`p(D \mid u)^{1/\beta}`. None: the weight in the
+            objective that trains the guide, and 1 without one.
         temperature: T, a factor of the covariance; it does not change the mode.
         init_loc_fn: Pyro initialisation strategy of the mode; by default the weights that a network had before
             :func:`~pyro_dvi.to_bayesian_`, so a trained network is already a mode.
@@ -171,7 +172,7 @@ class LaplaceGuide(GaussianAtMode):
         subset: Subset | None = None,
         unconverged: str = "refuse",
         seed: int = 0,
-        progress: bool = False,
+        progress: bool = True,
     ) -> LaplacePosterior:
         """Fit the Gaussian around the mode and return it; it is also ``guide.posterior``.
 
@@ -185,8 +186,7 @@ class LaplaceGuide(GaussianAtMode):
                 False or boolean masks of their unconstrained entries; see :func:`~pyro_dvi.laplace.largest_variance`.
                 The rest stays at its mode. None: all.
             unconverged: policy for a mode that is not a minimum, or if U has kinks (ReLU): ``"refuse"`` raises an error
-                if the precision is the Hessian and warns otherwise; ``"use_ggn"`` uses the Gauss-Newton matrix instead,
-                with a warning; ``"accept"`` does not check.
+                if the precision is the Hessian and warns otherwise; ``"accept"`` does not check.
             seed: of random numbers.
             progress: show the work done, in full-data gradients, in a terminal or notebook.
 
@@ -201,19 +201,17 @@ class LaplaceGuide(GaussianAtMode):
         check_policy(unconverged)
         check_method(method)
         energy = self._point_mass(batches).energy(self._plain_model.get(), batches, subset)
-        return self._fit(
-            energy, method, unconverged, lambda used, local: used.fit(local, seed=seed), progress
-        )
+        return self._fit(energy, method, unconverged, lambda local: method.fit(local, seed=seed), progress)
 
     def _fit(
         self,
         energy: Energy,
         method: Method,
         policy: str,
-        make: Callable[[Method, LocalEnergy], LaplacePosterior],
+        make: Callable[[LocalEnergy], LaplacePosterior],
         progress: bool,
     ) -> LaplacePosterior:
-        """Check that the mode is a minimum, and make the Gaussian by a function of the method and of U.
+        """Check that the mode is a minimum, and make the Gaussian by a function of U.
 
         A tuned U counts only where the mode was polished since; else the mode belongs to the model as it is written.
         """
@@ -222,23 +220,21 @@ class LaplaceGuide(GaussianAtMode):
         known, factors, looked_at = self._certificate, point.scale_factors, energy
         if factors and not (known and known.is_of(point)):
             factors, looked_at = {}, energy.with_model(model)
-        if known and not (
-            known.is_of(replace(point, scale_factors=factors)) and known.covers(looked_at, model, latents)
-        ):
-            known = None
+        used = replace(point, scale_factors=factors)
+        known = known if known and known.is_of(used) and known.covers(looked_at, model, latents) else None
         with progress_bar(progress, None, unit="gradient") as bar:
             energy.work.report = looked_at.work.report = bar.update
-            used, found = check_mode(policy, method, looked_at, known)
-            posterior = make(used, energy.at(energy.start))
+            found = check_mode(policy, method, looked_at, known)
+            posterior = make(energy.at(energy.start))
             energy.work.report = None
             seen = point.seen_with(energy, model, latents)
             if found is not None and found.newton_decrement is None and not found.at_saddle:
-                found = distance_by(posterior, found, looked_at.at(looked_at.start))
+                found = distance_by(posterior, found, looked_at)
                 if found.decrement_at_least > found.tolerance:
                     warn(f"the Gaussian is put around a mode that is no minimum. {found}")
         if found is not None and found.near:
             self._certificate = Certificate.of(replace(seen, scale_factors=factors), looked_at, found)
-        self._fitted, self._failed = Fitted(posterior, energy.layout, seen, used.precision, used), False
+        self._fitted, self._failed = Fitted(posterior, energy.layout, seen, method.precision, method), False
         return posterior
 
     def log_evidence(
@@ -294,7 +290,8 @@ class LaplaceGuide(GaussianAtMode):
 
         The mode does not move, although it is not the minimum of U with another scale (``polish`` moves it there).
         Values are relative to the scales in the code of the model; several scales are tuned in turn until none changes.
-        Tune classifiers on validation data if you can: with the evidence, their probabilities are under-confident.
+        Tune classifiers on validation data if you can: with the evidence, their probabilities are under-confident,
+        and there is a warning.
 
         Args:
             batches: all the data.
@@ -331,18 +328,19 @@ class LaplaceGuide(GaussianAtMode):
         check_policy(unconverged)
         model, point = self._plain_model.get(), self._point_mass(batches)
 
+        whole = point.energy(model, batches, subset)
+
         def energy_of(factors: Mapping[str, float]) -> Energy:
-            return replace(point, scale_factors=factors).energy(model, batches, subset)
+            return whole.with_model(rescaled_model(model, factors))
 
         options: Any = {"values": values, "refinements": refinements, "progress": progress}
         curve, factors, candidates, value = tune_together(
-            scales, energy_of, self.scale_factors, criterion, method=chosen, seed=seed, **options
+            scales, whole, energy_of, self.scale_factors, criterion, method=chosen, seed=seed, **options
         )
         self.scale_factors = factors
 
-        def posterior_of(used: Method, local: LocalEnergy) -> LaplacePosterior:
-            known = candidates.reweighted(value) if used is chosen else None
-            return used.fit(local, seed=seed) if known is None else known
+        def posterior_of(local: LocalEnergy) -> LaplacePosterior:
+            return candidates.reweighted(value) or chosen.fit(local, seed=seed)
 
         self._fit(candidates.local(value).energy, chosen, unconverged, posterior_of, progress)
         return curve
@@ -389,9 +387,7 @@ def largest_variance(guide: LaplaceGuide, size: int) -> dict[str, Tensor]:
     variances, layout = guide.fitted.posterior.marginal_variance(), guide.fitted.layout
     check_count("size", size)
     if size > layout.size:
-        raise ArgumentError(
-            f"size must be at most {layout.size}, the number of latents of the fit, not {size}"
-        )
+        raise ArgumentError(f"size must be at most {layout.size}, the latents of the fit, not {size}")
     chosen = torch.zeros_like(variances, dtype=torch.bool)
     chosen[variances.topk(size).indices] = True
     return layout.place(layout.split(chosen))

@@ -181,9 +181,8 @@ class SpectralQuadrature:
         # Padding may lie outside f's domain.
         nodes = torch.where(self.weights > 0, self.nodes, self.nodes[:, :1])
         per_probe = self.dim * (self.weights * function(nodes)).sum(-1)
-        error = (
-            per_probe.std() / len(per_probe) ** 0.5 if len(per_probe) > 1 else per_probe.new_tensor(torch.nan)
-        )
+        several = len(per_probe) > 1
+        error = per_probe.std() / len(per_probe) ** 0.5 if several else per_probe.new_tensor(torch.nan)
         return TraceEstimate(float(per_probe.mean()), float(error))
 
     def log_determinant(self, shift: float = 0.0) -> TraceEstimate:
@@ -208,11 +207,9 @@ class SpectralQuadrature:
         """
         lowest = float(self.nodes[self.weights > 0].min()) + shift
         if lowest <= 0:
-            raise NotPositiveDefiniteError(
-                f"log det(A + c I) with c = {shift:.6g}: an eigenvalue of A + c I is at most {lowest:.3g}. Reach a "
-                "minimum first (guide.polish), or use a positive definite curvature such as GGN(), or a larger c.",
-                curvature=lowest,
-            )
+            found = f"log det(A + c I) with c = {shift:.6g}: an eigenvalue of A + c I is at most {lowest:.3g}"
+            remedy = "reach a minimum first (guide.polish), or use GGN(), or a larger c"
+            raise NotPositiveDefiniteError(f"{found}: {remedy}", curvature=lowest)
         return self.trace(lambda nodes: (nodes + shift).log())
 
 

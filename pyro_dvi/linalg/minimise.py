@@ -211,9 +211,7 @@ def minimise_newton(
     x = start.detach()
     value, gradient = _evaluated(problem, x)
     if not math.isfinite(value) or not bool(gradient.isfinite().all()):
-        raise NonFiniteError(
-            "the function or its gradient is NaN or infinite at the start of the minimisation"
-        )
+        raise NonFiniteError("the function or its gradient is NaN or infinite at the start")
 
     def product(vectors: Tensor) -> Tensor:
         return problem.product(x, vectors)
@@ -266,9 +264,8 @@ def _newton_direction(
         return gradient, 0.0, 0.0
     forcing = min(0.1, math.sqrt(size / (first or size)))
     try:
-        solution = conjugate_gradients(
-            product, -gradient.unsqueeze(0), tolerance=forcing, max_iterations=10 * krylov_steps
-        )
+        most = 10 * krylov_steps
+        solution = conjugate_gradients(product, -gradient[None], tolerance=forcing, max_iterations=most)
     except NotPositiveDefiniteError as error:
         assert error.direction is not None
         return _downhill(error.direction / error.direction.norm(), gradient), math.inf, 0.0

@@ -24,10 +24,7 @@ def apply(operator: Operator, vectors: Tensor) -> Tensor:
     """
     products = operator(vectors).detach()
     if not bool(products.sum().isfinite()) and not bool(products.isfinite().all()):
-        raise NonFiniteError(
-            "the product of the operator with a finite vector is NaN or infinite; check the point at which the "
-            "operator was built, or build it in float64"
-        )
+        raise NonFiniteError("the product of the operator with a finite vector is NaN or infinite")
     return products.to(vectors)
 
 
@@ -156,10 +153,6 @@ def _factor(matrix: Tensor, rounding: Tensor, directions: Tensor) -> Tensor:
     values, vectors = torch.linalg.eigh(matrix)
     direction = directions @ vectors[:, 0]
     curvature = float(values[0] / direction.square().sum())
-    raise NotPositiveDefiniteError(
-        f"conjugate gradients met a direction d with d'A d / d'd = {curvature:.3g}, which is not above the rounding "
-        f"error of {matrix.dtype}. Reach a minimum first, or use a positive definite matrix (the Gauss-Newton matrix, "
-        "a damped Hessian); where the matrix is known to be positive, use float64.",
-        direction=direction,
-        curvature=curvature,
-    )
+    met = f"conjugate gradients met d'A d / d'd = {curvature:.3g}, not above the rounding error of {matrix.dtype}"
+    remedy = "reach a minimum first, or use a positive definite matrix (such as Gauss-Newton), or float64"
+    raise NotPositiveDefiniteError(f"{met}: {remedy}", direction=direction, curvature=curvature)

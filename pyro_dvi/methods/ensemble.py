@@ -2,16 +2,14 @@
 """Ensembles of any method."""
 
 import copy
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import pyro
 
-from pyro_dvi.core.arguments import check_count
 from pyro_dvi.errors import ArgumentError
 from pyro_dvi.methods.method import Method
-from pyro_dvi.methods.models import is_network
+from pyro_dvi.methods.models import Loader, is_network
 from pyro_dvi.methods.posterior import Posterior
 from pyro_dvi.methods.trained import MAP
 from pyro_dvi.training import EnsembleGuide
@@ -40,9 +38,7 @@ class Ensemble:
     member: Method = MAP()
     num_members: int = 5
 
-    def fit(
-        self, net: Any, loader: Iterable[Any], epochs: int, *, seed: int = 0, **options: Any
-    ) -> Posterior:
+    def fit(self, net: Any, loader: Loader, epochs: int, *, seed: int = 0, **options: Any) -> Posterior:
         """Train all members.
 
         Args:
@@ -55,26 +51,22 @@ class Ensemble:
         Raises:
             ArgumentError: a Pyro model, or a network whose layers cannot reset their weights.
         """
-        check_count("num_members", self.num_members)
-        members = []
-        for k in range(seed, seed + self.num_members):
-            posterior = self.member.fit(_with_new_weights(net, k), loader, epochs, seed=k, **options)
-            members.append(posterior.trained)
+        members = [
+            self.member.fit(_with_new_weights(net, k), loader, epochs, seed=k, **options)
+            for k in range(seed, seed + self.num_members)
+        ]
         guide = EnsembleGuide(members)
-        return Posterior(self, train_apart(lambda: (guide.model, guide), seed))
+        return Posterior(**vars(train_apart(lambda: (guide.model, guide), seed)), method=self)
 
 
 def _with_new_weights(net: Any, seed: int) -> Any:
     """Return a copy of a network with weights from a seed."""
-    if not is_network(net) or not any(hasattr(module, "reset_parameters") for module in net.modules()):
-        raise ArgumentError(
-            "an ensemble needs a torch network whose layers have reset_parameters(), as those of torch.nn; for others, "
-            "and for Pyro models, write a function that builds and trains one, and pass it to dvi.train_ensemble"
-        )
-    fresh = copy.deepcopy(net)
+    fresh = copy.deepcopy(net) if is_network(net) else None
+    layers = [] if fresh is None else [m for m in fresh.modules() if hasattr(m, "reset_parameters")]
+    if not layers:
+        raise ArgumentError("members need a network with reset_parameters(); else use dvi.train_ensemble")
     with preserve_random_state():
         pyro.set_rng_seed(seed)
-        for module in fresh.modules():
-            if hasattr(module, "reset_parameters"):
-                module.reset_parameters()
+        for layer in layers:
+            layer.reset_parameters()
     return fresh

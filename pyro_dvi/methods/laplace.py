@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Laplace's approximation of a network that is trained already, in one call."""
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
+from pyro_dvi.core.batches import check_loader
 from pyro_dvi.errors import ArgumentError
 from pyro_dvi.laplace import ByValidation, LaplaceGuide
 from pyro_dvi.methods.method import Method
@@ -23,6 +24,7 @@ class Laplace(Method):
         layers: the uncertain ones: "last" for the last ``Linear``, None for all, else a ``subset`` as for
             :meth:`LaplaceGuide.fit <pyro_dvi.LaplaceGuide.fit>`.
         covariance: a method of :mod:`pyro_dvi.laplace`; None for ``Dense()``.
+        unconverged: as for :meth:`LaplaceGuide.fit <pyro_dvi.LaplaceGuide.fit>`.
         lr: of the training, if there is one.
         prior_scale: of a network without priors.
         noise_scale: of a network whose targets are numbers.
@@ -49,6 +51,8 @@ class Laplace(Method):
 
     layers: Any = "last"
     covariance: Any = None
+    unconverged: str = "refuse"
+    temperature: float = 1.0
 
     def guide(self, model: Any) -> LaplaceGuide:
         """Return a guide at the weights that the network has."""
@@ -59,15 +63,7 @@ class Laplace(Method):
         return TaylorELBO(kl_weight=self.kl_weight)
 
     def fit(
-        self,
-        model: Any,
-        loader: Iterable[Any],
-        epochs: int = 0,
-        *,
-        validation: Any = None,
-        unconverged: str = "refuse",
-        seed: int = 0,
-        **options: Any,
+        self, model: Any, loader: Any, epochs: int = 0, *, validation: Any = None, **options: Any
     ) -> Posterior:
         """Put a Gaussian around the weights of a copy of a trained network.
 
@@ -75,33 +71,29 @@ class Laplace(Method):
             model: a trained torch module, or a Pyro model; see :meth:`Method.fit`.
             loader: all the data.
             epochs: of a training that goes before; 0 for a network that is trained.
-            validation: inputs with observations, by which the scale of the prior is tuned; None leaves it.
-            unconverged: as for :meth:`LaplaceGuide.fit <pyro_dvi.LaplaceGuide.fit>`.
-            seed: of everything random.
-            **options: of :func:`~pyro_dvi.fit`.
+            validation: inputs with observations, or a loader, on which the scale of the prior is tuned, if given.
+            **options: ``seed``, and those of :func:`~pyro_dvi.fit`.
         """
-        own = {"validation": validation, "unconverged": unconverged}
-        return super().fit(model, loader, epochs, seed=seed, **options, **own)
+        return super().fit(model, loader, epochs, validation=validation, **options)
 
-    def _train(self, svi: Any, loader: Iterable[Any], epochs: int, options: dict[str, Any]) -> History:
-        validation, unconverged = options.pop("validation"), options.pop("unconverged")
-        history, progress = History(), options.get("progress", True)
-        if epochs:
-            fit(svi, loader, epochs, history=history, **options)
+    def _train(self, svi: Any, loader: Any, epochs: int, **options: Any) -> History:
+        validation, progress = options.pop("validation"), options.get("progress", True)
+        history = fit(svi, loader, epochs, **options) if epochs else History()
         subset = self._subset(svi.model)
+        policy = {"unconverged": self.unconverged, "progress": progress}
         svi.guide.polish(loader, subset=subset, progress=progress)
-        svi.guide.fit(loader, self.covariance, subset=subset, unconverged=unconverged, progress=progress)
+        svi.guide.fit(loader, self.covariance, subset=subset, **policy)
         if validation is not None:
-            svi.guide.tune(loader, criterion=ByValidation([validation]), progress=progress)
+            held_out = [validation] if isinstance(validation, tuple | Mapping) else validation
+            check_loader(held_out, 2, role="validation")
+            svi.guide.tune(loader, criterion=ByValidation(held_out), **policy)
         return history
 
     def _subset(self, model: Any) -> Any:
         if self.layers != "last":
             return self.layers
-        named = model.named_modules() if isinstance(model, nn.Module) else ()
-        names = [name for name, module in named if isinstance(module, nn.Linear)]
+        modules = model.named_modules() if isinstance(model, nn.Module) else ()
+        names = [name for name, module in modules if isinstance(module, nn.Linear)]
         if not names:
-            raise ArgumentError(
-                'layers="last" looks for a Linear layer and finds none: name the sites, or pass None'
-            )
+            raise ArgumentError('layers="last" finds no Linear layer: name the sites, or pass layers=None')
         return f"{names[-1]}.*"

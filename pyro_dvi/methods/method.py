@@ -3,28 +3,25 @@
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, Self
 
-import pyro
 from pyro.infer import SVI
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from pyro_dvi.analysis.tuning import tune
 from pyro_dvi.bayesian import LearnedScale
-from pyro_dvi.errors import ArgumentError
-from pyro_dvi.methods.models import as_model
+from pyro_dvi.methods.models import Loader, as_model, is_network
 from pyro_dvi.methods.posterior import Posterior
-from pyro_dvi.optim import Adam, learning_rates
+from pyro_dvi.methods.tunable import Tunable
+from pyro_dvi.optim import Adam
 from pyro_dvi.training import History, fit, load
-from pyro_dvi.training.ensemble import TrainedPosterior, train_apart
+from pyro_dvi.training.ensemble import train_apart
 from pyro_dvi.training.random_state import preserve_random_state
 
 
 @dataclass(frozen=True, kw_only=True)
-class Method(ABC):
+class Method(Tunable, ABC):
     """Guide, objective and optimizer that go together.
 
     Adding one: write ``guide`` and ``elbo``, and ``optimizer`` where it is not Adam.
@@ -34,19 +31,14 @@ class Method(ABC):
         prior_scale: of a network without priors, as for :func:`~pyro_dvi.to_bayesian_`.
         noise_scale: of a network whose targets are numbers, as for :func:`~pyro_dvi.regressor`.
         kl_weight: of the objective.
-        temperature: of the objective; below 1 the posterior is narrower.
+        temperature: of the objective; below 1 the posterior is narrower. None: 0.1 for a network, 1 for a Pyro model.
     """
 
     lr: float = 0.01
     prior_scale: Any = 1.0
     noise_scale: Any = LearnedScale()
     kl_weight: float = 1.0
-    temperature: float = 1.0
-    space: ClassVar[Mapping[str, tuple[float, ...]]] = {
-        "lr": (0.003, 0.01, 0.03),
-        "prior_scale": (0.3, 1.0, 3.0),
-        "temperature": (0.01, 0.1, 1.0),
-    }
+    temperature: Any = None
 
     @abstractmethod
     def guide(self, model: Any) -> Any:
@@ -58,17 +50,21 @@ class Method(ABC):
 
     def optimizer(self, epochs: int) -> Any:
         """Return the optimizer of Pyro for a training of so many epochs."""
-        return Adam(learning_rates(self.lr), scheduler=partial(CosineAnnealingLR, T_max=max(epochs, 1)))
+        return Adam(self.lr, scheduler=partial(CosineAnnealingLR, T_max=max(epochs, 1)))
 
-    def svi(self, model: Any, loader: Iterable[Any], epochs: int) -> SVI:
+    def svi(self, model: Any, loader: Loader, epochs: int) -> SVI:
         """Return Pyro's SVI for a network or a Pyro model, before the first step."""
+        method = self.settled(model)
         with preserve_random_state(loader):  # which shuffles
             model = as_model(model, loader, self.prior_scale, self.noise_scale)
-        return SVI(model, self.guide(model), self.optimizer(epochs), loss=self.elbo())
+        return SVI(model, method.guide(model), method.optimizer(epochs), loss=method.elbo())
 
-    def fit(
-        self, model: Any, loader: Iterable[Any], epochs: int, *, seed: int = 0, **options: Any
-    ) -> Posterior:
+    def settled(self, model: Any) -> Self:
+        """Return the method with the temperature that it has for a model."""
+        is_given = self.temperature is not None
+        return self if is_given else replace(self, temperature=0.1 if is_network(model) else 1.0)
+
+    def fit(self, model: Any, loader: Loader, epochs: int, *, seed: int = 0, **options: Any) -> Posterior:
         """Train a copy of a network, or of a Pyro model.
 
         Args:
@@ -82,68 +78,24 @@ class Method(ABC):
         Raises:
             DataError: batches of a network that are not (inputs, targets).
         """
+        train = partial(self._train, loader=loader, epochs=epochs, **options)
+        return self._posterior(model, loader, epochs, seed, train)
+
+    def _posterior(self, model: Any, loader: Loader, epochs: int, seed: int, run: Any) -> Posterior:
+        """Return what ``run``, which trains or reads a file, makes of a new SVI."""
         done: dict[str, Any] = {}
 
         def train() -> tuple[Any, Any]:
             done["svi"] = svi = self.svi(model, loader, epochs)
-            done["history"] = self._train(svi, loader, epochs, options)
+            done["history"] = run(svi)
             return svi.model, svi.guide
 
-        return Posterior(self, train_apart(train, seed), **done)
+        return Posterior(**vars(train_apart(train, seed)), method=self.settled(model), **done)
 
-    def _train(self, svi: SVI, loader: Iterable[Any], epochs: int, options: dict[str, Any]) -> History:
+    def _train(self, svi: SVI, loader: Loader, epochs: int, **options: Any) -> History:
         return fit(svi, loader, epochs, **options)
 
-    def tune(
-        self,
-        model: Any,
-        loader: Iterable[Any],
-        epochs: int,
-        *,
-        validation: Any,
-        space: Mapping[str, Iterable[Any]] | None = None,
-        seed: int = 0,
-        **options: Any,
-    ) -> Posterior:
-        """Train with several settings, and return the posterior that predicts validation data best.
-
-        Args:
-            model: as for :meth:`fit`.
-            loader: as for :meth:`fit`.
-            epochs: of each training.
-            validation: inputs with observations, which are not in ``loader``.
-            space: values of arguments of this method; by default of step size, scale of the prior and temperature.
-            seed: of each training.
-            **options: of :func:`~pyro_dvi.tune`, as ``max_trainings``, ``storage`` and ``progress``.
-
-        Returns:
-            The posterior; its ``method`` has the chosen settings, and ``tuned`` is the table of trainings.
-
-        Raises:
-            ArgumentError: the space has a name that is no argument of this method.
-        """
-        space, known = self.space if space is None else space, {one.name for one in fields(self)}
-        if unknown := sorted(space.keys() - known):
-            raise ArgumentError(
-                f"{type(self).__name__} has no {unknown[0]!r} to tune; it has {sorted(known)}"
-            )
-        histories: dict[tuple[Any, ...], History] = {}
-
-        def train(**settings: Any) -> tuple[Any, Any]:
-            done = replace(self, **settings).fit(model, loader, epochs, seed=seed, progress=False)
-            done.trained.put_back()
-            histories[tuple(settings.values())] = done.history
-            return done.model, done.guide
-
-        with pyro.get_param_store().scope() as store:
-            tuned = tune(train, validation, space, seed=seed, **options)
-        method, trained = replace(self, **tuned.settings), TrainedPosterior(tuned.model, tuned.guide, store)
-        svi = SVI(tuned.model, tuned.guide, method.optimizer(epochs), loss=method.elbo())
-        return Posterior(method, trained, svi, histories[tuple(tuned.settings.values())], tuned)
-
-    def load(
-        self, path: str | os.PathLike[str], model: Any, loader: Iterable[Any], **options: Any
-    ) -> Posterior:
+    def load(self, path: str | os.PathLike[str], model: Any, loader: Loader, **options: Any) -> Posterior:
         """Read what :meth:`Posterior.save` wrote.
 
         Args:
@@ -155,11 +107,4 @@ class Method(ABC):
         Raises:
             CheckpointError: the file is none, or is that of another model or method.
         """
-        done: dict[str, Any] = {}
-
-        def read() -> tuple[Any, Any]:
-            done["svi"] = svi = self.svi(model, loader, 1)
-            done["history"] = load(path, svi, restore_random=False, **options)
-            return svi.model, svi.guide
-
-        return Posterior(self, train_apart(read, 0), **done)
+        return self._posterior(model, loader, 1, 0, partial(load, path, restore_random=False, **options))

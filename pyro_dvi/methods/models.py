@@ -3,6 +3,7 @@
 
 import copy
 from collections.abc import Iterable
+from itertools import islice
 from typing import Any
 
 from pyro.nn.module import PyroModule
@@ -11,42 +12,45 @@ from torch import Tensor, nn
 from pyro_dvi.bayesian import classifier, regressor, to_bayesian_
 from pyro_dvi.bayesian.converted import was_converted
 from pyro_dvi.bayesian.likelihoods import LikelihoodModule
-from pyro_dvi.core.batches import arguments, dataset_size
+from pyro_dvi.core.batches import arguments, check_loader, dataset_size
 from pyro_dvi.errors import DataError
+
+Loader = Iterable[Any]
 
 
 def is_network(model: Any) -> bool:
     """Return whether a model is a torch module without a likelihood, with or without priors."""
-    if not isinstance(model, nn.Module) or isinstance(model, LikelihoodModule):
-        return False
-    return not isinstance(model, PyroModule) or was_converted(model)
+    is_model = isinstance(model, LikelihoodModule) or (
+        isinstance(model, PyroModule) and not was_converted(model)
+    )
+    return isinstance(model, nn.Module) and not is_model
 
 
-def as_model(model: Any, loader: Iterable[Any], prior_scale: Any, noise_scale: Any) -> Any:
-    """Return a Pyro model: a copy of the one that is given, or of a network with priors and the likelihood of its data.
+def as_model(model: Any, loader: Loader, prior_scale: Any, noise_scale: Any) -> Any:
+    """Return a Pyro model: a copy of the given model, or of a network with priors and a likelihood for its targets.
 
-    Integer targets are labels, others get Normal noise.
+    Integer targets are labels; other targets get Normal noise.
     """
     model = copy.deepcopy(model) if isinstance(model, nn.Module) else model
     if not is_network(model):
         return model
-    size, sizes = dataset_size(loader), list[int]()
-    args: tuple[Any, ...] = ()
-    for batch in loader:
-        args, _ = arguments(batch, None)
-        sizes.append(len(args[-1]) if len(args) == 2 and isinstance(args[1], Tensor) else 0)
-        if size is not None:
-            break
-    if not sizes or not all(sizes):
+    check_loader(loader, 2)
+    size = dataset_size(loader)
+    targets = [_target(batch) for batch in (loader if size is None else islice(loader, 1))]
+    if not targets or not all(isinstance(target, Tensor) and target.dim() for target in targets):
         raise DataError(
-            "a network needs batches (inputs, targets), labels or numbers: for other batches write a Pyro model, as "
-            "def model(x, y=None), and pass it in place of the network"
+            "a network needs batches (inputs, targets), ((a, b), targets) for several inputs, or mappings of its "
+            "arguments and 'labels'; for other data, pass a Pyro model, def model(x, y=None), instead of the network"
         )
     if not was_converted(model):
         to_bayesian_(model, prior_scale)
-    num_data = size or sum(sizes)
-    return (
-        regressor(model, num_data, noise_scale)
-        if args[1].is_floating_point()
-        else classifier(model, num_data)
-    )
+    num_data = size or sum(map(len, targets))
+    if targets[0].is_floating_point():
+        return regressor(model, num_data, noise_scale)
+    return classifier(model, num_data)
+
+
+def _target(batch: Any) -> Any:
+    """Return the targets of a batch of a network; None if there are none, or several."""
+    args, named = arguments(batch, None)
+    return named.get("labels", named.get("y")) if named else args[1] if len(args) == 2 else None

@@ -2,8 +2,6 @@
 """What a method returns: model and posterior, with the calls that one makes of them."""
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +15,7 @@ from pyro_dvi.training.ensemble import TrainedPosterior
 
 
 @dataclass(frozen=True, eq=False)
-class Posterior:
+class Posterior(TrainedPosterior):
     """A model with its trained guide, and what one does with the two.
 
     Pyro's parameter store holds its parameters only while one of these methods runs, so that several posteriors do not
@@ -25,8 +23,10 @@ class Posterior:
     of your own: the step size of the one here has fallen to zero.
 
     Attributes:
+        model: the Pyro model: a copy of what was given to the method, where that is a module.
+        guide: the trained guide.
+        store: the parameters, as a state of Pyro's store.
         method: the method, with the settings that it was trained with.
-        trained: model, guide and their parameters.
         svi: Pyro's SVI; None for an ensemble.
         history: of the training.
         tuned: the table of trainings that settings were chosen from; None without a choice.
@@ -42,47 +42,30 @@ class Posterior:
         (torch.Size([40]), 'epochs')
     """
 
-    method: Any
-    trained: TrainedPosterior = field(repr=False)
+    method: Any = None
     svi: Any = field(default=None, repr=False)
     history: History = field(default_factory=History, repr=False)
     tuned: Tuned | None = field(default=None, repr=False)
-
-    @property
-    def model(self) -> Any:
-        """The Pyro model: a copy of what was given to the method, where that is a module."""
-        return self.trained.model
-
-    @property
-    def guide(self) -> Any:
-        """The trained guide."""
-        return self.trained.guide
 
     @property
     def elbo(self) -> Any:
         """The objective; None for an ensemble."""
         return None if self.svi is None else self.svi.loss.__self__
 
-    @contextmanager
-    def in_store(self) -> Iterator[None]:
-        """Let Pyro's parameter store hold the parameters of this posterior, and no others, in a block."""
-        with self.trained.in_store():
-            yield
-
-    def predict(self, data: Any, rule: PredictionRule | None = None, **options: Any) -> Prediction:
-        """Predict inputs, by the rule of the method unless another is given; see :func:`~pyro_dvi.predict`."""
+    def predict(self, data: Any, method: PredictionRule | None = None, **options: Any) -> Prediction:
+        """Predict inputs, by the rule of the method unless ``method`` names another; see :func:`~pyro_dvi.predict`."""
         with self.in_store():
-            return predict(self.model, self.guide, data, rule, **options)
+            return predict(self.model, self.guide, data, method, **options)
 
     def to_arviz(self, data: Any, **options: Any) -> Any:
         """Return an object of ArviZ; see :func:`~pyro_dvi.to_arviz`."""
         with self.in_store():
             return to_arviz(self.model, self.guide, data, **options)
 
-    def export(self, example: Any, rule: PredictionRule | None = None, **options: Any) -> Predictor:
+    def export(self, example: Any, method: PredictionRule | None = None, **options: Any) -> Predictor:
         """Return a torch module that predicts without Pyro; see :func:`~pyro_dvi.predictor`."""
         with self.in_store():
-            return predictor(self.model, self.guide, example, rule, **options)
+            return predictor(self.model, self.guide, example, method, **options)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a file that ``load`` of the same method reads.
@@ -91,8 +74,6 @@ class Posterior:
             UnsupportedError: it is an ensemble.
         """
         if self.svi is None:
-            raise UnsupportedError(
-                "an ensemble has no file of its own: save the state_dict of posterior.guide, or each member by itself"
-            )
+            raise UnsupportedError("an ensemble is saved with torch.save(posterior.guide.state_dict(), path)")
         with self.in_store():
             save(path, self.svi, history=self.history)

@@ -43,7 +43,6 @@ class VariationalLaplace(Method):
     """
 
     curvature: Any = None
-    temperature: float = 0.1
 
     def guide(self, model: Any) -> MeanFieldGuide:
         """Return an untrained guide."""
@@ -51,8 +50,7 @@ class VariationalLaplace(Method):
 
     def elbo(self) -> TaylorELBO:
         """Return the objective."""
-        given = {} if self.curvature is None else {"curvature": self.curvature}
-        return TaylorELBO(kl_weight=self.kl_weight, temperature=self.temperature, **given)
+        return TaylorELBO(kl_weight=self.kl_weight, temperature=self.temperature, curvature=self.curvature)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +68,6 @@ class MomentPropagation(Method):
     """
 
     posterior: Callable[[Any], Any] = MultiplicativeNoiseGuide
-    temperature: float = 0.1
 
     def guide(self, model: Any) -> Any:
         """Return an untrained guide."""
@@ -98,7 +95,6 @@ class NaturalGradients(Method):
 
     by: Callable[[dict[str, Any]], Any] = VOGN
     max_step: float = 0.15
-    temperature: float = 0.1
     space: ClassVar = {
         "max_step": (0.05, 0.15, 0.5),
         "prior_scale": (0.3, 1.0, 3.0),
@@ -131,6 +127,7 @@ class MAP(Method):
         temperature: without effect on a point.
     """
 
+    temperature: float = 1.0
     space: ClassVar = {"lr": (0.003, 0.01, 0.03), "prior_scale": (0.3, 1.0, 3.0)}
 
     def guide(self, model: Any) -> AutoDelta:

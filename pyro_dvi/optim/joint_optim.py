@@ -17,9 +17,10 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from pyro_dvi.core.arguments import misfit
 from pyro_dvi.errors import ArgumentError
-from pyro_dvi.optim.learning_rates import LearningRates
+from pyro_dvi.optim.learning_rates import LearningRates, learning_rates
 
 Options = dict[str, Any] | Callable[..., dict[str, Any]]
+Rates = Options | float
 Scheduler = Callable[[Optimizer], Any] | None
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -278,7 +279,8 @@ def for_svi(constructor: type[Optimizer]) -> Callable[[Callable[P, R]], Callable
             reason = misfit(fn, args, kwargs)
             if reason is None:
                 options = args[0] if args else kwargs["optim_args"]
-                if isinstance(options, dict) or callable(options):
+                is_rate = module == "torch.optim" and isinstance(options, int | float)
+                if is_rate or isinstance(options, dict) or callable(options):
                     return fn(*args, **kwargs)
                 reason = f"optim_args must be a dict of options, got {reprlib.repr(options)}"
             raise ArgumentError(
@@ -298,7 +300,7 @@ def for_svi(constructor: type[Optimizer]) -> Callable[[Callable[P, R]], Callable
 
 @for_svi(torch.optim.Adam)
 def Adam(  # noqa: N802 (Pyro's style)
-    optim_args: Options, clip_args: Any = None, *, scheduler: Scheduler = None
+    optim_args: Rates, clip_args: Any = None, *, scheduler: Scheduler = None
 ) -> JointOptim:
     """Adam for SVI (Kingma & Ba, 2015), one :class:`torch.optim.Adam` over all parameters.
 
@@ -306,7 +308,9 @@ def Adam(  # noqa: N802 (Pyro's style)
     differences.
 
     Args:
-        optim_args: options of the torch optimizer, :func:`learning_rates`, or any function of the parameter's name.
+        optim_args: the learning rate of means; posterior scales then have ten times this rate, as by
+            :func:`learning_rates`. Or, as in Pyro, options of the torch optimizer, the same for all parameters, or any
+            function of the parameter's name.
         clip_args: as for :class:`JointOptim`: ``{"clip_norm": 10.0}`` bounds the norm of each gradient separately, and
             ``{"max_norm": num_data, "norm_type": math.inf}`` rescales all gradients so that no entry exceeds the number
             of examples. Losses are sums over the data; for mean losses, this bound would be one.
@@ -326,8 +330,7 @@ def Adam(  # noqa: N802 (Pyro's style)
     Example:
         >>> from functools import partial
         >>> from torch.optim.lr_scheduler import CosineAnnealingLR
-        >>> from pyro_dvi.optim import learning_rates
-        >>> optimizer = Adam(learning_rates(1e-3), scheduler=partial(CosineAnnealingLR, T_max=100))
+        >>> optimizer = Adam(1e-3, scheduler=partial(CosineAnnealingLR, T_max=100))
         >>> optimizer.pt_optim_constructor.__name__, optimizer.pt_scheduler_constructor.__name__
         ('Adam', 'CosineAnnealingLR')
     """
@@ -336,7 +339,7 @@ def Adam(  # noqa: N802 (Pyro's style)
 
 @for_svi(torch.optim.SGD)
 def SGD(  # noqa: N802
-    optim_args: Options, clip_args: Any = None, *, scheduler: Scheduler = None
+    optim_args: Rates, clip_args: Any = None, *, scheduler: Scheduler = None
 ) -> JointOptim:
     """Stochastic gradient descent for SVI, one :class:`torch.optim.SGD`; arguments as for :func:`Adam`.
 
@@ -347,10 +350,9 @@ def SGD(  # noqa: N802
     return _joint(torch.optim.SGD, optim_args, clip_args, scheduler)
 
 
-def _joint(
-    constructor: type[Optimizer], optim_args: Options, clip_args: Any, scheduler: Scheduler
-) -> JointOptim:
+def _joint(constructor: type[Optimizer], given: Rates, clip_args: Any, scheduler: Scheduler) -> JointOptim:
     """Build the optimizer, after checking its options with a temporary one."""
+    optim_args: Options = learning_rates(given) if isinstance(given, int | float) else given
     known = optim_args("") if isinstance(optim_args, LearningRates) else optim_args
     optimizer = constructor([torch.zeros(())], **({} if callable(known) else known))
     if scheduler is None:

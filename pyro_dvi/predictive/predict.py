@@ -42,7 +42,7 @@ def predict(
     batch_size: int = 1000,
     seed: int | None = None,
     keep_draws: bool = False,
-    progress: bool = False,
+    progress: bool = True,
 ) -> Prediction:
     r"""Predictive distribution of every example.
 

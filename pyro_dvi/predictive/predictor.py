@@ -168,7 +168,7 @@ def predictor(
     if kinds := [type(value).__name__ for value in inputs if not torch.is_tensor(value)]:
         raise UnsupportedError(f"a prepared predictor takes tensors, not {kinds}: use predict")
     with seeded(seed, device) as seed, evaluation_mode(model, guide):
-        expected = predict(model, guide, inputs, method, site=site, seed=seed)
+        expected = predict(model, guide, inputs, method, site=site, seed=seed, progress=False)
         rule, part = expected.method, expected._parts[0]
         if not expected.has_moments:
             raise UnsupportedError(f"site {expected.site!r} ({part.kind}) has no mean and variance")

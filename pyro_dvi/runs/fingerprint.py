@@ -14,7 +14,7 @@ from torch.distributions import Distribution, Transform
 
 from pyro_dvi.core.batches import arguments, is_strided, mapped, rows_cut
 from pyro_dvi.core.distributions import unexpanded
-from pyro_dvi.core.undisturbed import device_of, evaluating, undisturbed
+from pyro_dvi.core.undisturbed import device_of, evaluating, seeder, undisturbed
 from pyro_dvi.runs.posterior_run import PosteriorMeans
 from pyro_dvi.runs.sites import core, is_latent
 
@@ -145,7 +145,7 @@ def _look(model: Any, args: Any, kwargs: Any, latents: Mapping[str, Tensor]) -> 
     device = next((value.device for value in latents.values()), device_of(model))
     args, kwargs = stand_ins(args, kwargs, device)
     with undisturbed(), evaluating(model), torch.no_grad(), poutine.block():
-        torch.manual_seed(0)
+        seeder()(0)
         nodes = poutine.trace(poutine.condition(model, data=dict(latents))).get_trace(*args, **kwargs).nodes
     return {
         name: {

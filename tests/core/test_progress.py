@@ -27,9 +27,17 @@ class Stream(io.StringIO):
 @pytest.mark.parametrize("terminal", [False, True])
 def test_progress_bar_shows_on_a_terminal_only(monkeypatch, terminal):
     stream = Stream(terminal)
+    monkeypatch.setattr("pyro_dvi.core.progress.DELAY", 0.0)
     monkeypatch.setattr("sys.stderr", stream)
     fit(svi_of("AutoNormal + Trace_ELBO"), sequence(), 2)
     assert ("6/6" in stream.getvalue()) is terminal
+
+
+def test_short_work_has_no_bar(monkeypatch):
+    stream = Stream(terminal=True)
+    monkeypatch.setattr("sys.stderr", stream)
+    fit(svi_of("AutoNormal + Trace_ELBO"), sequence(), 2)
+    assert stream.getvalue() == ""
 
 
 def test_a_bar_needs_no_ipython(monkeypatch):
@@ -44,6 +52,7 @@ class Widget(std.tqdm):
 @pytest.mark.parametrize("widgets, kind", [(None, std.tqdm), (object, Widget)])
 def test_a_notebook_without_ipywidgets_has_a_bar_of_text(monkeypatch, widgets, kind):
     stream = Stream(terminal=False)
+    monkeypatch.setattr("pyro_dvi.core.progress.DELAY", 0.0)
     shell = types.SimpleNamespace(config={"IPKernelApp": {}})
     monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))
     monkeypatch.setattr(notebook, "IProgress", widgets)

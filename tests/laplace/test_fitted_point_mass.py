@@ -44,7 +44,6 @@ def test_what_has_changed_since_a_fit():
 
 def test_copies_share_the_model_and_files_leave_it_out():
     model = ModelReference(nn.Linear(1, 1))
-    assert copy.deepcopy(model).get() is model.get() and model.device == torch.device("cpu")
-    assert ModelReference(lambda: None).device is None
+    assert copy.deepcopy(model).get() is model.get()
     with pytest.raises(GuideError, match="loaded without its model"):
         pickle.loads(pickle.dumps(model)).get()

@@ -99,6 +99,9 @@ def test_another_kl_weight():
     tempered = fitted(kl_weight=0.1)
     other = guide_at(curve, (X, Y), LOCS)
     other.load_state_dict(tempered.state_dict())
+    assert other.kl_weight == 0.1
+    other = guide_at(curve, (X, Y), LOCS, kl_weight=1.0)
+    other.load_state_dict(tempered.state_dict())
     refused(curve, other, r"kl_weight=0\.1")
     other.kl_weight = 2.0
     with pytest.raises(GuideError, match="kl_weight is 2"):

@@ -51,6 +51,22 @@ def test_every_elbo_has_the_gradient_of_the_energy(loss, kl_weight):
     torch.testing.assert_close(gradient, expected, rtol=1e-6, atol=1e-6)
 
 
+def test_the_kl_weight_is_that_of_training_unless_given():
+    problem = LinearRegression()
+    given, learned = LaplaceGuide(problem.model, kl_weight=0.5), LaplaceGuide(problem.model)
+    for guide in (given, learned):
+        pyro.clear_param_store()
+        svi = SVI(problem.model, guide, optim.Adam({"lr": 0.1}), TaylorELBO(kl_weight=0.1))
+        dvi.fit(svi, [(problem.x, problem.y)], epochs=1)
+    assert (given.kl_weight, learned.kl_weight) == (0.5, 0.1)
+    again = LaplaceGuide(problem.model)
+    again.load_state_dict(learned.state_dict())
+    assert again.kl_weight == 0.1
+    svi = SVI(problem.model, learned, optim.Adam({"lr": 0.1}), Trace_ELBO())
+    svi.step(problem.x, problem.y)
+    assert learned.kl_weight == 0.1  # Pyro's objectives have none to read
+
+
 def test_training_finds_the_mode_of_a_linear_regression():
     problem = LinearRegression()
     guide = LaplaceGuide(problem.model)

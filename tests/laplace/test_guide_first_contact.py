@@ -97,7 +97,11 @@ def test_mistakes_in_the_data_are_named_by_every_call(mistake, call, seen):
         call(guide, batches())
 
 
-@pytest.mark.filterwarnings("ignore:the Gaussian is put around a mode", "ignore:the best of PriorPrecision")
+@pytest.mark.filterwarnings(
+    "ignore:the Gaussian is put around a mode",
+    "ignore:the best of PriorPrecision",
+    "ignore:class probabilities",
+)
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize(
     "batches",

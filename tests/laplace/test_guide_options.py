@@ -47,7 +47,7 @@ def guide():
     [
         (lambda guide: guide.fit(BATCHES, Dense), r"the class Dense itself: write Dense\(...\)"),
         (lambda guide: guide.fit(BATCHES, "dense"), r"method must be .* Dense\(\)"),
-        (lambda guide: guide.fit(BATCHES, unconverged="ggn"), r"unconverged must .*\"use_ggn\""),
+        (lambda guide: guide.fit(BATCHES, unconverged="ggn"), r"unconverged must .*\"accept\""),
         (lambda guide: guide.fit(BATCHES, Dense(Hessian)), r"precision must .*Hessian\(...\)"),
         (lambda guide: guide.fit(BATCHES, subset=[]), "subset is empty"),
         (lambda guide: guide.fit(BATCHES, subset=3), r"subset names 3, .* not a site .*\['w'\]"),
@@ -65,7 +65,7 @@ def guide():
         (lambda guide: guide.tune(BATCHES, criterion=ByEvidence, progress=False), "criterion must"),
         (
             lambda guide: guide.tune(BATCHES, criterion=Unasked(), unconverged="ggn"),
-            r"unconverged must .*\"use_ggn\"",
+            r"unconverged must .*\"accept\"",
         ),
         (lambda guide: guide.tune(BATCHES, criterion=Unasked(), refinements="3"), "refinements must"),
         (lambda guide: guide.tune(BATCHES, "w", progress=False), r"scale must .*PriorPrecision\("),

@@ -206,11 +206,9 @@ def test_negative_curvature_and_unfinished_solves_are_errors(
     ("make", "error"),
     [
         (lambda: PosteriorSamples(0), ArgumentError),
-        (lambda: PosteriorSamples(8, Hessian()), UnsupportedError),
         (lambda: TopEigen(0), ArgumentError),
         (lambda: ConjugateGradient(tolerance=0.0), ArgumentError),
         (lambda: ConjugateGradient(tolerance=1.0), ArgumentError),
-        (lambda: KroneckerFactored(Hessian()), UnsupportedError),
     ],
 )
 def test_methods_refuse_what_they_cannot_be(make: Callable[[], Method], error: type[Exception]) -> None:

@@ -205,7 +205,6 @@ def test_an_improper_likelihood_has_no_evidence(kind, determinant):
     [
         (Dense(), "accept"),
         (ConjugateGradient(Hessian()), "accept"),
-        (ConjugateGradient(Hessian()), "use_ggn"),
         (HessianFree(solver=Adam(strength=0.1)), "refuse"),
     ],
 )

@@ -3,6 +3,7 @@
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pyro
 import pyro.distributions as dist
@@ -170,11 +171,67 @@ def test_the_prior_the_noise_and_the_number_of_data():
 
 
 @pytest.mark.parametrize(
-    "batches", [[], [torch.ones(4, 3)], [{"x": torch.ones(4, 3)}], [(torch.ones(4, 3), 1, 2)]]
+    "batches",
+    [
+        [torch.ones(4, 3)],
+        [{"x": torch.ones(4, 3)}],
+        [(torch.ones(4, 3), 1, 2)],
+        [(torch.ones(4, 3), 1)],
+        iter([]),
+        [(torch.ones(3), torch.tensor(1))],
+    ],
 )
 def test_batches_of_a_network_are_inputs_and_targets(batches):
-    with pytest.raises(DataError, match="a network needs batches .* write a Pyro model"):
+    with pytest.raises(DataError, match="a network needs batches .* pass a Pyro model|is an iterator"):
         dvi.MAP().fit(network(), batches, 1, progress=False)
+
+
+class TwoInputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(2, 3)
+
+    def forward(self, first, second):
+        return self.first(first) + self.second(second)
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("name", ["vl", "moments", "vogn", "laplace"])
+def test_a_network_with_several_inputs(name, named):
+    """In a tuple beside the labels, or by name, as data sets of Hugging Face give them."""
+    (first, labels), second = rows(60, 0), torch.randn(60, 2, generator=torch.Generator().manual_seed(1))
+    data: Any
+    if named:
+        data = {"first": first, "second": second, "labels": labels}
+        examples = [dict(zip(data, row, strict=True)) for row in zip(*data.values(), strict=True)]
+    else:
+        data = (first, second), labels
+        examples = list(zip(zip(first, second, strict=True), labels, strict=True))
+    method = replace(METHODS[name], lr=0.1)
+    posterior = method.fit(TwoInputs(), DataLoader(examples, 20, shuffle=True), 20, progress=False)
+    assert posterior.model.num_data == 60
+    assert posterior.predict(data, seed=0).metrics()["accuracy"] > 0.6
+
+
+def grouped(x, group, count=None):
+    """A hierarchy with a learned scale of its groups, and counts."""
+    spread = pyro.sample("spread", dist.HalfNormal(1.0))
+    with pyro.plate("groups", 3):
+        level = pyro.sample("level", dist.Normal(0.0, spread))
+    with pyro.plate("data", 60, subsample_size=len(x)):
+        return pyro.sample("count", dist.Poisson((level[group] + x[:, 0]).exp()), obs=count)
+
+
+@pytest.mark.parametrize("name", ["vl", "moments"])
+def test_a_pyro_model_is_not_tempered_unless_asked(name):
+    x, group = rows(60, 0)
+    data = x, group, torch.poisson(x[:, 0].exp(), generator=torch.Generator().manual_seed(1))
+    posterior = METHODS[name].fit(grouped, DataLoader(TensorDataset(*data), 20), 10, progress=False)
+    assert posterior.elbo.temperature == posterior.method.temperature == 1.0
+    assert posterior.predict(data).mean.shape == (60,)
+    assert fitted(name).method.temperature == 0.1 == fitted(name).elbo.temperature
+    cold = replace(METHODS[name], temperature=0.5)
+    assert cold.fit(slope, loader(labels=False), 1, progress=False).elbo.temperature == 0.5
 
 
 # Afterwards -----------------------------------------------------------------------------------------------------------
@@ -219,7 +276,7 @@ def test_settings_that_are_best_on_validation_data(tmp_path):
     posterior = dvi.VariationalLaplace().tune(
         network(), loader(), EPOCHS, validation=rows(40, 2), space=space, max_trainings=3, progress=False
     )
-    assert posterior.method == dvi.VariationalLaplace(lr=0.01)
+    assert posterior.method == dvi.VariationalLaplace(lr=0.01, temperature=0.1)
     assert posterior.tuned.table["lr"] == [1e-4, 0.01, 3.0]
     by_hand = posterior.method.fit(network(), loader(), EPOCHS, progress=False)
     test = rows(20, 1)
@@ -252,9 +309,10 @@ def test_a_trained_network_gets_a_gaussian_around_its_weights():
         nn.functional.mse_loss(net(data[0])[:, 0], data[1]).backward()
         adam.step()
     x = rows(20, 1)[0]
-    posterior = dvi.Laplace(layers=None, covariance=KroneckerFactored(), noise_scale=0.1).fit(
-        net, loader(labels=False), unconverged="accept", progress=False
+    everything = dvi.Laplace(
+        layers=None, covariance=KroneckerFactored(), noise_scale=0.1, unconverged="accept"
     )
+    posterior = everything.fit(net, loader(labels=False), progress=False)
     near, far = posterior.predict(x).epistemic, posterior.predict(10 * x).epistemic
     assert float(far.mean()) > 2 * float(near.mean()) > 0
     assert posterior.history.epoch == 0 and "KroneckerPosterior" in repr(posterior.guide)
@@ -265,12 +323,15 @@ def test_a_trained_network_gets_a_gaussian_around_its_weights():
 
 
 @pytest.mark.filterwarnings("ignore:the best of PriorPrecision")
-def test_the_prior_is_tuned_on_validation_data():
+@pytest.mark.parametrize(
+    "as_given", [tuple, lambda pair: [pair], lambda pair: DataLoader(TensorDataset(*pair), 40)]
+)
+def test_the_prior_is_tuned_on_validation_data(as_given):
     def gaussian(validation):
         return dvi.Laplace().fit(network(), loader(), EPOCHS, validation=validation, progress=False)
 
     held_out, test = rows(40, 2), rows(20, 1)
-    plain, tuned = gaussian(None), gaussian(held_out)
+    plain, tuned = gaussian(None), gaussian(as_given(held_out))
     with plain.in_store():
         plain.guide.tune(loader(), criterion=ByValidation([held_out]), progress=False)
     assert plain.guide.scale_factors == pytest.approx(tuned.guide.scale_factors) != {}
@@ -278,8 +339,16 @@ def test_the_prior_is_tuned_on_validation_data():
 
 
 def test_there_is_no_last_layer():
-    with pytest.raises(ArgumentError, match="finds none: name the sites"):
+    with pytest.raises(ArgumentError, match="finds no Linear layer: name the sites"):
         dvi.Laplace().fit(slope, loader(labels=False), progress=False)
+
+
+def test_a_data_set_is_no_loader():
+    data = TensorDataset(*rows(60, 0))
+    with pytest.raises(ArgumentError, match="loader must yield batches"):
+        dvi.MAP().fit(network(), data, 1, progress=False)
+    with pytest.raises(ArgumentError, match="validation must yield batches"):
+        dvi.Laplace().fit(network(), loader(), validation=data, progress=False)
 
 
 # Ensembles ------------------------------------------------------------------------------------------------------------
@@ -292,7 +361,7 @@ def test_members_begin_at_their_own_weights():
     assert len(members) == 3 and float(members.std(0).min()) > 0
     torch.testing.assert_close(members.mean(0), prediction.probabilities)
     assert posterior.to_arviz(rows(20, 1))["posterior_predictive"].sizes["draw"] >= 3
-    with pytest.raises(UnsupportedError, match="save the state_dict of posterior.guide"):
+    with pytest.raises(UnsupportedError, match="saved with torch.save"):
         posterior.save("ensemble.pt")
 
 

@@ -49,12 +49,23 @@ def test_optimizers_can_be_pickled(make):
         (learning_rates(0.1, momentums=0.9), "momentums"),
         ({"lr": -1.0}, "-1.0"),
         ([torch.zeros(2)], "dict of options"),
-        (0.1, "got 0.1"),
+        (-0.1, "positive"),
+        ("0.1", "got '0.1'"),
     ],
 )
 def test_mistaken_options(make, options, said):
     with pytest.raises((TypeError, ValueError), match=said):
         make(options)
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_a_number_is_the_rate_of_means(make):
+    pyro.clear_param_store()
+    names = "AutoNormal.locs.w", "AutoNormal.scales.w"
+    optimizer = make(0.02)
+    assert [optimizer.pt_optim_args(name)["lr"] for name in names] == [0.02, 0.2]
+    with pytest.raises(ArgumentError, match="dictionary of options"):
+        pyro_dvi.VOGN(0.02)
 
 
 @pytest.mark.parametrize(
@@ -80,11 +91,11 @@ def test_a_built_scheduler_says_how_to_pass_it():
         lambda make: make(lr=0.01),
         lambda make: make({}, lr=0.01),
         lambda make: make(),
-        lambda make: make(0.01),
+        lambda make: make("0.01"),
         lambda make: make([torch.zeros(2)]),
         lambda make: make(torch.nn.Linear(2, 2).parameters(), lr=0.01),
     ],
-    ids=["lr", "options and lr", "nothing", "a number", "parameters", "as in torch"],
+    ids=["lr", "options and lr", "nothing", "a string", "parameters", "as in torch"],
 )
 def test_options_outside_of_a_dictionary_say_where_they_go(name, call):
     chapter = pyro_dvi.optim if hasattr(torch.optim, name) else pyro_dvi.natural_gradients

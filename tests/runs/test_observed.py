@@ -87,7 +87,7 @@ def evaluate(method: Any, model: Any) -> Any:
     if method is dvi.LaplaceGuide:
         guide = dvi.LaplaceGuide(model)
         guide.initialize()
-        return guide.energy([()]).first_run(torch.zeros(1))[1].log_likelihood().detach()
+        return guide.energy([()]).at(torch.zeros(1)).first.run.log_likelihood().detach()
     natural = method in (VOGN, OGN, IVON)
     guide = (dvi.NaturalGradientGuide if natural else dvi.MeanFieldGuide)(model)
     elbo: Any = dvi.NaturalGradientELBO() if natural else None

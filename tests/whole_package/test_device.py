@@ -245,7 +245,7 @@ def test_evidence_and_tuning_of_laplace(device):
     assert guide.predictive(batches[0][0]).variance.device == device
 
 
-@pytest.mark.filterwarnings("ignore:.*gives means of rows of the covariance matrix")
+@pytest.mark.filterwarnings("ignore:.*gives means of rows of the covariance")
 @pytest.mark.parametrize(
     "method",
     [HessianFree(), HessianFree(LabelShift()), HessianFree(solver=Adam(1.0, epochs=2))],

@@ -55,7 +55,7 @@ def to_arviz(
     seed: int | None = None,
     coords: Mapping[Any, Any] | None = None,
     dims: Mapping[Any, Sequence[Hashable]] | None = None,  # Any: the key of a Mapping is invariant
-    progress: bool = False,
+    progress: bool = True,
 ) -> Any:
     r"""Export posterior draws, predictions and data as one ArviZ object.
 

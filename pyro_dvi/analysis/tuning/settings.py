@@ -236,7 +236,7 @@ def _lists(space: Any) -> dict[str, list[Any]]:
 
 def _nll(model: Any, guide: Any, validation: Any, seed: int) -> Tensor:
     """Return the negative log-likelihood of each row; its mean is that of all observations that are not masked."""
-    prediction = predict(model, guide, validation, seed=seed)
+    prediction = predict(model, guide, validation, seed=seed, progress=False)
     values = -prediction.log_likelihood().detach().cpu().double().reshape(len(prediction), -1)
     counts = torch.ones_like(values).bool()
     if prediction.mask is not None:

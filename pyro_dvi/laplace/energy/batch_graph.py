@@ -65,9 +65,7 @@ class BatchGraph:
     def _information(self) -> tuple[LinearMap, Tensor]:
         nothing = torch.zeros(0)
         pairs = information_pairs(sites_only(self.run), self.labels) or [(nothing, nothing)]
-        outputs, weights = (
-            torch.cat([part.reshape(-1) for part in parts]) for parts in zip(*pairs, strict=True)
-        )
+        outputs, weights = (torch.cat([p.reshape(-1) for p in parts]) for parts in zip(*pairs, strict=True))
         jacobian = LinearMap(outputs, self.values, vectors_at_once=self.vectors_at_once)
         return jacobian, self.likelihood_weight * weights.square()
 
@@ -100,10 +98,8 @@ def sites_only(run: JointRun) -> list[ObservedSite]:
         ModelError: there are terms without a distribution.
     """
     if run.factors:
-        raise ModelError(
-            f"pyro.factor site {run.factors[0].name!r} has no distribution, so its Gauss-Newton matrix is not "
-            "defined. Write it as an observed pyro.sample site, or use precision=Hessian()."
-        )
+        which = f"pyro.factor site {run.factors[0].name!r} has no distribution, and so no Gauss-Newton matrix"
+        raise ModelError(f"{which}: write it as an observed pyro.sample site, or use precision=Hessian()")
     return run.sites
 
 
@@ -111,7 +107,6 @@ def _gradients(scalar: Tensor, values: list[Tensor], create_graph: bool = False)
     """Gradients by each value, zero where there are none; the graph is kept."""
     if not scalar.requires_grad:
         return [torch.zeros_like(v) for v in values]
-    found = torch.autograd.grad(
-        scalar, values, retain_graph=True, create_graph=create_graph, allow_unused=True
-    )
+    options: Any = {"retain_graph": True, "create_graph": create_graph, "allow_unused": True}
+    found = torch.autograd.grad(scalar, values, **options)
     return [torch.zeros_like(v) if g is None else g for v, g in zip(values, found, strict=True)]

@@ -36,6 +36,7 @@ from pyro_dvi.runs.structure import check_gradients
 _LABELS = 8  # for each observation
 
 Recorder = Callable[[list[Tensor]], AbstractContextManager[Any]]
+Run = tuple[list[Tensor], JointRun]  # the varying tensors, and the run at them
 
 
 @dataclass
@@ -91,17 +92,14 @@ class Energy:
         first = self.layout.names[0]
         reference = self.locs[first]
         if reference.dtype.itemsize < 4:
-            raise UnsupportedError(
-                f"latent site {first!r} is {reference.dtype}, in which the curvature around a mode is lost to "
-                "rounding: convert model and data with .float(), and build a new LaplaceGuide"
-            )
+            lost = f"latent site {first!r} is {reference.dtype}, where rounding hides the curvature around a mode"
+            raise UnsupportedError(f"{lost}: convert model and data with .float(), and build a new guide")
         self.passes = Passes(batches, reference.device)
         self.likelihood_weight, self.prior_weight = 1 / (kl_weight * temperature), 1 / temperature
         self.memory = memory
-        self._announced: set[str] = set()  # sites of which labels are drawn
+        self.known: set[str] = set()  # what was checked, or said; copies share it
         self.work = Work()
         self._local: LocalEnergy | None = None
-        self._checked = False  # gradients of the likelihood reach the latents
 
     @property
     def start(self) -> Tensor:
@@ -118,6 +116,8 @@ class Energy:
 
     def with_model(self, model: Callable) -> "Energy":
         """Return U of another model with the same sites on the same data."""
+        if model is self.model:
+            return self
         other = copy(self)
         other.model, other.work, other._local = model, Work(report=self.work.report), None
         return other
@@ -128,24 +128,7 @@ class Energy:
         if self.work.report is not None:
             self.work.report(work)
 
-    def log_joint(self, point: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the log-likelihood of all data and the log prior, scalars in the widest type, without graphs."""
-        log_likelihood = torch.zeros((), dtype=widest(point.device), device=point.device)
-        log_prior = torch.zeros_like(log_likelihood)
-        with torch.no_grad():
-            for index, (_, run) in enumerate(self.runs(point)):
-                log_likelihood += run.log_likelihood()
-                if index == 0:
-                    log_prior += run.log_prior
-        return log_likelihood, log_prior
-
-    def first_run(self, point: Tensor) -> tuple[list[Tensor], JointRun]:
-        """Run the model on the first batch, for quantities that do not depend on data; see :meth:`runs`."""
-        return next(iter(self.runs(point)))
-
-    def runs(
-        self, point: Tensor, recorder: Recorder | None = None
-    ) -> Iterator[tuple[list[Tensor], JointRun]]:
+    def runs(self, point: Tensor, recorder: Recorder | None = None) -> Iterator[Run]:
         """Run the model on every batch, inside ``recorder(sites)``; yield the varying tensors and the run.
 
         Raises:
@@ -159,9 +142,7 @@ class Energy:
             yield found
         rows.check(self.passes.order)
 
-    def run(
-        self, batch: Arguments, point: Tensor, recorder: Recorder | None = None
-    ) -> tuple[list[Tensor], JointRun]:
+    def run(self, batch: Arguments, point: Tensor, recorder: Recorder | None = None) -> Run:
         """Run the model on one batch; see :meth:`runs`."""
         args, kwargs = batch
         values = [v.detach().requires_grad_(torch.is_grad_enabled()) for v in self.layout.split(point)]
@@ -170,8 +151,8 @@ class Energy:
         checked = explained_errors(self.model, values, args, kwargs)
         with checked, evaluating(self.model), constant_parameters(self.model):
             found = run_joint(model, args, kwargs, {**self.locs, **sites})
-            if torch.is_grad_enabled() and not self._checked:
-                self._checked = True
+            if torch.is_grad_enabled() and "gradients reach the latents" not in self.known:
+                self.known.add("gradients reach the latents")
                 check_gradients(Call(self.model, None, args, kwargs), found.trace, found.log_likelihood())
             return values, found
 
@@ -188,15 +169,13 @@ class Energy:
         kind = type(site.fn).__name__
         if self.passes.reordered:
             raise DataError(
-                f"the Gauss-Newton matrix of observed site {site.name!r}, a {kind}, is estimated from labels drawn for "
-                "each row, which shuffled batches would change: pass list(loader), or a loader with shuffle=False"
+                f"labels are drawn for each row of {site.name!r}, a {kind}, and batches are shuffled: pass list(loader)"
             )
-        if site.name not in self._announced:
-            self._announced.add(site.name)
+        if site.name not in self.known:
+            self.known.add(site.name)
             warn(
-                f"the Fisher information of {kind} at observed site {site.name!r} has no closed form here: the "
-                f"Gauss-Newton matrix is estimated from {_LABELS} drawn labels for each observation. Use "
-                "precision=Hessian(), or register it with pyro_dvi.curvature.information.information_rule"
+                f"the Fisher information of {kind} at observed site {site.name!r} has no closed form here: it is "
+                f"estimated from {_LABELS} drawn labels for each observation. Use Hessian(), or add an information_rule"
             )
         with forked(*accelerators()):
             seeder()(crc32(f"0/{batch}/{site.name}".encode()))
@@ -241,10 +220,19 @@ class LocalEnergy:
         self.energy.count(1)
         if not bool(torch.isfinite(total)):
             raise NonFiniteError(
-                f"the negative log joint density is {total.item()} at these values. Possible causes: a noise scale "
-                "that is not positive, or a training that diverged and needs a lower learning rate"
+                f"the negative log joint density is {total.item()}: a noise scale is not positive, or training diverged"
             )
         return total.to(self.point.dtype), gradient
+
+    @cached_property
+    def log_likelihood(self) -> float:
+        """Log-likelihood of all data, added up in the widest type."""
+        return sum(float(graph.run.log_likelihood().detach()) for graph in self._graphs())
+
+    @property
+    def first(self) -> BatchGraph:
+        """The graph of the first batch, for quantities that do not depend on the data."""
+        return next(iter(self._graphs()))
 
     @property
     def value(self) -> Tensor:
@@ -284,7 +272,7 @@ class LocalEnergy:
 
     def prior_hessian(self, vectors: Tensor) -> Tensor:
         """Product of vectors [S, D] with the Hessian of minus the log prior."""
-        return next(iter(self._graphs())).prior_hessian(vectors)
+        return self.first.prior_hessian(vectors)
 
     def ggn_noise(self, count: int, generator: torch.Generator) -> Tensor:
         r"""Draw :math:`J^\top \Lambda^{1/2} \xi` [S, D]: its covariance is the likelihood's Gauss-Newton matrix."""

@@ -173,9 +173,8 @@ class Rows:
         if not bool(same.all()):
             name = list(run.log_priors)[int(same.int().argmin())]
             raise ModelError(
-                f"the prior of {name!r} changes from batch to batch: compute statistics of the data once, "
-                "outside of the model; to scale a minibatch, use pyro.plate('data', size=num_data, "
-                "subsample_size=len(x))"
+                f"the prior of {name!r} changes from batch to batch: compute statistics of the data outside of the "
+                "model; to scale a minibatch, use pyro.plate('data', size=num_data, subsample_size=len(x))"
             )
         self._log_likelihoods.append(run.log_likelihood().detach())
         for site in run.sites:
@@ -215,6 +214,6 @@ class Rows:
             if len(seen) > 1 and all(abs(size * scale - rows) <= 1e-5 * rows for size, scale in seen):
                 warn(
                     f"observed site {name!r} has scale {seen[0][1]:.6g} in a batch of {seen[0][0]} of {rows} "
-                    f"observations, so that all data count {len(seen)} times. If it compensates for the batch size, "
-                    "write pyro.plate('data', size=num_data, subsample_size=len(x)) instead of poutine.scale"
+                    f"observations, so that all data count {len(seen)} times: to compensate for the batch size, use "
+                    "pyro.plate('data', size=num_data, subsample_size=len(x))"
                 )

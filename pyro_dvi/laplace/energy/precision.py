@@ -99,10 +99,10 @@ def independent_prior_precision(local: LocalEnergy, method: str) -> Tensor:
     diagonal = prior_diagonal(local, method, independent=True)
     for name, part in local.energy.layout.named(diagonal).items():
         if not bool((part > 0).all()):
-            raise NotPositiveDefiniteError(
-                f"the prior of {name!r} has curvature {part.min().item():.3g} at the mode, which is not positive (a "
-                "flat or heavy-tailed prior): use Dense() or ConjugateGradient(), or another prior"
+            what = (
+                f"the prior of {name!r} is flat or heavy-tailed, with curvature {part.min():.3g} at the mode"
             )
+            raise NotPositiveDefiniteError(f"{what}: use Dense() or ConjugateGradient(), or another prior")
     return diagonal
 
 
@@ -127,9 +127,9 @@ def prior_diagonal(local: LocalEnergy, method: str, *, independent: bool = False
         coupled = [site for site, places in layout.named(wrong).items() if bool(places.any())]
         if name in coupled or (independent and coupled):
             sites = " and ".join(sorted({repr(name), repr(coupled[0])}))
+            what = f"{method} needs a prior of independent latents, but the prior of {sites} couples them"
             raise UnsupportedError(
-                f"{method} needs a prior of independent latents, but the prior of {sites} couples them: use Dense() or "
-                "ConjugateGradient(), or subset=... without those that enter the prior of others"
+                f"{what}: use Dense() or ConjugateGradient(), or a subset without such priors"
             )
     return diagonal
 

@@ -46,9 +46,7 @@ class Layout:
                 [1., 9.]])
     """
 
-    def __init__(
-        self, shapes: Mapping[str, torch.Size], chosen: Mapping[str, Tensor | None] | None = None
-    ) -> None:
+    def __init__(self, shapes: Mapping[str, torch.Size], chosen: Mapping[str, Any] | None = None) -> None:
         self.shapes = dict(shapes)
         self.chosen = {name: places for name, places in (chosen or {}).items() if places is not None}
         sizes = {name: places.shape for name, places in self.chosen.items()}
@@ -86,9 +84,7 @@ class Layout:
         chosen = {name: sites[name].flatten()[places] for name, places in self.chosen.items()}
         return [chosen[name] if name in chosen else sites[name] for name in self.shapes]
 
-    def place(
-        self, pieces: Sequence[Tensor], elsewhere: Mapping[str, Tensor] | None = None
-    ) -> dict[str, Tensor]:
+    def place(self, pieces: Sequence[Tensor], elsewhere: Any = None) -> dict[str, Tensor]:
         """Return whole sites ``[*lead, *site]`` of pieces ``[*lead, *piece]``, as functions of these.
 
         Args:
@@ -232,7 +228,6 @@ def refuse_torch_modes(device: torch.device | None) -> None:
     """
     if torch.is_inference_mode_enabled() or torch.is_autocast_enabled(device.type if device else "cpu"):
         raise UnsupportedError(
-            "a Laplace approximation differentiates the model and solves equations, even for predictions: use "
-            "torch.no_grad() instead of torch.inference_mode(), with inputs created outside of it, and torch.autocast "
-            "only in training"
+            "a Laplace approximation differentiates the model, even for predictions: use torch.no_grad() instead of "
+            "torch.inference_mode(), with inputs created outside of it, and torch.autocast only in training"
         )

@@ -4,23 +4,24 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import ClassVar
 
 import torch
-from pyro.distributions.util import scale_and_mask
 from torch import Tensor
+from torch import distributions as td
 
+from pyro_dvi.core.arguments import check_choice
+from pyro_dvi.core.distributions import untransformed
 from pyro_dvi.errors import ArgumentError, ModelError, NotPositiveDefiniteError
-from pyro_dvi.laplace.energy.batch_graph import BatchGraph
 from pyro_dvi.laplace.energy.energy import Energy, LocalEnergy, diagonal_of
 from pyro_dvi.laplace.energy.precision import common_ratio
 from pyro_dvi.laplace.evidence.evidence import free_terms
 from pyro_dvi.laplace.fitted import rescaled_model
 from pyro_dvi.laplace.methods.method import LaplacePosterior, Method
-from pyro_dvi.runs.log_joint import JointRun, rescaled, scale_name
+from pyro_dvi.runs.log_joint import scale_name
 
 
 class Scale(ABC):
@@ -69,13 +70,11 @@ class PriorPrecision(Scale):
         Raises:
             ArgumentError: the pattern fits no site that is uncertain.
         """
-        nodes, varying = energy.first_run(energy.start)[1].trace.nodes, energy.layout.names
+        nodes, varying = energy.at(energy.start).first.run.trace.nodes, energy.layout.names
         scalable = [name for name in varying if scale_name(nodes[name]["fn"]) is not None]
         chosen = scalable if self.names is None else [n for n in varying if fnmatchcase(n, self.names)]
         if not chosen:
-            raise ArgumentError(
-                f"{self} matches no uncertain site whose prior has a scale; the uncertain sites are {varying}"
-            )
+            raise ArgumentError(f"{self} matches no uncertain site whose prior has a scale, of {varying}")
         return chosen
 
 
@@ -98,13 +97,17 @@ class NoiseScale(Scale):
         Raises:
             ModelError: there is no such site, or several to choose from.
         """
-        found = energy.first_run(energy.start)[1].sites
+        found = energy.at(energy.start).first.run.sites
         observed = [site.name for site in found if self.site in (None, site.name)]
         if len(observed) != 1:
-            raise ModelError(
-                f"NoiseScale(site) needs one observed site with a scale; there is {observed or 'none'}"
-            )
+            raise ModelError(f"NoiseScale(site) needs one observed site with a scale, not {observed or None}")
         return observed
+
+
+def check_scales(name: str, scales: Sequence[object]) -> None:
+    """Raise an error for anything that is no scale."""
+    for scale in scales:
+        check_choice(name, scale, Scale, "PriorPrecision('net.0.*') or NoiseScale()")
 
 
 _ANOTHER = 4.0  # a value to compare with 1
@@ -114,8 +117,9 @@ _ANOTHER = 4.0  # a value to compare with 1
 class Candidates:
     r"""Quantities that depend on the tuned value, around a fixed mode; criteria compare values by these.
 
-    The model runs once for the priors of all values. The method fits once where its Gaussian of precision
-    :math:`G + \Pi` can be turned into the Gaussian of :math:`a G + \Pi_c`, and for each value otherwise.
+    One run of the model serves all values of independent Normal priors; for others each value runs the first batch. The
+    method fits once where its Gaussian of precision :math:`G + \Pi` can be turned into the Gaussian of
+    :math:`a G + \Pi_c`, and for each value otherwise.
 
     Attributes:
         energy: U with value 1.
@@ -137,10 +141,19 @@ class Candidates:
         energy = self.energy.with_model(rescaled_model(self.energy.model, factors))
         return energy.at(energy.start)
 
+    @cached_property
+    def here(self) -> LocalEnergy:
+        """U with value 1."""
+        return self.energy.at(self.energy.start)
+
     def log_prior(self, value: float) -> float:
         """Return the log prior of the sites that vary."""
-        with torch.enable_grad():
-            return free_terms(self._first[0], self._prior_run(value), self.energy.layout)
+        changes = value != 1 and self.scale.of_prior
+        if changes and self.here.prior_diagonal is not None and self._normal is not None:
+            _, squares, count = self._normal
+            return self.log_prior(1.0) + 0.5 * count * math.log(value) - 0.5 * (value - 1) * squares
+        graph = (self.local(value) if changes else self.here).first
+        return free_terms(graph.values, graph.run, self.energy.layout)
 
     @property
     def prior_is_proportional(self) -> bool:
@@ -150,9 +163,30 @@ class Candidates:
 
     def prior_diagonal(self, value: float) -> Tensor | None:
         """Return the prior precision [D]; None unless it is diagonal and positive."""
-        with torch.enable_grad():
-            graph = BatchGraph(self.energy.layout, self._first[0], self._prior_run(value))
-            return diagonal_of(graph.prior_hessian, self.energy.start)
+        known = self.here.prior_diagonal
+        if value == 1 or not self.scale.of_prior:
+            return known
+        if known is not None and self._normal is not None:
+            return known + (value - 1) * self.energy.prior_weight * self._normal[0]
+        return diagonal_of(self.local(value).first.prior_hessian, self.energy.start)
+
+    @cached_property
+    def _normal(self) -> tuple[Tensor, float, float] | None:
+        """The part of the prior precision that changes, and sums of :math:`z^2` and 1 over its standardised latents.
+
+        Independent Normal priors have them; the value multiplies all three parts of their log density in closed form.
+        """
+        layout, nodes = self.energy.layout, self.here.first.run.trace.nodes
+        parts = [{name: torch.zeros_like(loc) for name, loc in self.energy.locs.items()} for _ in range(3)]
+        for name in self.sites:
+            node, base = nodes[name], untransformed(nodes[name]["fn"])
+            if not isinstance(base, td.Normal) or node["mask"] is not None:
+                return None
+            weight, z = node["scale"], (node["value"] - base.loc) / base.scale
+            for part, found in zip(parts, (weight / base.scale**2, weight * z**2, weight), strict=True):
+                part[name] = part[name] + found
+        precision, squares, count = (layout.flatten(layout.pieces(part)).detach() for part in parts)
+        return precision, float(squares.cpu().double().sum()), float(count.cpu().double().sum())
 
     @cached_property
     def likelihood_is_proportional(self) -> bool:
@@ -183,33 +217,14 @@ class Candidates:
         return None if prior is None else self.fitted.reweighted(self.scale.proportions(value)[0], prior)
 
     @cached_property
-    def _first(self) -> tuple[list[Tensor], JointRun]:
-        with torch.enable_grad():
-            return self.energy.first_run(self.energy.start)
-
-    @cached_property
     def fitted(self) -> LaplacePosterior | None:
         """The Gaussian of value 1, if it exists and can be reweighted for other values."""
         if not self.method.reweights:
             return None
         try:
-            return self.method.fit(self.energy.at(self.energy.start), seed=self.seed)
+            return self.method.fit(self.here, seed=self.seed)
         except NotPositiveDefiniteError:
             return None
-
-    def _prior_run(self, value: float) -> JointRun:
-        """Return the run with other scales; the values of sites are given, so that only their own densities change."""
-        _, run = self._first
-        terms, trace = dict(run.log_priors), run.trace.copy()
-        factor = self.scale.factor(value)
-        for name in self.sites:
-            if factor != 1 and name in terms:
-                node = run.trace.nodes[name]
-                trace.nodes[name] = {**node, "fn": rescaled(name, node["fn"], factor)}
-                log_prob = trace.nodes[name]["fn"].log_prob(node["value"])
-                # Sites with a scale are real and need no transform.
-                terms[name] = scale_and_mask(log_prob, node["scale"], node["mask"]).sum()
-        return replace(run, log_priors=terms, trace=trace)
 
     def _likelihood_product(self, value: float) -> Tensor:
         local = self.local(value)

@@ -23,6 +23,7 @@ from pyro_dvi.laplace.mode.diagnosis import sound
 from pyro_dvi.linalg.lanczos import TraceEstimate, trace_of_function
 from pyro_dvi.runs.log_joint import JointRun, log_prior_of_entries
 
+OfFactors = Callable[[float, float], TraceEstimate]
 EXACT_SIZE = 1000
 """Latents up to which the log determinant comes from the matrix; both ways cost about the same there."""
 
@@ -48,9 +49,7 @@ class ByLanczos:
     steps: int = 60
     seed: int = 0
 
-    def log_determinant(
-        self, local: LocalEnergy, precision: PrecisionMatrix
-    ) -> Callable[[float, float], TraceEstimate]:
+    def log_determinant(self, local: LocalEnergy, precision: PrecisionMatrix) -> OfFactors:
         """Return log det(a * G + c * D) as a function of a and c, by one set of eigenvalues.
 
         Factors other than 1 need a positive diagonal D. The function raises ``NotPositiveDefiniteError`` where an
@@ -154,22 +153,21 @@ def log_evidence(
         NotPositiveDefiniteError: the precision is not positive definite.
     """
     check_options(energy, determinant)
-    log_likelihood = energy.log_joint(energy.start)[0].item()
+    local = energy.at(energy.start)
+    log_likelihood = local.log_likelihood
     found: TraceEstimate | None = None
     if determinant is None and posterior is not None and same_data(data, energy.passes.checksum):
         with suppress(UnsupportedError):
             found = TraceEstimate(float(posterior.log_determinant()), 0.0)
     if found is None:
         sound(energy)
-        local = energy.at(energy.start)
         if determinant is None and energy.layout.size <= EXACT_SIZE:
             posterior = Dense(precision).fit(local)
             found = TraceEstimate(float(posterior.log_determinant()), 0.0)
         else:
             determinant = determinant or ByLanczos()
             found = determinant.log_determinant(local, precision)(1.0, 1.0)
-    with torch.enable_grad():
-        log_prior = free_terms(*energy.first_run(energy.start), energy.layout)
+    log_prior = free_terms(local.first.values, local.first.run, energy.layout)
     size = energy.layout.size
     return Evidence(
         value=log_likelihood + log_prior + 0.5 * size * math.log(2 * math.pi) - 0.5 * found.value,
@@ -187,8 +185,7 @@ def check_options(energy: Energy, determinant: ByLanczos | None) -> None:
     check_choice("determinant", determinant, (ByLanczos, type(None)), "ByLanczos(num_probes=32)")
     if (energy.likelihood_weight, energy.prior_weight) != (1, 1):
         raise ArgumentError(
-            "a tempered posterior has no evidence: set kl_weight and temperature to 1, or use the likelihood of "
-            "validation data, ByValidation(batches)"
+            "a tempered posterior has no evidence: set kl_weight and temperature to 1, or use ByValidation(batches)"
         )
 
 

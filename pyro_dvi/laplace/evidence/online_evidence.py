@@ -6,10 +6,10 @@ import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from pyro_dvi.core.arguments import check_choice, check_count
+from pyro_dvi.core.arguments import check_count
 from pyro_dvi.core.batches import check_loader
 from pyro_dvi.errors import ArgumentError, DviWarning
-from pyro_dvi.laplace.evidence.candidates import PriorPrecision, Scale
+from pyro_dvi.laplace.evidence.candidates import PriorPrecision, Scale, check_scales
 from pyro_dvi.laplace.fitted import rescaled_model
 from pyro_dvi.laplace.guide import LaplaceGuide
 from pyro_dvi.laplace.methods.kronecker_factored import Diagonal
@@ -71,8 +71,7 @@ class OnlineEvidence:
     ) -> None:
         check_count("every", every)
         check_loader(batches, passes=2, role="batches")
-        for scale in scales:
-            check_choice("scales", scale, Scale, "[PriorPrecision(), NoiseScale()]")
+        check_scales("scales", scales)
         self.guide, self.batches, self.scales, self.every = guide, batches, scales, every
         self.method = Diagonal() if method is None else method
         check_method(self.method)
@@ -98,8 +97,8 @@ class OnlineEvidence:
         for scale in self.scales:
             near = [now[scale] * 2.0**k for k in range(-2, 3)] if scale in now else None
             with warnings.catch_warnings():
-                # The next search continues from an edge.
-                warnings.filterwarnings("ignore", "the best of", DviWarning)
+                # The next search continues from an edge, and there are no validation data.
+                warnings.filterwarnings("ignore", "the best of|class probabilities", DviWarning)
                 now[scale] = self.guide.tune(
                     self.batches,
                     scale,

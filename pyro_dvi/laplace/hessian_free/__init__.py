@@ -10,13 +10,4 @@ from pyro_dvi.laplace.hessian_free.second_fits import AbsoluteSum, Pointwise, Su
 from pyro_dvi.laplace.hessian_free.solvers import SGD, Adam, NewtonCG
 from pyro_dvi.laplace.hessian_free.training_modes import InSample, LabelShift
 
-__all__ = [
-    "SGD",
-    "AbsoluteSum",
-    "Adam",
-    "InSample",
-    "LabelShift",
-    "NewtonCG",
-    "Pointwise",
-    "Sum",
-]
+__all__ = ["SGD", "AbsoluteSum", "Adam", "InSample", "LabelShift", "NewtonCG", "Pointwise", "Sum"]

@@ -228,8 +228,7 @@ class HessianFree(Method):
         self.mode.check(local)
         if not isinstance(self.mode, Pointwise):
             warn(
-                f"{type(self.mode).__name__}() gives means of rows of the covariance matrix, not variances: too "
-                "small far from the evaluation set, or negative. Use Pointwise() or ConjugateGradient(Hessian())."
+                f"{type(self.mode).__name__}() gives means of rows of the covariance, not variances: use Pointwise()"
             )
         return HessianFreePosterior(local, self)
 
@@ -268,14 +267,11 @@ class HessianFreePosterior(LaplacePosterior):
     def _checked(self, covariance: Tensor) -> Tensor:
         variances = covariance.diagonal(dim1=-2, dim2=-1)
         if not bool(torch.isfinite(variances).all()):
-            raise NonFiniteError(
-                "some variances are NaN or infinite: use solver=NewtonCG(), a lower learning rate, or float64"
-            )
+            raise NonFiniteError("some variances are NaN or infinite: use NewtonCG(), or smaller steps")
         if negative := int((variances < 0).sum()):
             raise NotPositiveDefiniteError(
-                f"{negative} of {variances.numel()} variances of {type(self.method.mode).__name__}() are "
-                "negative: run guide.polish(batches), and use HessianFree(Pointwise(), NewtonCG()); other choices give "
-                "means of rows of the covariance, of either sign; posterior.responses(query) returns the raw values"
+                f"{negative} of {variances.numel()} variances of {type(self.method.mode).__name__}() are negative: run "
+                "guide.polish(batches) and use HessianFree(Pointwise(), NewtonCG()), or read posterior.responses(query)"
             )
         return covariance
 
@@ -354,10 +350,8 @@ def parameter_uncertainty(
     variances = pair.slope(lambda point: tilt.signs * point)
     negative = variances < 0
     if bool(negative.any()):
-        warn(
-            f"{int(negative.sum())} of {len(variances)} row sums of the covariance are negative, because latents are "
-            "correlated: these variances are NaN. PosteriorSamples(n) or Diagonal() give actual variances."
-        )
+        count = f"{int(negative.sum())} of {len(variances)} row sums of the covariance are negative"
+        warn(f"{count}, because latents are correlated: these are NaN. PosteriorSamples(n) gives variances.")
     return energy.layout.place(energy.layout.split(torch.where(negative, torch.nan, variances)))
 
 

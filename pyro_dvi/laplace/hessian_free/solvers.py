@@ -151,7 +151,7 @@ class FineTuning(Solver):
     def ends(self, local: LocalEnergy, problems: list[tuple[Tilt, float]]) -> Tensor:
         """Return where training of U less each tilt times its strength ends: ``[S, D]``."""
         energy = local.energy
-        energy.log_joint(local.point)  # whether the batches are all the data
+        local.log_likelihood  # noqa: B018 (whether the batches are all the data)
         points = [local.point.clone().requires_grad_() for _ in problems]
         optimizer = self.optimizer(points)
         for _ in range(self.epochs):
@@ -272,11 +272,9 @@ class NewtonCG(Solver):
 
     def __post_init__(self) -> None:
         if not 0 < self.step <= 1:
-            raise ArgumentError(
-                f"step must be between 0 and 1 posterior standard deviations; got {self.step}"
-            )
-        check_positive("tolerance", self.tolerance)
-        check_positive("solve_tolerance", self.solve_tolerance)
+            raise ArgumentError(f"step must be between 0 and 1 standard deviations, not {self.step}")
+        for name in ("tolerance", "solve_tolerance"):
+            check_positive(name, getattr(self, name))
         check_count("max_corrections", self.max_corrections)
 
     def solve(self, local: LocalEnergy, tilts: list[Tilt], less: str) -> list[Fits]:
@@ -307,9 +305,9 @@ class NewtonCG(Solver):
             pending, step = pending[~done], step / 4
             if not len(pending):
                 return found
+        tried = f"with steps of {self.step:g} to {4 * step:g} posterior standard deviations"
         raise NotConvergedError(
-            f"{len(pending)} tilted minima were not found, with steps of {self.step:g} to {4 * step:g} posterior "
-            "standard deviations: run guide.polish, or use a smaller step; in float32, use a larger step or float64"
+            f"{len(pending)} tilted minima were not found, {tried}: run guide.polish, or use a smaller step or float64"
         )
 
     def _minima(

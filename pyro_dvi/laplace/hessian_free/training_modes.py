@@ -131,25 +131,18 @@ class LabelShift(InSample):
 
     def check(self, local: LocalEnergy) -> None:
         """Require one observed site that is Normal with a known scale."""
-        _, run = local.energy.first_run(local.point)
+        run = local.first.run
         if len(run.sites) != 1 or run.factors:
-            raise ModelError(
-                "LabelShift() needs one observed site; the model has "
-                f"{[site.name for site in (*run.sites, *run.factors)]}. Use InSample() or Pointwise()."
-            )
+            names = [site.name for site in (*run.sites, *run.factors)]
+            raise ModelError(f"LabelShift() needs one observed site, not {names}: use InSample()")
         noise = untransformed(run.sites[0].fn)
         if not isinstance(noise, td.Normal) or noise.scale.requires_grad:
-            raise ModelError(
-                "LabelShift() needs Gaussian noise of a scale that does not depend on the latents, unlike observed "
-                f"site {run.sites[0].name!r}, a {type(noise).__name__}: use InSample(), Sum(inputs) or Pointwise()"
-            )
+            unlike = f"unlike that of {run.sites[0].name!r}, a {type(noise).__name__}: use InSample()"
+            raise ModelError(f"LabelShift() needs Normal noise that does not depend on the latents, {unlike}")
 
     def tilts(self, local: LocalEnergy, query: Query) -> list[Tilt]:
         """Return one tilt for each column of the labels."""
-        site = local.energy.first_run(local.point)[1].sites[0].name
+        site = local.first.run.sites[0].name
         if query.outputs.site != site:
-            raise UnsupportedError(
-                f"LabelShift() tilts the mean of observed site {site!r}, not of {query.outputs.site!r}: use "
-                "InSample()"
-            )
+            raise UnsupportedError(f"LabelShift() tilts {site!r}, not {query.outputs.site!r}: use InSample()")
         return super().tilts(local, query)

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.core.arguments import check_count
-from pyro_dvi.errors import ArgumentError, NotConvergedError, NotPositiveDefiniteError, UnsupportedError
+from pyro_dvi.errors import ArgumentError, NotConvergedError, NotPositiveDefiniteError
 from pyro_dvi.laplace.energy.energy import LocalEnergy
 from pyro_dvi.laplace.energy.precision import GGN, PrecisionMatrix, independent_prior_precision
 from pyro_dvi.laplace.energy.query import Query
-from pyro_dvi.laplace.methods.method import LaplacePosterior, Method
+from pyro_dvi.laplace.methods.method import LaplacePosterior, Method, not_positive
 from pyro_dvi.linalg.operator import conjugate_gradients, gaussian_rows
 
 
@@ -66,26 +66,20 @@ def solutions(method: "ConjugateGradient | PosteriorSamples", local: LocalEnergy
     matrix, half = method.precision, local.prior_scale
     tolerance = max(method.tolerance, 1000 * torch.finfo(rhs.dtype).eps)
     try:
-        found = conjugate_gradients(
+        solution = conjugate_gradients(
             lambda v: matrix.product(local, v * half) * half,
             rhs * half,
             tolerance=tolerance,
             max_iterations=method.max_iterations,
         )
     except NotPositiveDefiniteError as error:
-        raise NotPositiveDefiniteError(
-            f"{matrix!r} has curvature {error.curvature:.3g} along a direction, so the mode is not a minimum: run "
-            "guide.polish(batches), or use precision=GGN(), a prior that constrains every latent, or float64",
-            direction=error.direction,
-            curvature=error.curvature,
-        ) from error
-    if not found.converged:
-        worst = float(found.residuals.max())
-        raise NotConvergedError(
-            f"after {found.iterations} iterations a solve with {matrix!r} has the residual {worst:.2g}, not "
-            f"{tolerance:.2g}: allow more max_iterations or a larger tolerance, or use float64"
-        )
-    return found.x * half
+        found = f"{matrix!r} has curvature {error.curvature:.3g} along a direction"
+        raise not_positive(found, direction=error.direction, curvature=error.curvature) from error
+    if not solution.converged:
+        worst = float(solution.residuals.max())
+        reached = f"the residual {worst:.2g}, not {tolerance:.2g}, after {solution.iterations} iterations"
+        raise NotConvergedError(f"{reached} with {matrix!r}: allow more of either, or use float64")
+    return solution.x * half
 
 
 class ConjugateGradientPosterior(LaplacePosterior):
@@ -135,12 +129,11 @@ class PosteriorSamples(Method):
 
     Args:
         num_samples: S. Antithetic pairs would not help: the estimate is even in the draws.
-        precision: ``GGN()``.
         tolerance: tolerance of the solves, see :class:`ConjugateGradient`; the default is far below the sampling error.
         max_iterations: by default ``min(10 D, 1000)``.
 
     Raises:
-        UnsupportedError: the precision is not ``GGN()``, or the prior couples latents.
+        UnsupportedError: the prior couples latents.
         NotConvergedError: the tolerance was not reached in ``max_iterations``.
 
     Source: Papandreou & Yuille (2010), Section 3; Antorán et al. (2023), Section 3, for linearised networks.
@@ -159,20 +152,15 @@ class PosteriorSamples(Method):
     """
 
     num_samples: int = 256
-    precision: PrecisionMatrix = field(default_factory=GGN)
     tolerance: float = 1e-2
     max_iterations: int | None = None
 
+    precision = GGN()  # not a field: a Hessian has no factor to draw with
     by_spectrum = True
 
     def __post_init__(self) -> None:
         check_tolerance(self.tolerance)
         check_count("num_samples", self.num_samples)
-        if not isinstance(self.precision, GGN):
-            raise UnsupportedError(
-                f"PosteriorSamples() draws with a factor of the matrix, which {self.precision!r} does not have: use "
-                "precision=GGN(), or ConjugateGradient(precision=Hessian()) or Dense(precision=Hessian())"
-            )
 
     def fit(self, local: LocalEnergy, *, seed: int = 0) -> "SamplesPosterior":
         """Return the posterior."""

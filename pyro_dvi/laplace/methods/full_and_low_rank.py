@@ -10,11 +10,11 @@ from torch import Tensor
 from pyro_dvi.core.arguments import check_count
 from pyro_dvi.core.undisturbed import widest
 from pyro_dvi.curvature.example_gradients import ExampleGradients
-from pyro_dvi.errors import ArgumentError, NotConvergedError, NotPositiveDefiniteError
+from pyro_dvi.errors import ArgumentError, NotConvergedError
 from pyro_dvi.laplace.energy.energy import LocalEnergy
 from pyro_dvi.laplace.energy.precision import GGN, PrecisionMatrix, common_ratio, independent_prior_precision
 from pyro_dvi.laplace.energy.query import Query
-from pyro_dvi.laplace.methods.method import LaplacePosterior, Method, RootPosterior
+from pyro_dvi.laplace.methods.method import LaplacePosterior, Method, RootPosterior, not_positive
 from pyro_dvi.linalg.lanczos import top_eigenpairs
 
 
@@ -58,8 +58,7 @@ class Dense(Method):
         size = len(local.point)
         if size > self.max_size:
             raise ArgumentError(
-                f"Dense() would build a matrix of {size} x {size} ({size**2 * 8 / 2**30:.1f} GiB): use "
-                "PosteriorSamples() or ConjugateGradient(), a subset of the sites, or a larger max_size"
+                f"Dense() would build a matrix of {size} x {size}: use PosteriorSamples(), or a larger max_size"
             )
         precision = self.precision.matrix(local)
         return DensePosterior(local.point, 0.5 * (precision + precision.mT), local.prior_diagonal)
@@ -80,10 +79,8 @@ class DensePosterior(RootPosterior):
         factor, info = torch.linalg.cholesky_ex(precision)
         if int(info) != 0:
             values = torch.linalg.eigvalsh(precision)
-            raise NotPositiveDefiniteError(
-                f"the precision has {int((values <= 0).sum())} of {len(values)} eigenvalues that are not positive: the "
-                "mode is not a minimum. Run guide.polish(batches), or use precision=GGN()."
-            )
+            count = f"{int((values <= 0).sum())} of {len(values)}"
+            raise not_positive(f"the precision has {count} eigenvalues that are not positive")
         self.factor = factor
         self._rows_asked = 0
 
@@ -204,10 +201,10 @@ class TopEigen(Method):
             tolerance=max(self.tolerance, 100 * torch.finfo(prior.dtype).eps),
         )
         if not found.converged:
+            worst = float(found.residuals.max() / found.values[0])
             raise NotConvergedError(
-                f"the top {self.rank} eigenvectors have residuals up to {float(found.residuals.max()):.2g} after "
-                f"{found.applications} products, not {self.tolerance:.2g} of {float(found.values[0]):.2g}: use a "
-                "smaller rank, or a larger tolerance"
+                f"the top {self.rank} eigenvectors have relative residuals up to {worst:.2g} after "
+                f"{found.applications} products: use a smaller rank, or a larger tolerance"
             )
         return TopEigenPosterior(local.point, prior, found.values, found.vectors)
 
@@ -227,11 +224,7 @@ class TopEigenPosterior(RootPosterior):
         self.mode, self.prior, self.values, self.vectors = mode, prior, values, vectors
         if not bool((values > -1).all()):
             lowest = 1 + float(values.min())
-            raise NotPositiveDefiniteError(
-                f"the precision has curvature {lowest:.3g} times the prior's along a direction: the mode is not a "
-                "minimum. Run guide.polish(batches), or use precision=GGN().",
-                curvature=lowest,
-            )
+            raise not_positive(f"P has curvature {lowest:.3g} times the prior's", curvature=lowest)
 
     def whitened(self, rows: Tensor) -> Tensor:
         return self._shrunk(rows * self.prior.rsqrt())

@@ -15,7 +15,7 @@ so that rows of J occur only in products :math:`k = J S J'^\top`. If gradients o
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from pyro_dvi.core.undisturbed import widest
 from pyro_dvi.curvature.example_gradients import ExampleGradients
 from pyro_dvi.errors import ArgumentError, ModelError
 from pyro_dvi.laplace.energy.energy import LocalEnergy
-from pyro_dvi.laplace.energy.precision import GGN, PrecisionMatrix, common_ratio, independent_prior_precision
+from pyro_dvi.laplace.energy.precision import GGN, common_ratio, independent_prior_precision
 from pyro_dvi.laplace.energy.query import Query
 from pyro_dvi.laplace.methods.method import LaplacePosterior, Method
 from pyro_dvi.linalg.operator import gaussian_rows
@@ -74,8 +74,8 @@ class Functional(Method):
     """
 
     max_size: int = 10_000
-    precision: PrecisionMatrix = field(default_factory=GGN, init=False)
 
+    precision = GGN()  # not a field
     reweights = True
 
     def fit(self, local: LocalEnergy, *, seed: int = 0) -> "FunctionalPosterior":
@@ -86,8 +86,7 @@ class Functional(Method):
             size += examples.outputs.numel()
             if size > self.max_size:
                 raise ArgumentError(
-                    f"Functional() would factorise a matrix of more than {self.max_size} rows: use PosteriorSamples(), "
-                    "ConjugateGradient(), or Dense() for few latents, or a larger max_size"
+                    f"Functional() has more than {self.max_size} rows: use Dense(), PosteriorSamples() or max_size"
                 )
             data.append(_Rows(examples, slice(0, len(examples.outputs))))
         if not data:
@@ -157,7 +156,7 @@ class FunctionalPosterior(LaplacePosterior):
     """
 
     def __init__(
-        self, mode: Tensor, prior: Tensor, data: Sequence[_Rows], kernel: Tensor, root: float = 1.0
+        self, mode: Tensor, prior: Tensor, data: list[_Rows], kernel: Tensor, root: float = 1.0
     ) -> None:
         self.mode, self.prior, self.kernel, self.root, self._data = mode, prior, kernel, root, data
         self._variances = _variances(prior, data)

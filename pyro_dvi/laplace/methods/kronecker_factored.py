@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pyro_dvi.curvature.example_gradients import ExampleGradients, OuterGradients
 from pyro_dvi.curvature.kronecker import KroneckerFactors, KroneckerLayer, nearest_product
-from pyro_dvi.errors import NotPositiveDefiniteError, UnsupportedError, warn
+from pyro_dvi.errors import UnsupportedError, warn
 from pyro_dvi.laplace.energy.energy import LocalEnergy
 from pyro_dvi.laplace.energy.precision import (
     GGN,
@@ -25,7 +25,7 @@ from pyro_dvi.laplace.energy.precision import (
     independent_prior_precision,
     prior_diagonal,
 )
-from pyro_dvi.laplace.methods.method import Method, RootPosterior
+from pyro_dvi.laplace.methods.method import Method, RootPosterior, not_positive
 
 
 def products_at_layer(
@@ -167,12 +167,9 @@ class KroneckerFactored(Method):
     Sites that are not a weight or bias of such a layer, or are used several times, get a diagonal precision, with a
     warning.
 
-    Args:
-        precision: ``GGN()``.
-
     Raises:
-        UnsupportedError: the precision is not ``GGN()``, the prior couples latents, observed sites differ in their
-            number of rows, or ``subset`` has masks.
+        UnsupportedError: the prior couples latents, observed sites differ in their number of rows, or ``subset`` has
+            masks.
 
     Source: Martens & Grosse (2015); Grosse & Martens (2016), Eq. 25-27, for convolutions;
         Ritter, Botev & Barber (2018).
@@ -188,43 +185,31 @@ class KroneckerFactored(Method):
         tensor([0.2500])
     """
 
-    precision: PrecisionMatrix = field(default_factory=GGN)
-
+    precision = GGN()  # not a field: factors of gradients approximate no other matrix
     reweights = True
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.precision, GGN):
-            raise UnsupportedError(
-                f"KroneckerFactored() is an approximation of the Gauss-Newton matrix, not of {self.precision!r}: use "
-                "precision=GGN(), or Dense(precision=Hessian())"
-            )
 
     def fit(self, local: LocalEnergy, *, seed: int = 0) -> "KroneckerPosterior":
         """Return the posterior."""
         if local.energy.layout.chosen:
+            masked = ", ".join(local.energy.layout.chosen)
             raise UnsupportedError(
-                f"KroneckerFactored() takes whole sites, not masks of {', '.join(local.energy.layout.chosen)}: use "
-                "Dense(), Diagonal() or PosteriorSamples(n)"
+                f"KroneckerFactored() takes whole sites, not masks of {masked}: use Dense() or Diagonal()"
             )
         prior = independent_prior_precision(local, "KroneckerFactored()")
         factors: KroneckerFactors | None = None
         previous: Any = None
         for examples in local.examples():
             if examples.recorder is previous:
-                raise UnsupportedError(
-                    "KroneckerFactored() needs observed sites with the same number of rows: use Diagonal() or "
-                    "PosteriorSamples(n)"
-                )
+                raise UnsupportedError("KroneckerFactored() needs observed sites of as many rows each")
             previous = examples.recorder
             factors = KroneckerFactors(examples) if factors is None else factors
             factors.add(examples)
         assert factors is not None
         names = [local.energy.layout.names[k] for k in factors.rest]
         if names:
-            shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
             warn(
                 f"KroneckerFactored() has no factors for {len(names)} sites, which are not weights or biases of a "
-                f"dense or convolutional layer that is used once; their precision is diagonal: {shown}"
+                f"dense or convolutional layer that is used once; their precision is diagonal: {names[:5]}"
             )
         blocks = [vars(_block(layer, prior)) for layer in factors.layers if layer.positions]
         return KroneckerPosterior(local.point, prior + factors.diagonal, blocks, prior)
@@ -242,7 +227,7 @@ class KroneckerPosterior(RootPosterior):
     stored: ClassVar[tuple[str, ...]] = ("mode", "diagonal", "blocks")
 
     def __init__(
-        self, mode: Tensor, diagonal: Tensor, blocks: list[dict[str, Any]], prior: Tensor | None = None
+        self, mode: Tensor, diagonal: Tensor, blocks: list[Any], prior: Tensor | None = None
     ) -> None:
         self.mode, self.diagonal, self.blocks, self.prior = mode, diagonal, blocks, prior
         self._layers = [KroneckerBlock(**block) for block in blocks]
@@ -335,12 +320,6 @@ class Diagonal(Method):
             precision = prior_diagonal(local, "Diagonal()") + likelihood_diagonal(local)
         else:
             precision = self.precision.matrix(local).diagonal().clone()
-        for name, part in local.energy.layout.named(precision).items():
-            if not bool((part > 0).all()):
-                raise NotPositiveDefiniteError(
-                    f"the precision of {name!r} has an entry {part.min().item():.3g} on its diagonal. Run "
-                    "guide.polish(batches), or use precision=GGN() with a prior of positive curvature."
-                )
         return DiagonalPosterior(local.point, precision, prior)
 
 
@@ -363,13 +342,10 @@ class DiagonalPosterior(KroneckerPosterior):
     def __init__(self, mode: Tensor, precision: Tensor, prior: Tensor | None = None) -> None:
         super().__init__(mode, precision, [], prior)
         self.precision = precision
+        if not bool((precision > 0).all()):
+            raise not_positive(f"the precision has an entry {float(precision.min()):.3g} on its diagonal")
 
     def reweighted(self, likelihood: float, prior: Tensor) -> "DiagonalPosterior | None":
         if self.prior is None:
             return None
-        precision = likelihood * (self.precision - self.prior) + prior
-        if not bool((precision > 0).all()):
-            raise NotPositiveDefiniteError(
-                f"the precision has an entry {precision.min().item():.3g} on its diagonal"
-            )
-        return DiagonalPosterior(self.mode, precision, prior)
+        return DiagonalPosterior(self.mode, likelihood * (self.precision - self.prior) + prior, prior)

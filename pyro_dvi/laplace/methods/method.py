@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pyro_dvi.core.arguments import check_choice
 from pyro_dvi.curvature.example_gradients import ExampleGradients
-from pyro_dvi.errors import ArgumentError, UnsupportedError
+from pyro_dvi.errors import ArgumentError, NotPositiveDefiniteError, UnsupportedError
 from pyro_dvi.laplace.energy.energy import LocalEnergy
 from pyro_dvi.laplace.energy.precision import PrecisionMatrix
 from pyro_dvi.laplace.energy.query import Query
@@ -58,7 +58,6 @@ def check_method(method: object) -> None:
         ArgumentError: if it is a class or string instead of an object, or has no precision.
     """
     check_choice("method", method, Method, "Dense(), Dense(Hessian()) or PosteriorSamples()")
-    assert isinstance(method, Method)
     precision = getattr(method, "precision", None)
     check_choice("precision", precision, PrecisionMatrix, "GGN() or Hessian(), as an attribute of the method")
 
@@ -96,10 +95,8 @@ class LaplacePosterior(ABC):  # noqa: B024 (a method gives what it can)
             UnsupportedError: if the posterior needs the model and the data.
         """
         if self.stored is None:
-            raise UnsupportedError(
-                f"{type(self).__name__} needs the model and the data: call guide.fit again after loading or moving, or "
-                "use Dense() or PosteriorSamples(n)"
-            )
+            what = f"{type(self).__name__} needs the model and the data"
+            raise UnsupportedError(f"{what}: fit again after loading or moving, or use PosteriorSamples(n)")
         return {name: getattr(self, name) for name in self.stored}
 
     def quadratic(self, rows: Tensor) -> Tensor:
@@ -168,12 +165,16 @@ class LaplacePosterior(ABC):  # noqa: B024 (a method gives what it can)
         Raises:
             UnsupportedError: the method does not know it.
         """
-        raise self._lacks(
-            "log-determinant", "Dense(), or ByLanczos() for the determinant of the matrix itself"
-        )
+        raise self._lacks("log-determinant", "Dense(), or ByLanczos() for that of the matrix")
 
     def _lacks(self, what: str, instead: str) -> UnsupportedError:
         return UnsupportedError(f"{type(self).__name__} has no {what}: use {instead}")
+
+
+def not_positive(found: str, **options: Any) -> NotPositiveDefiniteError:
+    """Return the error for a precision that is not positive definite."""
+    remedy = "the mode is not a minimum. Run guide.polish(batches), or use GGN() with a prior of positive curvature"
+    return NotPositiveDefiniteError(f"{found}: {remedy}", **options)
 
 
 class RootPosterior(LaplacePosterior):

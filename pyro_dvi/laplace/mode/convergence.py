@@ -2,17 +2,16 @@
 """The record that a mode is a minimum, and its check before a fit."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from pyro_dvi.errors import ArgumentError, UnconvergedError, warn
+from pyro_dvi.errors import ArgumentError, UnconvergedError
 from pyro_dvi.laplace.energy.energy import Energy
 from pyro_dvi.laplace.energy.passes import same_data
-from pyro_dvi.laplace.energy.precision import GGN, Hessian
+from pyro_dvi.laplace.energy.precision import Hessian
 from pyro_dvi.laplace.fitted import PointMass
-from pyro_dvi.laplace.methods.conjugate_gradient import ConjugateGradient
 from pyro_dvi.laplace.methods.method import Method
 from pyro_dvi.laplace.mode.diagnosis import Diagnosis, diagnose, kinks, sound
 from pyro_dvi.laplace.mode.search import GOOD_ENOUGH, Polished
@@ -77,14 +76,12 @@ def check_policy(unconverged: object) -> None:
     Raises:
         ArgumentError: it is none.
     """
-    if unconverged not in ("refuse", "use_ggn", "accept"):
-        raise ArgumentError(f'unconverged must be "refuse", "use_ggn" or "accept", not {unconverged!r}')
+    if unconverged not in ("refuse", "accept"):
+        raise ArgumentError(f'unconverged must be "refuse" or "accept", not {unconverged!r}')
 
 
-def check_mode(
-    policy: str, wanted: Method, energy: Energy, known: Certificate | None
-) -> tuple[Method, Diagnosis | None]:
-    r"""Check if the mode is a minimum; return the method to fit with, and the diagnosis if there was one.
+def check_mode(policy: str, method: Method, energy: Energy, known: Certificate | None) -> Diagnosis | None:
+    r"""Check if the mode is a minimum; return the diagnosis if there was one.
 
     The Gaussian of the Hessian exists only at a minimum. The Gauss-Newton matrix is positive definite anywhere, and its
     Gaussian belongs to the linearised model, so there is only a warning if a lower bound shows that the minimum is more
@@ -93,9 +90,8 @@ def check_mode(
 
     Args:
         policy: ``"refuse"`` raises an error if the precision is the Hessian and the mode is not a minimum, or U has
-            kinks (ReLU); ``"use_ggn"`` then uses the Gauss-Newton matrix, with a warning, and ``ConjugateGradient()``
-            for methods without an option for the matrix; ``"accept"`` checks only that U is finite and not random.
-        wanted: the requested method.
+            kinks (ReLU); ``"accept"`` checks only that U is finite and not random.
+        method: represents the Gaussian.
         energy: U, of which the mode should be a minimum.
         known: an earlier record about it.
 
@@ -105,27 +101,19 @@ def check_mode(
         NonFiniteError: U is NaN or infinite.
     """
     seen = None if known else sound(energy)
-    if policy == "accept" or not wanted.needs_minimum:
-        return wanted, None
-    if not isinstance(wanted.precision, Hessian):
-        return wanted, seen
+    if policy == "accept" or not method.needs_minimum:
+        return None
+    if not isinstance(method.precision, Hessian):
+        return seen
     if known and known.curvature == "Hessian" and known.decrement <= GOOD_ENOUGH:
-        return wanted, None
+        return None
     found = Diagnosis(kinks=kinks(energy))
     if not found.kinks:
         found = diagnose(energy)
-        if found.converged:
-            return wanted, found
-    if policy == "refuse":
+    if not found.converged:
         error = UnconvergedError(
-            f"{type(wanted).__name__}, whose precision is the Hessian, needs a mode that is a minimum. {found}\n"
-            'fit(..., unconverged="use_ggn") uses the Gauss-Newton matrix instead.'
+            f"{type(method).__name__}, whose precision is the Hessian, needs a mode that is a minimum. {found}"
         )
         error.diagnosis = found
         raise error
-    changed: Any = wanted
-    is_option = any(option.name == "precision" and option.init for option in fields(changed))
-    other = replace(changed, precision=GGN()) if is_option else ConjugateGradient(GGN())
-    by = "" if is_option else f", with {other!r} instead of {type(wanted).__name__}"
-    warn(f"the Gauss-Newton matrix replaces the Hessian in this fit{by}. {found}")
-    return other, found
+    return found

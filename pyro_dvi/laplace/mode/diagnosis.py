@@ -71,10 +71,8 @@ class Diagnosis(InNotebook):
     def verdict(self) -> str:
         """The finding in words, with a remedy."""
         if self.at_saddle:
-            return (
-                "The mode is no minimum: minus the log posterior bends down in some direction. Train further or run "
-                "guide.polish(batches); GGN() is a precision that does without."
-            )
+            bends = "The mode is no minimum: minus the log posterior bends down in some direction"
+            return f"{bends}. Train further, run guide.polish(batches), or use GGN()."
         if self.converged:
             return "Converged: a minimum with a positive definite Hessian."
         if not self.kinks:
@@ -87,23 +85,16 @@ class Diagnosis(InNotebook):
     @property
     def _distance(self) -> str:
         if self.newton_decrement is None:
-            return "" if self.kinks else "The distance to the minimum is not known."
+            return ""
         low, high = math.sqrt(max(self.decrement_at_least, 0.0)), math.sqrt(self.newton_decrement)
         if self.near:
-            return (
-                f"Stationary: a stationary point is at most {high:.2g} standard deviations of "
-                f"{self.curvature}() away."
-            )
+            return f"Stationary: a stationary point is {high:.2g} standard deviations of {self.curvature}() away."
         least = " at least" if high > 1.1 * low else ""
         if self.decrement_at_least > self.tolerance:
-            return (
-                f"Not converged: the minimum is{least} {low:.3g} posterior standard deviations away. Train further or "
-                "run guide.polish(batches)."
-            )
-        return (
-            f"Undecided: the minimum is between {low:.2g} and {high:.2g} posterior standard deviations away. "
-            "guide.diagnose(batches, steps=...) is more precise; guide.polish(batches) moves there."
-        )
+            away = f"the minimum is{least} {low:.3g} posterior standard deviations away"
+            return f"Not converged: {away}. Train further or run guide.polish(batches)."
+        away = f"the minimum is between {low:.2g} and {high:.2g} posterior standard deviations away"
+        return f"Undecided: {away}. guide.diagnose(batches, steps=...) is more precise."
 
     def __str__(self) -> str:
         rows = [("value of U", f"{self.value:.8g}"), ("gradient norm", f"{self.gradient_norm:.3g}")]
@@ -184,9 +175,9 @@ def kinks(energy: Energy) -> tuple[str, ...]:
         (('relu',), ())
     """
     with torch.enable_grad():
-        values, run = energy.first_run(energy.start)
-        log_likelihood = run.log_likelihood()
-        nodes = graph_between(values, [log_likelihood, run.log_prior])
+        graph = energy.at(energy.start).first
+        run, log_likelihood = graph.run, graph.run.log_likelihood()
+        nodes = graph_between(graph.values, [log_likelihood, run.log_prior])
     outputs = graph_of(tensor for site in run.sites for tensor in tensors_of(site.fn))
     likelihood = graph_of([log_likelihood])
     found = set()
@@ -214,23 +205,31 @@ def sound(energy: Energy) -> Diagnosis:
     """
     bad = [name for name, u in energy.locs.items() if not bool(torch.isfinite(u).all())]
     if bad:
-        raise ModelError(
-            f"NaN or infinite values in latent {bad[0]!r}: train again with a lower learning rate."
-        )
-    value, gradient = energy.at(energy.start).value_and_gradient
-    batch = energy.passes.first_again()
-    with torch.no_grad():
-        first, second = (energy.graph(*energy.run(batch, energy.start)).energy for _ in range(2))
+        raise ModelError(f"NaN or infinite values in latent {bad[0]!r}: train with a lower learning rate")
+    local = energy.at(energy.start)
+    value, gradient = local.value_and_gradient
     rounding = torch.finfo(gradient.dtype).eps ** 0.5 * (1 + abs(float(value)))
-    if (first - second).abs().item() > rounding:
+    if "repeats itself" not in energy.known and _difference(energy, local) > rounding:
         raise ModelError(
             "The model is random: in evaluation mode, two runs at the same latents differ, so there is no "
             "minimum. Remove dropout(x, training=True) or torch.rand from it."
         )
+    energy.known.add("repeats itself")
     return Diagnosis(value=float(value), gradient_norm=float(gradient.norm()), tolerance=1.0)
 
 
-def distance_by(posterior: LaplacePosterior, found: Diagnosis, local: LocalEnergy) -> Diagnosis:
+def _difference(energy: Energy, local: LocalEnergy) -> float:
+    """Return the difference between two runs on one batch."""
+    batch = energy.passes.first_again()
+    with torch.enable_grad():  # as in the run that is known
+        first, second = (
+            local.first if known else energy.graph(*energy.run(batch, energy.start))
+            for known in (not energy.passes.reordered, False)
+        )
+        return abs(float(first.energy.detach() - second.energy.detach()))
+
+
+def distance_by(posterior: LaplacePosterior, found: Diagnosis, energy: Energy) -> Diagnosis:
     r"""Add the distance to the minimum in standard deviations of a Gaussian with the Gauss-Newton matrix.
 
     .. math:: v = \tilde P^{-1} g, \qquad g^\top P^{-1} g \ge \frac{(g^\top v)^2}{v^\top P v}
@@ -241,8 +240,9 @@ def distance_by(posterior: LaplacePosterior, found: Diagnosis, local: LocalEnerg
     Args:
         posterior: the Gaussian around the mode, of a precision close to P.
         found: earlier findings.
-        local: U around the mode.
+        energy: U.
     """
+    local = energy.at(energy.start)
     gradient, least = local.gradient.unsqueeze(0), 0.0
     step = gradient * local.prior_scale.square()
     with suppress(UnsupportedError):
@@ -254,7 +254,7 @@ def distance_by(posterior: LaplacePosterior, found: Diagnosis, local: LocalEnerg
         found,
         value=float(local.value),
         gradient_norm=float(gradient.norm()),
-        kinks=kinks(local.energy) if least > 1 else (),
+        kinks=kinks(energy) if least > 1 else (),
         newton_decrement=max(decrement, least),
         decrement_at_least=least,
         curvature="GGN",
@@ -262,9 +262,7 @@ def distance_by(posterior: LaplacePosterior, found: Diagnosis, local: LocalEnerg
     )
 
 
-def _with_decrement(
-    found: Diagnosis, local: LocalEnergy, precision: PrecisionMatrix, steps: int
-) -> Diagnosis:
+def _with_decrement(found: Diagnosis, local: LocalEnergy, matrix: PrecisionMatrix, steps: int) -> Diagnosis:
     r"""Add :math:`g^\top P^{-1} g` from both sides, in coordinates in which the prior precision is one.
 
     With the residual r of an x from conjugate gradients it is :math:`g^\top x + r^\top P^{-1} r`. Eigenvalues of the
@@ -272,23 +270,19 @@ def _with_decrement(
     """
     diagonal, lowest, scale = local.prior_diagonal, found.smallest_eigenvalue, local.prior_scale
     floor = 0.0 if diagonal is None else 1.0
-    if isinstance(precision, Hessian) and lowest is not None:
+    if isinstance(matrix, Hessian) and lowest is not None:
         shown = lowest.value - lowest.residual
         floor = shown if diagonal is None else min(shown, 1.0)  # a larger one was found in too few steps
     gradient = scale * local.gradient
     size = float(gradient.norm())
     enough = 0.1 * math.sqrt(found.tolerance * floor) / max(size, 1e-300) if floor > 0 else 1e-3
     solution = conjugate_gradients(
-        lambda v: scale * precision.product(local, scale * v),
+        lambda v: scale * matrix.product(local, scale * v),
         gradient.unsqueeze(0),
         tolerance=enough,
         max_iterations=steps,
     )
     least = float(solution.x[0] @ gradient)
     rest = (float(solution.residuals[0]) * size) ** 2 / floor if floor > 0 else math.inf
-    return replace(
-        found,
-        newton_decrement=least + rest,
-        decrement_at_least=least,
-        curvature=type(precision).__name__,
-    )
+    name = type(matrix).__name__
+    return replace(found, newton_decrement=least + rest, decrement_at_least=least, curvature=name)

@@ -107,18 +107,17 @@ class Polished(InNotebook):
     smallest_eigenvalue: float | None = None
 
     def __str__(self) -> str:
-        size = f"{self.newton_decrement:.3g}"
-        distance = {"inf": "none, since U bends down", "nan": "not computed"}.get(size, size)
-        lowest = "" if self.smallest_eigenvalue is None else f"{self.smallest_eigenvalue:.3g}"
-        rows = (
-            ("U", f"{self.value_before:.8g} -> {self.value:.8g}"),
-            ("gradient norm", f"{self.gradient_norm:.3g}"),
-            ("Newton decrement", f"{distance} ({self.curvature})"),
-            ("smallest eigenvalue", lowest or "not computed"),
-            ("work", f"{self.steps} steps, {self.gradients} gradients of all data"),
-        )
+        lowest, down = self.smallest_eigenvalue, math.isinf(self.newton_decrement)
+        decrement = "none, since U bends down" if down else f"{self.newton_decrement:.3g}"
+        rows = {
+            "U": f"{self.value_before:.8g} -> {self.value:.8g}",
+            "gradient norm": f"{self.gradient_norm:.3g}",
+            "Newton decrement": f"{decrement} ({self.curvature})",
+            "smallest eigenvalue": "not computed" if lowest is None else f"{lowest:.3g}",
+            "work": f"{self.steps} steps, {self.gradients} gradients of all data",
+        }
         state = "converged" if self.converged else "not converged"
-        return "\n".join([f"{state}: {self.reason}", *(f"  {name:<20} {text}" for name, text in rows)])
+        return "\n".join([f"{state}: {self.reason}", *(f"  {k:<20} {text}" for k, text in rows.items())])
 
 
 class BudgetSpent(Exception):
@@ -234,9 +233,8 @@ class Search:
 
     def _newton(self, x: Tensor, tolerance: float, steps: int) -> tuple[Tensor, Minimum]:
         local = InMetric(self, metric_at(self.energy.at(x)), x)
-        found = minimise_newton(
-            local, torch.zeros_like(x), tolerance=tolerance, max_steps=steps, callback=self._step
-        )
+        options: Any = {"tolerance": tolerance, "max_steps": steps, "callback": self._step}
+        found = minimise_newton(local, torch.zeros_like(x), **options)
         return local.x(found.x), found
 
     def _step(self, value: float, decrement: float) -> None:
@@ -261,9 +259,8 @@ class Search:
             self.limit, reason = math.inf, f"{self.max_gradients} gradients did not suffice"
         if decrement > GOOD_ENOUGH:
             decrement = self._gauss_newton_decrement(self.best[0])
-        return self.ended(
-            newton_decrement=decrement, curvature="GGN", converged=decrement <= GOOD_ENOUGH, reason=reason
-        )
+        converged = decrement <= GOOD_ENOUGH
+        return self.ended(newton_decrement=decrement, curvature="GGN", converged=converged, reason=reason)
 
     def _gauss_newton_decrement(self, x: Tensor) -> float:
         local, metric = self.energy.at(x), metric_at(self.energy.at(x))
@@ -318,16 +315,13 @@ def polish(
         finally:
             keep(search.best[0])
     if kinked and not found.converged:
-        warn(
-            f"polish: {found.reason}; the guide keeps the best point. U has kinks ({', '.join(kinked)}): fit with "
-            f"GGN(), which does not require a minimum; to avoid kinks, use {without_kinks(kinked)}."
-        )
+        why = f"polish: {found.reason}; the guide keeps the best point. U has kinks ({', '.join(kinked)})"
+        warn(f"{why}: fit with GGN(), which needs no minimum; to avoid kinks, use {without_kinks(kinked)}.")
     elif not found.converged:
-        way = "call guide.polish again, which continues from here, with a larger max_gradients"
-        if "gradients" not in found.reason:
-            way = "use float64 (model.double(), guide.double() and data), or a prior that constrains every direction"
+        ways = "a larger max_gradients", "float64, or a prior that constrains every direction"
+        way = ways["gradients" not in found.reason]
         error = UnconvergedError(
-            f"polish ended without a minimum; the guide keeps the best point.\n{found}\nTo continue, {way}."
+            f"polish ended without a minimum; the best point is kept.\n{found}\nTry {way}."
         )
         error.report = found
         raise error

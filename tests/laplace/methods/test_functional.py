@@ -133,6 +133,7 @@ def digits(dtype, hidden, num_data):
     return guide, batches, x[1000:]
 
 
+@pytest.mark.filterwarnings("ignore:class probabilities:pyro_dvi.errors.DviWarning")
 def test_digits_with_fifty_thousand_weights_are_those_of_solves():
     guide, batches, others = digits(torch.float64, (300, 100), 12)
     posterior = guide.fit(batches, Functional(), unconverged="accept")

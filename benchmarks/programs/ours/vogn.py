@@ -1,0 +1,8 @@
+# SPDX-License-Identifier: Apache-2.0
+"""VOGN: from a network to the test NLL."""
+
+import pyro_dvi as dvi
+from benchmarks.programs.task import EPOCHS, loader, net, test
+
+posterior = dvi.NaturalGradients().fit(net, loader, EPOCHS)
+nll = posterior.predict(test).metrics()["nll"]

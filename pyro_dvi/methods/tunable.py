@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Choice of a method's settings on validation data."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, replace
+from typing import Any, ClassVar
+
+import pyro
+from pyro.infer import SVI
+
+from pyro_dvi.analysis.tuning import tune
+from pyro_dvi.errors import ArgumentError
+from pyro_dvi.methods.models import Loader
+from pyro_dvi.methods.posterior import Posterior
+from pyro_dvi.training import History
+
+
+class Tunable:
+    """The part of :class:`~pyro_dvi.methods.Method` that tries several settings."""
+
+    space: ClassVar[Mapping[str, tuple[float, ...]]] = {
+        "lr": (0.003, 0.01, 0.03),
+        "prior_scale": (0.3, 1.0, 3.0),
+        "temperature": (0.01, 0.1, 1.0),
+    }
+
+    def tune(
+        self: Any,
+        model: Any,
+        loader: Loader,
+        epochs: int,
+        *,
+        validation: Any,
+        space: Mapping[str, Iterable[Any]] | None = None,
+        seed: int = 0,
+        **options: Any,
+    ) -> Posterior:
+        """Train with several settings, and return the posterior that predicts validation data best.
+
+        Args:
+            model: as for :meth:`fit`.
+            loader: as for :meth:`fit`.
+            epochs: of each training.
+            validation: inputs with observations, which are not in ``loader``.
+            space: values of arguments of this method; by default of step size, scale of the prior and temperature.
+            seed: of each training.
+            **options: of :func:`~pyro_dvi.tune`, as ``max_trainings``, ``storage`` and ``progress``.
+
+        Returns:
+            The posterior; its ``method`` has the chosen settings, and ``tuned`` is the table of trainings.
+
+        Raises:
+            ArgumentError: the space has a name that is no argument of this method.
+        """
+        space, known = self.space if space is None else space, {one.name for one in fields(self)}
+        if unknown := sorted(space.keys() - known):
+            raise ArgumentError(
+                f"{type(self).__name__} has no {unknown[0]!r} to tune; it has {sorted(known)}"
+            )
+        histories: dict[tuple[Any, ...], History] = {}
+
+        def train(**settings: Any) -> tuple[Any, Any]:
+            done = replace(self, **settings).fit(model, loader, epochs, seed=seed, progress=False)
+            done.put_back()
+            histories[tuple(settings.values())] = done.history
+            return done.model, done.guide
+
+        with pyro.get_param_store().scope() as store:
+            tuned = tune(train, validation, space, seed=seed, **options)
+        method = replace(self, **tuned.settings).settled(model)
+        svi = SVI(tuned.model, tuned.guide, method.optimizer(epochs), loss=method.elbo())
+        history = histories[tuple(tuned.settings.values())]
+        return Posterior(tuned.model, tuned.guide, store, method, svi, history, tuned)
