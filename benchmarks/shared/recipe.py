@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Does README's recipe hold on tasks that it was not written for?
 
-The first block of README is run as printed, from ``def fit`` on, with other data: only the sizes of network and data
+README's block with ``def fit`` is run as printed from there on, with other data: only the sizes of network and data
 are replaced. MAP goes through the same search with the same step sizes and prior scales.
 """
 
@@ -72,7 +72,7 @@ def plan(rows: list[Row], budget: Budget) -> list[Settings]:
 
 def recipe(inputs: int, classes: int, num_data: int) -> str:
     """README's block from ``def fit`` to the prediction, for another network and other data."""
-    block = re.search(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    block = re.search(r"```python\n((?:(?!```).)*?def fit\(.*?)```", README.read_text(), re.DOTALL)
     assert block is not None
     code = block[1][block[1].index("def fit(") : block[1].index("print(tuned.settings)")]
     for there, here in (
