@@ -9,10 +9,8 @@ own parents. Point masses contribute their negative log prior.
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from functools import lru_cache
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 from pyro.distributions.util import scale_and_mask, sum_rightmost
 from torch import Tensor
@@ -27,6 +25,7 @@ from pyro_dvi.gaussians.normal_divergence import (
     normal_divergence,
 )
 from pyro_dvi.gaussians.normals import MatrixNormal, MultiplicativeNormal, total_correlation
+from pyro_dvi.moments.quadrature import gauss_hermite
 from pyro_dvi.runs.latents import GaussianSite, Latent, elementary, unconstraining_transform
 
 _NODES = 32
@@ -282,7 +281,7 @@ def _expectation(latent: Latent, function: Callable[[Latent, Tensor], Tensor]) -
     if not _factorises(latent):
         return function(latent, latent.loc + latent.scale * torch.randn_like(latent.loc))
     total: Tensor | float = 0.0
-    for node, weight in _hermite_nodes():
+    for (node,), (weight,) in zip(*gauss_hermite(_NODES), strict=True):
         total = total + weight * function(latent, latent.loc + node * latent.scale)
     return torch.as_tensor(total)
 
@@ -296,12 +295,6 @@ def _log_density(latent: Latent, u: Tensor) -> Tensor:
 
 def _log_jacobian(latent: Latent, u: Tensor) -> Tensor:
     return _per_batch_element(latent, latent.transform.log_abs_det_jacobian(u, latent.transform(u)))
-
-
-@lru_cache
-def _hermite_nodes() -> tuple[tuple[float, float], ...]:
-    nodes, weights = np.polynomial.hermite_e.hermegauss(_NODES)
-    return tuple(zip(nodes.tolist(), (weights / weights.sum()).tolist(), strict=True))
 
 
 def _scalar(parameter: Tensor) -> Tensor:

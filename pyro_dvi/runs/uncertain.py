@@ -146,10 +146,6 @@ def _uncertain(cls: Any, args: tuple, kwargs: dict[str, Any], estimator: LogitEs
         return dist.Delta(given["v"].loc, given.get("log_density", 0.0), given.get("event_dim", 0))
     if cls is dist.Unit:  # pyro.factor: linear in what is uncertain
         return dist.Unit(given["log_factor"].loc)
-    if not issubclass(cls, td.Distribution):
-        raise UnsupportedError(
-            f"{cls.__name__} is not a torch distribution, and has no expected log-likelihood: train with TaylorELBO"
-        )
     return UncertainDistribution(cls, given, estimator)
 
 
