@@ -263,3 +263,23 @@ class Objective(ELBO):
 
     def _get_trace(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> Any:
         raise UnsupportedError(f"{type(self).__name__} does not sample traces; see its loss methods")
+
+
+class WrappedObjective(ELBO):
+    """An objective that takes its steps in another way; it has the attributes of the one inside, ``elbo``."""
+
+    _own: ClassVar[tuple[str, ...]] = ("elbo",)
+    _get_trace = Objective._get_trace
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "elbo" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.elbo, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = name.startswith("_") or name in self._own
+        object.__setattr__(self if own else self.elbo, name, value)
+
+    def loss(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
+        """Return the loss on the data of this process as a number, without counting a training step."""
+        return self.elbo.loss(model, guide, *args, **kwargs)  # type: ignore[no-any-return]

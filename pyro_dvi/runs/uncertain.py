@@ -23,8 +23,6 @@ from pyro_dvi.expectations.expectation import expected_log_prob
 from pyro_dvi.expectations.logits import LogitEstimator
 from pyro_dvi.moments import GaussianMoments
 
-Predictive = Callable[[type, Mapping[str, Any]], Any]
-
 
 class UncertainDistribution(dist.TorchDistribution):
     r"""A family of distributions with Gaussian parameters.
@@ -79,33 +77,13 @@ class UncertainDistribution(dist.TorchDistribution):
         return drawn_distribution.sample()
 
 
-def predictive_of(fn: Any, predictive: Predictive) -> Any:
-    """Return a distribution with its uncertain parts replaced by their predictive distributions.
-
-    Args:
-        fn: the distribution of an observed site.
-        predictive: gives the predictive distribution, one of Pyro's, of a family with uncertain parameters.
-    """
-    return _rebuilt(fn, lambda part: predictive(part.family, part.parameters))
-
-
-def at_mean(fn: Any) -> Any:
-    """Return a distribution with its uncertain parameters at their mean."""
-    return _rebuilt(fn, lambda uncertain: uncertain.at_mean)
-
-
 def uncertain_part(fn: Any) -> UncertainDistribution | None:
     """Return the uncertain distribution in ``fn``, however wrapped; None if all its parameters are deterministic."""
     fn = innermost(fn)
     return fn if isinstance(fn, UncertainDistribution) else None
 
 
-def with_uncertain_part(fn: Any, part: UncertainDistribution) -> Any:
-    """Return ``fn`` with another uncertain distribution in place of its own."""
-    return _rebuilt(fn, lambda _: part)
-
-
-def _rebuilt(fn: Any, certain: Callable[[UncertainDistribution], Any]) -> Any:
+def rebuilt(fn: Any, certain: Callable[[UncertainDistribution], Any]) -> Any:
     """Return ``fn`` with the uncertain distribution in it replaced by the result of ``certain``."""
     return rewrapped(fn, lambda base: certain(base) if isinstance(base, UncertainDistribution) else base)
 
