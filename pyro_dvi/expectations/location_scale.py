@@ -5,8 +5,7 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import distributions as td
+from torch import Tensor, distributions as td
 
 from pyro_dvi.expectations.expectation import expectation_rule
 from pyro_dvi.expectations.points import are_dependent, log_and_inverse_power

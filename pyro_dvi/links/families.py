@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import distributions as td
+from torch import Tensor, distributions as td
 
 from pyro_dvi.core.registry import registering
 from pyro_dvi.expectations.expectation import evaluation, find_rule, without_checks

@@ -13,8 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 from pyro.distributions.util import scale_and_mask, sum_rightmost
-from torch import Tensor
-from torch import distributions as td
+from torch import Tensor, distributions as td
 
 from pyro_dvi.core.distributions import strip_event_dims
 from pyro_dvi.curvature.linearisation import sum_of
@@ -299,9 +298,6 @@ def _log_jacobian(latent: Latent, u: Tensor) -> Tensor:
 
 def _scalar(parameter: Tensor) -> Tensor:
     """Return an expanded scalar as a scalar, so that one number is read instead of one per weight."""
-    base = parameter._base
-    if base is not None and base.dim() == 0 and base.requires_grad == parameter.requires_grad:
-        return base  # without an operator call
     if parameter.dim() and not any(parameter.stride()):
         return parameter[(0,) * parameter.dim()]
     return parameter

@@ -16,8 +16,7 @@ import torch
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.trace_messenger import TraceMessenger
 from pyro.poutine.util import site_is_factor, site_is_subsample
-from torch import Tensor
-from torch import distributions as td
+from torch import Tensor, distributions as td
 
 from pyro_dvi.errors import ArgumentError, DataError, ModelError
 

@@ -14,8 +14,7 @@ from typing import Any
 import pyro.distributions as dist
 import torch
 from pyro.poutine.messenger import Messenger
-from torch import Tensor
-from torch import distributions as td
+from torch import Tensor, distributions as td
 
 from pyro_dvi.core.distributions import WRAPPERS, arguments_of, building_by, innermost, rewrapped
 from pyro_dvi.errors import UnsupportedError
