@@ -12,36 +12,18 @@ from pyro_dvi import (
     bayesian,
     curvature,
     errors,
+    expectations as expectations,
     guides,
     laplace,
-    optim,
-    training,
-)
-from pyro_dvi import (
-    expectations as expectations,
-)
-from pyro_dvi import (
     links as links,
-)
-from pyro_dvi import (
     methods as methods,
-)
-from pyro_dvi import (
     moment_propagation as moment_propagation,
-)
-from pyro_dvi import (
     moments as moments,
-)
-from pyro_dvi import (
     natural_gradients as natural_gradients,
-)
-from pyro_dvi import (
     objectives as objectives,
-)
-from pyro_dvi import (
+    optim,
     predictive as predictive,
-)
-from pyro_dvi import (
+    training,
     variational_laplace as variational_laplace,
 )
 from pyro_dvi.analysis import diagnostics

@@ -10,7 +10,6 @@ from typing import Any
 import pyro
 import pyro.distributions as dist
 import torch
-from pyro.infer.util import is_validation_enabled
 from pyro.nn.module import PyroModule, PyroParam, PyroSample
 from torch import Tensor, nn
 from torch.distributions import constraints
@@ -159,7 +158,7 @@ class Classifier(LikelihoodModule):
             )
         logits = outputs if outputs.dim() == 2 else outputs.movedim(1, -1)
         if y is not None:
-            y = self._checked_labels(y, logits)
+            y = _check_target(y, logits.shape[:-1], logits.shape, "class indices")
             # Reading the name of the node waits for no value.
             if not self.warned and type(getattr(outputs, "grad_fn", None)).__name__ == "SoftmaxBackward0":
                 self.warned = True
@@ -171,20 +170,6 @@ class Classifier(LikelihoodModule):
             labels = dist.Categorical(logits=logits).to_event(logits.dim() - 2)
             drawn: Tensor = pyro.sample("obs", labels, obs=y)
         return drawn
-
-    @staticmethod
-    def _checked_labels(y: Tensor, logits: Tensor) -> Tensor:
-        if not is_validation_enabled():
-            return y
-        y = _check_target(y, logits.shape[:-1], logits.shape, "class indices")
-        if y.is_floating_point() or y.is_complex() or y.dtype is torch.bool:
-            raise DataError(f"y has the dtype {y.dtype}; class indices are integers: pass y.long()")
-        lowest, highest, classes = int(y.min()), int(y.max()), logits.shape[-1]
-        if lowest < 0 or highest >= classes:
-            raise DataError(
-                f"y has labels from {lowest} to {highest}, and the network {classes} outputs for 0..{classes - 1}"
-            )
-        return y
 
 
 def classifier(net: nn.Module, num_data: int) -> Classifier:
@@ -261,10 +246,8 @@ class Regressor(LikelihoodModule):
             # a tensor, or moments of one, where it has a column
             scale = scale if isinstance(scale, float) or scale.ndim != 2 else scale.squeeze(-1)
             y = y.squeeze(-1) if isinstance(y, Tensor) and y.dim() == 2 and y.shape[-1] == 1 else y
-        if y is not None and is_validation_enabled():
+        if y is not None:
             y = _check_target(y, mean.shape, outputs.shape, "targets")
-            if not bool(torch.isfinite(y).all()):
-                raise DataError("y holds NaN or infinite targets: leave these rows out")
         with self.data_plate(mean.shape[0], observed=y is not None):
             targets = dist.Normal(mean, scale).to_event(0 if one_column else 1)
             drawn: Tensor = pyro.sample("obs", targets, obs=y)

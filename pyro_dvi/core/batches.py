@@ -32,14 +32,6 @@ def arguments(batch: Any, device: torch.device | None) -> tuple[tuple[Any, ...],
     return (_moved(batch, device),), {}
 
 
-def batches(
-    loader: Iterable[Any], device: torch.device | None
-) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Yield the arguments of every batch of one pass."""
-    for batch in loader:
-        yield arguments(batch, device)
-
-
 def check_loader(loader: Any, passes: int, role: str = "loader") -> None:
     """Raise an error for a loader that cannot provide ``passes`` passes.
 
@@ -91,11 +83,6 @@ def dataset_size(loader: Any) -> int | None:
         return len(dataset)  # type: ignore[arg-type]
     except TypeError:
         return None
-
-
-def tensor_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors among the arguments of a model by name; without sparse and nested ones."""
-    return {name: value for name, value in named_arguments(args, kwargs).items() if is_strided(value)}
 
 
 def named_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,8 +12,7 @@ import pyro.distributions as dist
 import torch
 from pyro.distributions import distribution as pyro_distribution
 from pyro.distributions.torch_distribution import TorchDistributionMixin
-from torch import Tensor
-from torch import distributions as td
+from torch import Tensor, distributions as td
 from torch.distributions import constraints
 
 from pyro_dvi.errors import UnsupportedError

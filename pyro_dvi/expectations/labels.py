@@ -4,8 +4,7 @@
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import distributions as td
+from torch import Tensor, distributions as td
 
 from pyro_dvi.expectations.expectation import expectation_rule
 from pyro_dvi.expectations.logits import LogitEstimator

@@ -5,8 +5,7 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import distributions as td
+from torch import Tensor, distributions as td
 
 from pyro_dvi.expectations.expectation import expectation_rule
 from pyro_dvi.expectations.points import are_dependent, log_and_inverse_power
@@ -120,16 +119,17 @@ def laplace(value: Tensor, loc: Any, scale: Any) -> Tensor:
         return NotImplemented
     mean_log, inverse = log_and_inverse_power(td.Laplace, "scale", scale, 1)
     if isinstance(loc, GaussianMoments):
-        distance = _mean_distance(value - loc.loc, loc.variance)
+        distance = mean_distance(value - loc.loc, floored(loc.variance).sqrt())
     else:
         distance = (value - loc).abs()
     return -distance * inverse - mean_log - math.log(2)
 
 
-def _mean_distance(d: Tensor, variance: Tensor) -> Tensor:
-    sigma = floored(variance).sqrt()
-    z = d / sigma
-    return d * torch.erf(z * math.sqrt(0.5)) + math.sqrt(2 / math.pi) * sigma * torch.exp(-0.5 * z.square())
+def mean_distance(distance: Tensor, scale: Tensor) -> Tensor:
+    """Return the mean of abs(x) for Gaussian x with these means and standard deviations."""
+    z = distance / scale.clamp_min(torch.finfo(scale.dtype).tiny)
+    density = math.sqrt(2 / math.pi) * torch.exp(-0.5 * z.square())
+    return scale * density + distance * torch.erf(z * math.sqrt(0.5))
 
 
 @expectation_rule(td.Poisson)

@@ -17,8 +17,7 @@ from torch.quasirandom import SobolEngine
 
 from pyro_dvi.core.recorder import is_recording
 from pyro_dvi.errors import UnsupportedError
-from pyro_dvi.moments import GaussianMoments
-from pyro_dvi.moments import quadrature as normal
+from pyro_dvi.moments import GaussianMoments, quadrature as normal
 from pyro_dvi.moments.quadrature import constants
 from pyro_dvi.moments.shared_noise import has_covariances
 from pyro_dvi.moments.value import floored

@@ -11,8 +11,7 @@ from typing import Any
 
 import pyro.distributions as dist
 import torch
-from torch import Tensor
-from torch import distributions as td
+from torch import Tensor, distributions as td
 from torch.distributions import constraints
 
 

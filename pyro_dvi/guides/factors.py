@@ -13,8 +13,7 @@ import torch
 from pyro.distributions.distribution import Distribution
 from pyro.distributions.util import sum_rightmost
 from pyro.nn import PyroModule
-from torch import Tensor
-from torch import distributions as td
+from torch import Tensor, distributions as td
 from torch.distributions import ExpTransform, constraints, transform_to
 
 from pyro_dvi.core.arguments import check_choice, check_count, check_positive

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import distributions as td
+from torch import Tensor, distributions as td
 from torch.nn.functional import logsigmoid
 
 from pyro_dvi.core.arguments import check_count

@@ -10,10 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import distributions as td
+from torch import Tensor, distributions as td
 
-from pyro_dvi.core.arguments import check_choice
 from pyro_dvi.core.registry import registering
 from pyro_dvi.expectations.expectation import evaluation, find_rule, without_checks
 from pyro_dvi.expectations.labels import gaussian_logit, gaussian_logits, logit_of_expected_sigmoid
@@ -197,8 +195,6 @@ def predictive_distribution(
         >>> predictive_distribution(td.Normal, {"loc": f, "scale": 1.0})
         Normal(loc: tensor([0.]), scale: tensor([2.]))
     """
-    check_choice("link", link, ClassLink, "SobolSoftmax() or Probit()")
-    check_choice("noise", noise, NoiseLink, "MomentMatched() or GaussHermite(n)")
     given = {k: v for k, v in parameters.items() if k != "validate_args" and v is not None}
     num_uncertain = sum(isinstance(p, GaussianMoments) for p in given.values())
     if not num_uncertain:

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Size, Tensor
-from torch import distributions as td
+from torch import Size, Tensor, distributions as td
 from torch.distributions import constraints
 
 from pyro_dvi.core.arguments import check_count

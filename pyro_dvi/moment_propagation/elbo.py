@@ -26,7 +26,7 @@ from pyro_dvi.runs.latents import Latent
 from pyro_dvi.runs.observed import observed_sites
 from pyro_dvi.runs.posterior_run import Call, run_at_means, run_with_moments
 from pyro_dvi.runs.structure import Structure, check_gradients, reached_by
-from pyro_dvi.runs.uncertain import at_mean, refuse_moments, uncertain_likelihoods, uncertain_part
+from pyro_dvi.runs.uncertain import rebuilt, refuse_moments, uncertain_likelihoods, uncertain_part
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,9 @@ class MomentPropagationELBO(Objective):
                 _warn_of_shared_outputs(site)
         if self.weighting is not None and training:
             for site in observed.sites:
-                site.scale = site.scale * self.weighting(at_mean(site.fn), self._step)
+                site.scale = site.scale * self.weighting(
+                    rebuilt(site.fn, lambda part: part.at_mean), self._step
+                )
         log_likelihood = observed.log_likelihood()
         if first:
             _check_reached(call, log_likelihood, run.latents, structure)

@@ -107,7 +107,6 @@ elementwise_rule(
 elementwise_rule(Rescaled(F.logsigmoid, _RAMP, inner=-1.0, outer=-1.0), F.logsigmoid)
 elementwise_rule(Rescaled(F.silu, Smooth(_silu, ramp=True)), F.silu)
 
-_SOFTPLUS = Rescaled(F.softplus, _RAMP)
 _GELU_TANH = Rescaled(partial(F.gelu, approximate="tanh"), Smooth(_gelu_tanh, ramp=True, steep=True))
 
 
@@ -122,8 +121,6 @@ def softplus(input: GaussianMoments, beta: float = 1, threshold: float = 20) -> 
         >>> softplus(GaussianMoments(torch.zeros(1), torch.ones(1))).loc
         tensor([0.8061])
     """
-    if beta == 1:
-        return through(_SOFTPLUS, input)
     centre = partial(F.softplus, beta=beta, threshold=threshold)
     return through(Rescaled(centre, _RAMP, inner=float(beta), outer=1 / beta), input)
 
@@ -152,8 +149,6 @@ def glu(input: GaussianMoments, dim: int = -1) -> GaussianMoments:
         >>> glu(GaussianMoments(torch.tensor([2.0, 0.0]), torch.tensor([1.0, 0.0])))
         GaussianMoments(loc=tensor([1.]), variance=tensor([0.2500]))
     """
-    if input.shape[dim] % 2:
-        raise ValueError(f"F.glu needs a dimension of even size, got {tuple(input.shape)} and dim={dim}")
     halves = zip(torch.chunk(input.loc, 2, dim), torch.chunk(input.variance, 2, dim), strict=True)
     values, gates = (GaussianMoments(loc, variance) for loc, variance in halves)
     return mul(values, sigmoid(gates))

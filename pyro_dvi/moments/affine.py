@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_dvi.errors import UnsupportedError
-from pyro_dvi.moments.bilinear import Gradients, Layer, MultiplicativeMoments, bilinear_moments
+from pyro_dvi.moments.bilinear import MultiplicativeMoments, bilinear_moments
 from pyro_dvi.moments.rules import moment_rule
 from pyro_dvi.moments.value import GaussianMoments, second_moment_of
 
@@ -36,47 +36,8 @@ def linear(input: Any, weight: Any, bias: Any = None) -> GaussianMoments:
         GaussianMoments(loc=tensor([[4.]]), variance=tensor([[0.4000]]))
     """
     if isinstance(weight, GaussianMoments) or isinstance(input, GaussianMoments):
-        product = _LINEAR if input.dim() > 1 and weight.dim() == 2 else F.linear
-        return bilinear_moments(product, input, weight, _alpha_of_columns(weight), bias)
+        return bilinear_moments(F.linear, input, weight, _alpha_of_columns(weight), bias)
     return GaussianMoments(F.linear(input, weight, bias.loc), bias.variance)
-
-
-class _Linear(Layer):
-    """A linear layer of rows."""
-
-    of_rows = True
-
-    def gradients(self, g: Tensor, x: Tensor, weight: Tensor, wanted: tuple) -> Gradients:
-        rows = _rows(g)
-        return (
-            g @ weight if wanted[0] else None,
-            rows.mT @ _rows(x) if wanted[1] else None,
-            rows.sum(0) if wanted[2] else None,
-        )
-
-
-class _Matmul(Layer):
-    """A product of matrices, or of batches of them."""
-
-    of_rows = True
-
-    def __call__(self, *factors: Any) -> Tensor:
-        return torch.matmul(*factors[:2])  # factors may include a bias of None
-
-    def gradients(self, g: Tensor, x: Tensor, weight: Tensor, wanted: tuple) -> Gradients:
-        in_x = (g @ weight.mT).sum_to_size(x.shape) if wanted[0] else None
-        if not wanted[1]:
-            return in_x, None, None
-        if weight.dim() == 2:
-            return in_x, _rows(x).mT @ _rows(g), None
-        return in_x, (x.mT @ g).sum_to_size(weight.shape), None
-
-
-def _rows(x: Tensor) -> Tensor:
-    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-
-
-_LINEAR, _MATMUL = _Linear(F.linear), _Matmul(torch.matmul)
 
 
 @moment_rule(torch.matmul, torch.mm, torch.bmm, torch.mv)
@@ -101,8 +62,7 @@ def matmul(input: Any, *factor: Any, **named: Any) -> GaussianMoments:
     (other,) = (*factor, *named.values())
     if input is other and input.dim() == 1:
         return dot(input, other)
-    product = _MATMUL if input.dim() > 1 and other.dim() > 1 else torch.matmul
-    return bilinear_moments(product, input, other)
+    return bilinear_moments(torch.matmul, input, other)
 
 
 @moment_rule(torch.dot)

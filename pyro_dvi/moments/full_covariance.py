@@ -21,6 +21,7 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_dvi.errors import UnsupportedError
@@ -114,9 +115,8 @@ def full_product(product: Callable[..., Tensor], x: Any, weight: Any, bias: Any 
 
 def _check(product: Any, x: Any, weight: Any, bias: Any) -> None:
     link = getattr(x, "link", None)
-    if not getattr(product, "of_rows", False):
-        function = getattr(product, "function", product)
-        name = name_of(getattr(function, "func", function))
+    if product not in (F.linear, torch.matmul) or min(x.dim(), weight.dim()) < 2:
+        name = name_of(getattr(product, "func", product))
         _refuse(f"{name} with arguments of shapes {tuple(x.shape)} and {tuple(weight.shape)}")
     if x.dim() > max(2, weight.dim()):
         _refuse(f"a layer with the same weights at each of {tuple(x.shape[1:-1])} positions of an example")

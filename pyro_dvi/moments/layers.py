@@ -24,8 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyro_dvi.errors import ArgumentError, UnsupportedError
-from pyro_dvi.moments.bilinear import Gradients, Layer, MultiplicativeMoments, bilinear_moments
+from pyro_dvi.errors import UnsupportedError
+from pyro_dvi.moments.bilinear import MultiplicativeMoments, bilinear_moments
 from pyro_dvi.moments.dispatch import Kind
 from pyro_dvi.moments.rules import moment_rule
 from pyro_dvi.moments.value import GaussianMoments, loc_of
@@ -43,30 +43,12 @@ def _convolution(function: Callable[..., Tensor], dims: int) -> Callable[..., Ga
     ) -> GaussianMoments:
         given: dict[str, Any] = {**defaults, **dict(zip(defaults, options, strict=False)), **named}
         product: Any = partial(function, **given)
-        if input.dim() == dims + 2 and given["padding"] != "same":
-            product = _Convolution(product, transposed, given)
         if isinstance(input, GaussianMoments) or isinstance(weight, GaussianMoments):
             alpha = None if transposed else _alpha_of_inputs(weight, given["groups"])
             return bilinear_moments(product, input, weight, alpha, bias)
         return GaussianMoments(product(input, weight, loc_of(bias)), bias.variance.reshape(-1, *[1] * dims))
 
     return convolution
-
-
-class _Convolution(Layer):
-    """A convolution of a batch, or its transpose."""
-
-    def __init__(self, function: Callable[..., Tensor], transposed: bool, given: dict[str, Any]) -> None:
-        super().__init__(function)
-        padding = 0 if given["padding"] == "valid" else given["padding"]
-        sizes = given["stride"], padding, given["dilation"], given.get("output_padding", 0)
-        *first, last = ([size] if isinstance(size, int) else size for size in sizes)
-        self.options = (*first, transposed, last, given["groups"])
-
-    def gradients(self, g: Tensor, x: Tensor, weight: Tensor, wanted: tuple) -> Gradients:
-        sizes = [g.shape[1]] if wanted[2] else None
-        found = torch.ops.aten.convolution_backward(g, x, weight, sizes, *self.options, list(wanted))
-        return tuple(found)
 
 
 for _dims in (1, 2, 3):
@@ -132,8 +114,6 @@ def dropout(input: GaussianMoments, p: float = 0.5, training: bool = True) -> Ga
         >>> F.dropout(GaussianMoments(torch.ones(1), torch.zeros(1)), 0.5)
         GaussianMoments(loc=tensor([1.]), variance=tensor([1.]))
     """
-    if not 0 <= p <= 1:
-        raise ArgumentError(f"the dropout probability must be between 0 and 1, got {p}")
     if not training or p == 0:
         return input
     if p == 1:

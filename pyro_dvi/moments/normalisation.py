@@ -32,10 +32,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
-from pyro_dvi.errors import ArgumentError, UnsupportedError
+from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.moments.rules import moment_rule
 from pyro_dvi.moments.value import GaussianMoments, loc_of, variance_of
 
@@ -67,11 +65,7 @@ def batch_norm(
 
     Source: Schmitt & Roth (2021), Section 3.3.3, Eq. 13.
     """
-    loc, channels = loc_of(input), input.shape[1]
-    if training and loc.numel() == channels:
-        raise ArgumentError(
-            f"batch norm in training needs more than one value per channel, got {tuple(loc.shape)}"
-        )
+    loc, shape = loc_of(input), (input.shape[1], *[1] * (input.dim() - 2))
     certain_scale = not isinstance(weight, GaussianMoments) and not isinstance(bias, GaussianMoments)
     affine = (weight, bias) if certain_scale else (None, None)
     loc, _, inverse = torch.native_batch_norm(  # type: ignore[call-arg]  # torch's stub lacks arguments
@@ -79,37 +73,12 @@ def batch_norm(
     )
     variance = variance_of(input)
     if variance is not None:
-        if not training:
-            assert running_var is not None  # otherwise torch would have raised an error
-            inverse = torch.rsqrt(running_var + eps)
-        variance = _ScaledChannels.apply(variance, inverse, affine[0])
+        factor = inverse if training else torch.rsqrt(running_var + eps)  # type: ignore[operator]
+        factor = factor if affine[0] is None else factor * affine[0]
+        variance = variance * factor.square().reshape(shape)
     if certain_scale:
         return GaussianMoments(loc, variance)
-    shape = (channels, *[1] * (input.dim() - 2))
     return _affine(loc, variance, _reshaped(weight, shape), _reshaped(bias, shape))
-
-
-class _ScaledChannels(Function):
-    """Variances of channels multiplied by a constant, which standardises them, and by their weight.
-
-    This is batch norm with mean 0 and standard deviation 1, whose derivative torch computes in one pass.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, variance: Tensor, inverse: Tensor, weight: Tensor | None) -> Tensor:
-        factor = inverse if weight is None else inverse * weight
-        square, zero = factor * factor, torch.zeros_like(factor)
-        ctx.save_for_backward(variance, inverse, factor, square, zero)
-        return torch.native_batch_norm(variance, square, None, zero, zero, False, 0.0, 1.0)[0]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
-        variance, inverse, factor, square, zero = ctx.saved_tensors
-        in_variance, in_square, _ = torch.ops.aten.native_batch_norm_backward(
-            g, variance, square, zero, zero, None, None, False, 1.0, [*ctx.needs_input_grad[::2], False]
-        )
-        return in_variance, None, in_square * (2 * factor * inverse) if ctx.needs_input_grad[2] else None
 
 
 @moment_rule(F.layer_norm, torch.layer_norm)

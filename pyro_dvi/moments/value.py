@@ -217,8 +217,6 @@ def variance_floor(minimum: float) -> Iterator[None]:
     Raises:
         ArgumentError: if the floor is negative.
     """
-    if minimum < 0:
-        raise ArgumentError(f"a variance floor must not be negative, got {minimum}")
     before = _LOCAL.floor
     _LOCAL.floor = minimum
     try:

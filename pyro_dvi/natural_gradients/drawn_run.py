@@ -8,8 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import distributions as td
+from torch import Tensor, distributions as td
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 

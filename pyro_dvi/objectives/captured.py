@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from pyro.infer.elbo import ELBO
 from pyro.poutine.runtime import _PYRO_STACK
 from pyro.poutine.trace_messenger import TraceMessenger
 from torch import Tensor
@@ -25,14 +24,13 @@ from pyro_dvi.core.recorder import looking
 from pyro_dvi.core.undisturbed import widest
 from pyro_dvi.curvature.linearisation import twice_differentiated
 from pyro_dvi.errors import UnsupportedError, warn
-from pyro_dvi.objectives.objective import Objective
+from pyro_dvi.objectives.objective import Objective, WrappedObjective
 from pyro_dvi.objectives.reachable import Entry, is_plain
 from pyro_dvi.objectives.recorded_step import KINDS, Handed, Outcome, RecordedStep, State, VoidReplayError
 from pyro_dvi.objectives.recordings import Recording
 from pyro_dvi.objectives.surroundings import Met, Surroundings, meta, stored
 from pyro_dvi.runs.posterior_run import Call
 
-_OWN = ("elbo", "after", "max_recordings", "compile")
 _ATTEMPTS = 3  # to record a step, before capture is given up
 _KINDS_OF_STEPS = 100  # that are counted, before it is given up to wait for one that returns
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
@@ -40,7 +38,7 @@ _STEPS = (Objective.loss_and_grads, Objective.differentiable_loss)  # who overri
 _REPLAY_ERRORS = (RuntimeError, IndexError, ValueError, TypeError)
 
 
-class Captured(ELBO):
+class Captured(WrappedObjective):
     r"""An objective whose training steps run without Python, as graphs of torch operators.
 
     .. math:: (\text{parameters}, \text{buffers}, \text{batch}, \beta) \mapsto
@@ -96,6 +94,7 @@ class Captured(ELBO):
     """
 
     elbo: Objective
+    _own = ("elbo", "after", "max_recordings", "compile")
 
     def __init__(
         self, elbo: Objective, *, after: int = 4, max_recordings: int = 8, compile: bool = False
@@ -124,26 +123,13 @@ class Captured(ELBO):
 
     # An objective like the one inside ---------------------------------------------------------------------------
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "elbo" or name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.elbo, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        own = name.startswith("_") or name in _OWN
-        object.__setattr__(self if own else self.elbo, name, value)
-
     def __getstate__(self) -> dict[str, Any]:
         """Copies and files hold no recordings."""
-        return {name: vars(self)[name] for name in _OWN}
+        return {name: vars(self)[name] for name in self._own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._forget()
-
-    def loss(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
-        """Return the loss as a number, without counting a training step."""
-        return self.elbo.loss(model, guide, *args, **kwargs)
 
     def differentiable_loss(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> Tensor:
         """Return the loss as a tensor to call ``backward`` on; counts a training step if gradients are recorded."""
@@ -165,9 +151,6 @@ class Captured(ELBO):
                 return self.elbo.loss_and_grads(model, guide, *args, **kwargs)
         outcome.hand_over()
         return outcome.value
-
-    def _get_trace(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> Any:
-        raise UnsupportedError("Captured does not sample traces; see its loss methods")
 
     # A step -------------------------------------------------------------------------------------------------------
 

@@ -6,13 +6,12 @@ from typing import Any
 
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
-from torch.distributions import Distribution, constraints
+from torch.distributions import Distribution
 from torch.distributions.constraints import is_dependent
 
 from pyro_dvi.core.distributions import innermost
+from pyro_dvi.runs.latents import is_real
 from pyro_dvi.runs.sites import is_data, is_latent
-
-_REAL = (constraints.real, constraints.real_vector)
 
 
 class Checks(Messenger):
@@ -42,18 +41,12 @@ class Checks(Messenger):
             return
         for name, constraint in getattr(fn, "arg_constraints", {}).items():
             # Of real numbers NaN is the only one that is not valid, and shows in the loss.
-            if name in vars(fn) and not is_dependent(constraint) and not _is_real(constraint):
+            if name in vars(fn) and not is_dependent(constraint) and not is_real(constraint):
                 self._note(constraint, getattr(fn, name))
         with suppress(NotImplementedError, AttributeError):
-            if is_data(msg) or (is_latent(msg) and not _is_real(msg["fn"].support)):
+            if is_data(msg) or (is_latent(msg) and not is_real(msg["fn"].support)):
                 self._note(msg["fn"].support, msg["value"])
 
     def _note(self, constraint: Any, value: Any) -> None:
         with suppress(NotImplementedError, AttributeError, TypeError, ValueError, RuntimeError):
             self.passed.append(constraint.check(value).all())
-
-
-def _is_real(constraint: Any) -> bool:
-    while isinstance(constraint, constraints.independent):
-        constraint = constraint.base_constraint
-    return constraint in _REAL

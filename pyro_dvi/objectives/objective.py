@@ -15,7 +15,7 @@ from pyro_dvi.core.arguments import check_count, check_kl_weight, check_positive
 from pyro_dvi.core.autograd_graph import leaves_of
 from pyro_dvi.core.recorder import refuse_to_record
 from pyro_dvi.curvature.linearisation import sum_of, twice_differentiated
-from pyro_dvi.errors import CheckpointError, NonFiniteError, PyroDviError, UnsupportedError
+from pyro_dvi.errors import NonFiniteError, PyroDviError, UnsupportedError
 from pyro_dvi.runs.divergences import entropy, kl_to_priors, refuse_free_scales
 from pyro_dvi.runs.latents import Latent
 from pyro_dvi.runs.observed import Observed, check_num_data, observed_sites
@@ -203,8 +203,6 @@ class Objective(ELBO):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned."""
-        if not isinstance(state, dict) or "step" not in state:
-            raise CheckpointError(f"not the state of a {type(self).__name__}: the entry 'step' is missing")
         self.step = int(state["step"])
 
     def _differentiable(self, call: Call) -> Tensor:
@@ -265,3 +263,23 @@ class Objective(ELBO):
 
     def _get_trace(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> Any:
         raise UnsupportedError(f"{type(self).__name__} does not sample traces; see its loss methods")
+
+
+class WrappedObjective(ELBO):
+    """An objective that takes its steps in another way; it has the attributes of the one inside, ``elbo``."""
+
+    _own: ClassVar[tuple[str, ...]] = ("elbo",)
+    _get_trace = Objective._get_trace
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "elbo" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.elbo, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = name.startswith("_") or name in self._own
+        object.__setattr__(self if own else self.elbo, name, value)
+
+    def loss(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
+        """Return the loss on the data of this process as a number, without counting a training step."""
+        return self.elbo.loss(model, guide, *args, **kwargs)  # type: ignore[no-any-return]

@@ -106,8 +106,8 @@ def _inside(owner: Any, place: str) -> Iterator[Entry]:
         names = [
             name for name, _ in (*owner.named_parameters(recurse=False), *owner.named_buffers(recurse=False))
         ]
-        yield from _attributes(owner, place, "training", *names)
-        yield from _attributes_of_parts(owner, place)
+        parts = (name for name, _ in owner.named_children())
+        yield from _attributes(owner, place, "training", *names, *parts)
     elif isinstance(owner, FunctionType):
         yield from _variables(owner, place)
     elif isinstance(owner, MethodType):
@@ -191,10 +191,6 @@ def _named(container: Any, place: str) -> Iterator[Entry]:
 
 def _attributes(owner: Any, place: str, *names: str) -> Iterator[Entry]:
     return ((partial(_attribute, owner), name, getattr(owner, name), f"{place}.{name}") for name in names)
-
-
-def _attributes_of_parts(owner: Any, place: str) -> Iterator[Entry]:
-    return ((partial(getattr, owner), name, part, f"{place}.{name}") for name, part in owner.named_children())
 
 
 def _is_closed(value: Any) -> bool:

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 from pyro.distributions.util import scale_and_mask, sum_rightmost
-from torch import Tensor
-from torch import distributions as td
+from torch import Tensor, distributions as td
 
 from pyro_dvi.core.undisturbed import undisturbed
 from pyro_dvi.curvature.linearisation import sum_of

@@ -9,7 +9,7 @@ Adding one: any picklable callable that maps a step to a number that is not nega
 
 from dataclasses import dataclass
 
-from pyro_dvi.core.arguments import check_count, check_kl_weight
+from pyro_dvi.core.arguments import check_count
 
 __all__ = ["LinearWarmup"]
 
@@ -28,7 +28,7 @@ class LinearWarmup:
         end: :math:`\beta_1`, the weight from step :math:`T` on.
 
     Raises:
-        ArgumentError: if ``steps`` is not a positive integer or a weight is negative or not finite.
+        ArgumentError: if ``steps`` is not a positive integer; in training, if a weight is negative or not finite.
 
     Source: Sønderby et al. (2016), "Ladder Variational Autoencoders".
 
@@ -44,8 +44,6 @@ class LinearWarmup:
 
     def __post_init__(self) -> None:
         check_count("LinearWarmup: steps", self.steps)
-        for name in ("start", "end"):
-            check_kl_weight(f"LinearWarmup: {name}", getattr(self, name))
 
     def __call__(self, step: int) -> float:
         """Return the weight at ``step``."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pyro_dvi.core.arguments import check_count
 from pyro_dvi.errors import ArgumentError, DataError
+from pyro_dvi.expectations.location_scale import mean_distance
 from pyro_dvi.predictive.metric_arguments import alike, classes_and_labels, numbers
 
 __all__ = [
@@ -374,10 +375,3 @@ def crps_gaussian(mean: Any, scale: Any, observed: Any) -> float:
     if s.min() < 0:
         raise DataError(f"scale is a standard deviation and must not be negative; found {float(s.min()):.6g}")
     return float((mean_distance(y - m, s) - s / math.sqrt(math.pi)).mean())
-
-
-def mean_distance(distance: Tensor, scale: Tensor) -> Tensor:
-    """Return the mean of abs(x) for Gaussian x with these means and standard deviations."""
-    z = distance / scale.clamp_min(torch.finfo(scale.dtype).tiny)
-    density = math.sqrt(2 / math.pi) * torch.exp(-0.5 * z.square())
-    return scale * density + distance * torch.erf(z / math.sqrt(2))

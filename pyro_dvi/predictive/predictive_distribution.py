@@ -11,14 +11,13 @@ from typing import Any
 
 import pyro.distributions as dist
 import torch
-from torch import Tensor
-from torch import distributions as td
+from torch import Tensor, distributions as td
 
 from pyro_dvi.core.distributions import tensors_of, untransformed
 from pyro_dvi.core.undisturbed import accelerators, forked, widest
 from pyro_dvi.errors import ArgumentError, DataError, UnsupportedError
+from pyro_dvi.expectations.location_scale import mean_distance
 from pyro_dvi.links.noise_links import EqualMixture, PointMixture, ShapedNormal, distribution_function
-from pyro_dvi.predictive.metrics import mean_distance
 
 
 def statistics(fn: Any, observed: Tensor | None) -> dict[str, Tensor]:

@@ -20,8 +20,7 @@ from typing import Any
 
 import pyro.distributions as dist
 import torch
-from torch import Tensor
-from torch import distributions as td
+from torch import Tensor, distributions as td
 
 from pyro_dvi.core.distributions import tensors_of, untransformed, with_tensors
 from pyro_dvi.core.undisturbed import seeder

@@ -9,14 +9,11 @@ own parents. Point masses contribute their negative log prior.
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from functools import lru_cache
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 from pyro.distributions.util import scale_and_mask, sum_rightmost
-from torch import Tensor
-from torch import distributions as td
+from torch import Tensor, distributions as td
 
 from pyro_dvi.core.distributions import strip_event_dims
 from pyro_dvi.curvature.linearisation import sum_of
@@ -27,6 +24,7 @@ from pyro_dvi.gaussians.normal_divergence import (
     normal_divergence,
 )
 from pyro_dvi.gaussians.normals import MatrixNormal, MultiplicativeNormal, total_correlation
+from pyro_dvi.moments.quadrature import gauss_hermite
 from pyro_dvi.runs.latents import GaussianSite, Latent, elementary, unconstraining_transform
 
 _NODES = 32
@@ -282,7 +280,7 @@ def _expectation(latent: Latent, function: Callable[[Latent, Tensor], Tensor]) -
     if not _factorises(latent):
         return function(latent, latent.loc + latent.scale * torch.randn_like(latent.loc))
     total: Tensor | float = 0.0
-    for node, weight in _hermite_nodes():
+    for (node,), (weight,) in zip(*gauss_hermite(_NODES), strict=True):
         total = total + weight * function(latent, latent.loc + node * latent.scale)
     return torch.as_tensor(total)
 
@@ -298,17 +296,8 @@ def _log_jacobian(latent: Latent, u: Tensor) -> Tensor:
     return _per_batch_element(latent, latent.transform.log_abs_det_jacobian(u, latent.transform(u)))
 
 
-@lru_cache
-def _hermite_nodes() -> tuple[tuple[float, float], ...]:
-    nodes, weights = np.polynomial.hermite_e.hermegauss(_NODES)
-    return tuple(zip(nodes.tolist(), (weights / weights.sum()).tolist(), strict=True))
-
-
 def _scalar(parameter: Tensor) -> Tensor:
     """Return an expanded scalar as a scalar, so that one number is read instead of one per weight."""
-    base = parameter._base
-    if base is not None and base.dim() == 0 and base.requires_grad == parameter.requires_grad:
-        return base  # without an operator call
     if parameter.dim() and not any(parameter.stride()):
         return parameter[(0,) * parameter.dim()]
     return parameter

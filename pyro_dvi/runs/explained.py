@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_dvi.core.arguments import misfit, positional
-from pyro_dvi.core.batches import named_arguments, non_finite_inputs, tensor_arguments
+from pyro_dvi.core.batches import is_strided, named_arguments, non_finite_inputs
 from pyro_dvi.errors import DataError, DeviceError, ModelError, ParameterError, PyroDviError, UnsupportedError
 
 AS_A_MODEL = (
@@ -69,7 +69,8 @@ def _of_arguments(error: Exception, model: Callable, args: tuple, kwargs: dict) 
 def _of_data(
     error: Exception, model: Callable, posterior: list[Tensor], args: tuple, kwargs: dict
 ) -> PyroDviError | None:
-    data, inner = tensor_arguments(args, kwargs), inspect.unwrap(model)
+    given, inner = named_arguments(args, kwargs), inspect.unwrap(model)
+    data = {name: value for name, value in given.items() if is_strided(value)}
     module = inner if isinstance(inner, nn.Module) else nn.Module()
     weights = dict((*module.named_parameters(), *module.named_buffers()))
     own = [*weights.values(), *posterior]

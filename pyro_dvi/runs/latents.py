@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from pyro.distributions.util import sum_rightmost
 from pyro.infer.autoguide.guides import AutoContinuous
-from torch import Tensor, nn
-from torch import distributions as td
+from torch import Tensor, distributions as td, nn
 from torch.distributions import biject_to, constraints
 
 from pyro_dvi.core.distributions import strip_event_dims

@@ -9,8 +9,7 @@ import pyro.distributions as dist
 import torch
 from pyro.distributions.util import scale_and_mask, sum_rightmost
 from pyro.poutine.messenger import Messenger
-from torch import Tensor
-from torch import distributions as td
+from torch import Tensor, distributions as td
 
 from pyro_dvi.core.distributions import rewrapped, strip_event_dims, untransformed
 from pyro_dvi.errors import ModelError, UnsupportedError

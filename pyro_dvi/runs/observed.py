@@ -7,6 +7,7 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
+from pyro.poutine.util import site_is_factor
 from torch import Tensor
 
 from pyro_dvi.core.batches import tensors_in
@@ -15,7 +16,7 @@ from pyro_dvi.core.recorder import is_recording
 from pyro_dvi.curvature.linearisation import ObservedSite, sum_of
 from pyro_dvi.errors import DataError, ModelError, PyroDviError, warn
 from pyro_dvi.runs.explained import AS_A_MODEL
-from pyro_dvi.runs.sites import is_data, is_factor, is_latent, sites_of, subsampled_share
+from pyro_dvi.runs.sites import is_data, is_latent, sites_of, subsampled_share
 
 
 @dataclass
@@ -50,7 +51,7 @@ def observed_sites(trace: Any) -> Observed:
     data = sites_of(trace, is_data)
     for site in data:
         _check_shape(site)
-    sites, factors = [[observation(s) for s in found] for found in (data, sites_of(trace, is_factor))]
+    sites, factors = [[observation(s) for s in found] for found in (data, sites_of(trace, site_is_factor))]
     if not sites and not factors:
         raise ModelError(
             "the model has no observed site: pass the observed values and use them in pyro.sample(name, distribution, "

@@ -9,8 +9,7 @@ from typing import Any
 import pyro.distributions as dist
 import torch
 from pyro.poutine.messenger import Messenger
-from torch import Tensor, nn
-from torch import distributions as td
+from torch import Tensor, distributions as td, nn
 
 from pyro_dvi.core.distributions import strip_event_dims
 from pyro_dvi.errors import ArgumentError, ModelError, UnsupportedError

@@ -9,8 +9,7 @@ from typing import Any, ClassVar, NoReturn, Self, TypeVar
 import pyro.distributions as dist
 import torch
 from pyro.poutine.replay_messenger import ReplayMessenger
-from torch import Tensor, nn
-from torch import distributions as td
+from torch import Tensor, distributions as td, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import _named_member_accessor as accessor
 

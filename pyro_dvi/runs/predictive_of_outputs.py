@@ -14,16 +14,14 @@ import pyro
 import pyro.distributions as dist
 import torch
 from pyro.distributions.torch_distribution import TorchDistributionMixin
-from torch import Size, Tensor
-from torch import distributions as td
+from torch import Size, Tensor, distributions as td
 from torch.distributions import constraints
 
 from pyro_dvi.core.distributions import innermost, rewrapped, untransformed
 from pyro_dvi.links import noise_links
 from pyro_dvi.links.class_links import ClassLink
 from pyro_dvi.links.families import Joint, predictive_distribution
-from pyro_dvi.links.noise_links import NoiseLink, ShapedNormal
-from pyro_dvi.links.noise_links import Normal as NoisyNormal
+from pyro_dvi.links.noise_links import NoiseLink, Normal as NoisyNormal, ShapedNormal
 from pyro_dvi.moments import GaussianMoments
 from pyro_dvi.moments.value import Link
 from pyro_dvi.runs.outputs import Outputs, Parameter

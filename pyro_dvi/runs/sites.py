@@ -16,8 +16,7 @@ import torch
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.trace_messenger import TraceMessenger
 from pyro.poutine.util import site_is_factor, site_is_subsample
-from torch import Tensor
-from torch import distributions as td
+from torch import Tensor, distributions as td
 
 from pyro_dvi.errors import ArgumentError, DataError, ModelError
 
@@ -29,12 +28,7 @@ def is_latent(site: Any) -> bool:
 
 def is_data(site: Any) -> bool:
     """Return whether a site has observed values, which a distribution explains."""
-    return _is_sample(site) and site["is_observed"] and not (is_deterministic(site) or is_factor(site))
-
-
-def is_factor(site: Any) -> bool:
-    """Return whether a site is a term of the log density: ``pyro.factor``."""
-    return bool(site_is_factor(site))
+    return _is_sample(site) and site["is_observed"] and not (is_deterministic(site) or site_is_factor(site))
 
 
 def is_deterministic(site: Any) -> bool:

@@ -14,16 +14,13 @@ from typing import Any
 import pyro.distributions as dist
 import torch
 from pyro.poutine.messenger import Messenger
-from torch import Tensor
-from torch import distributions as td
+from torch import Tensor, distributions as td
 
 from pyro_dvi.core.distributions import WRAPPERS, arguments_of, building_by, innermost, rewrapped
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.expectations.expectation import expected_log_prob
 from pyro_dvi.expectations.logits import LogitEstimator
 from pyro_dvi.moments import GaussianMoments
-
-Predictive = Callable[[type, Mapping[str, Any]], Any]
 
 
 class UncertainDistribution(dist.TorchDistribution):
@@ -79,33 +76,13 @@ class UncertainDistribution(dist.TorchDistribution):
         return drawn_distribution.sample()
 
 
-def predictive_of(fn: Any, predictive: Predictive) -> Any:
-    """Return a distribution with its uncertain parts replaced by their predictive distributions.
-
-    Args:
-        fn: the distribution of an observed site.
-        predictive: gives the predictive distribution, one of Pyro's, of a family with uncertain parameters.
-    """
-    return _rebuilt(fn, lambda part: predictive(part.family, part.parameters))
-
-
-def at_mean(fn: Any) -> Any:
-    """Return a distribution with its uncertain parameters at their mean."""
-    return _rebuilt(fn, lambda uncertain: uncertain.at_mean)
-
-
 def uncertain_part(fn: Any) -> UncertainDistribution | None:
     """Return the uncertain distribution in ``fn``, however wrapped; None if all its parameters are deterministic."""
     fn = innermost(fn)
     return fn if isinstance(fn, UncertainDistribution) else None
 
 
-def with_uncertain_part(fn: Any, part: UncertainDistribution) -> Any:
-    """Return ``fn`` with another uncertain distribution in place of its own."""
-    return _rebuilt(fn, lambda _: part)
-
-
-def _rebuilt(fn: Any, certain: Callable[[UncertainDistribution], Any]) -> Any:
+def rebuilt(fn: Any, certain: Callable[[UncertainDistribution], Any]) -> Any:
     """Return ``fn`` with the uncertain distribution in it replaced by the result of ``certain``."""
     return rewrapped(fn, lambda base: certain(base) if isinstance(base, UncertainDistribution) else base)
 
@@ -146,10 +123,6 @@ def _uncertain(cls: Any, args: tuple, kwargs: dict[str, Any], estimator: LogitEs
         return dist.Delta(given["v"].loc, given.get("log_density", 0.0), given.get("event_dim", 0))
     if cls is dist.Unit:  # pyro.factor: linear in what is uncertain
         return dist.Unit(given["log_factor"].loc)
-    if not issubclass(cls, td.Distribution):
-        raise UnsupportedError(
-            f"{cls.__name__} is not a torch distribution, and has no expected log-likelihood: train with TaylorELBO"
-        )
     return UncertainDistribution(cls, given, estimator)
 
 

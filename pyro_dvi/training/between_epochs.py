@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from pyro_dvi.core.arguments import check_choice, check_count
-from pyro_dvi.core.batches import batches, with_rows
+from pyro_dvi.core.batches import arguments, with_rows
 from pyro_dvi.errors import ArgumentError, DataError
 from pyro_dvi.training.history import History
 from pyro_dvi.training.random_state import preserve_random_state
@@ -41,7 +41,8 @@ def validation_metrics(
             metrics = result if isinstance(result, Mapping) else {"loss": result}
             return {str(name): float(value) for name, value in metrics.items()}
         total = weight = 0.0
-        for args, kwargs in batches(validate, device):
+        for batch in validate:
+            args, kwargs = arguments(batch, device)
             rows = with_rows((*args, *kwargs.values()))
             size = 1 if rows is None else len(rows)
             total, weight = total + size * route.evaluate(args, kwargs), weight + size

@@ -14,16 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as td
-from pyro.infer.elbo import ELBO
 from torch import Tensor, nn
 
-from pyro_dvi.errors import (
-    ArgumentError,
-    DataError,
-    NonFiniteError,
-    PyroDviError,
-    UnsupportedError,
-)
+from pyro_dvi.errors import ArgumentError, DataError, NonFiniteError, PyroDviError
+from pyro_dvi.objectives.objective import WrappedObjective
 from pyro_dvi.objectives.recorded_step import Handed
 from pyro_dvi.training.processes import (
     JointRun,
@@ -41,7 +35,7 @@ from pyro_dvi.training.processes import (
 )
 
 
-class DataParallel(ELBO):
+class DataParallel(WrappedObjective):
     r"""An objective of this library, evaluated and differentiated by all processes together.
 
     .. math:: \mathrm{loss} = \sum_k w_k\, \mathrm{loss}_k, \qquad w_k = \frac{m_k}{\sum_j m_j}
@@ -95,35 +89,18 @@ class DataParallel(ELBO):
         0.1
     """
 
+    _own = ("elbo", "own_draws", "group")
+
     def __init__(self, elbo: Any, *, own_draws: bool = False, group: Any = None) -> None:
         if isinstance(elbo, DataParallel) or not hasattr(elbo, "current_kl_weight"):
             raise ArgumentError(
                 "DataParallel takes an objective of this library, such as TaylorELBO(), got "
                 f"{type(elbo).__name__}"
             )
-        super().__init__(num_particles=elbo.num_particles)
         self.elbo = elbo
         self.own_draws, self.group = own_draws, group
         self._seed: Any = None  # a number from the first step on
         self._prepared: tuple[Any, Any] | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "elbo" or name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.elbo, name)
-
-    @property
-    def num_data(self) -> int | None:
-        """N, of the objective."""
-        return self.elbo.num_data  # type: ignore[no-any-return]
-
-    @num_data.setter
-    def num_data(self, value: int | None) -> None:
-        self.elbo.num_data = value
-
-    def loss(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
-        """Return the loss on the data of this process, without communication."""
-        return self.elbo.loss(model, guide, *args, **kwargs)  # type: ignore[no-any-return]
 
     def loss_and_grads(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
         """Accumulate gradients of the joint loss and return it."""
@@ -192,9 +169,6 @@ class DataParallel(ELBO):
         """Restore what :meth:`state_dict` returned, here or in the objective."""
         self.elbo.load_state_dict(state)
         self._seed = state.get("draws_seed")
-
-    def _get_trace(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> Any:
-        raise UnsupportedError("DataParallel does not sample traces; see its loss methods")
 
     # A step -----------------------------------------------------------------------------------------------------
 

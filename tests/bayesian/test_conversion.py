@@ -92,8 +92,9 @@ def test_shared_weights_train_and_survive_copies():
     assert owner is clone.net.embed and owner is not model.net.embed
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("guide_type", [AutoNormal, AutoDiagonalNormal])
+@pytest.mark.parametrize(
+    ("dtype", "guide_type"), [(torch.float32, AutoNormal), (torch.float64, AutoDiagonalNormal)]
+)
 def test_svi_trains_from_the_modules_own_weights(dtype, guide_type):
     net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Softplus(), nn.Linear(8, 3)).to(dtype)
     weight = net[0].weight.detach().clone()
@@ -236,10 +237,9 @@ def test_transformer_encoder(dtype):
         assert torch.allclose(found, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_residual_network_of_torchvision(dtype):
-    net = residual_network(num_classes=4).to(dtype)
-    x = torch.randn(2, 3, 32, 32, dtype=dtype)
+def test_a_residual_network_of_torchvision():
+    net = residual_network(num_classes=4)
+    x = torch.randn(2, 3, 32, 32)
     net.eval()
     expected = net(x)
     model = classifier(to_bayesian_(net, fan_in), 50)

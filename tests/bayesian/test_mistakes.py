@@ -10,12 +10,13 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro import poutine
 from pyro.infer import Predictive
-from pyro.infer.autoguide import AutoNormal
+from pyro.infer.autoguide import AutoDelta, AutoNormal
 from torch import nn
 from torch.nn.utils import parametrizations, spectral_norm
 
-from pyro_dvi import errors
+from pyro_dvi import TaylorELBO, errors
 from pyro_dvi.bayesian import (
     Heteroscedastic,
     HierarchicalScale,
@@ -286,6 +287,11 @@ def observe(y: Any, x: torch.Tensor = X, num_data: int = 100, net: Callable[[], 
     classifier(net(), num_data)(x, y)
 
 
+def train_on(y: torch.Tensor, model: Any = None) -> None:
+    model = model or classifier(mlp(), 6)
+    TaylorELBO().loss(model, AutoDelta(poutine.block(model)), X, y)
+
+
 def regress(y: Any, net: nn.Module | None = None, **options: Any) -> None:
     regressor(net or nn.Linear(4, 1), 100, **options)(X, y)
 
@@ -343,12 +349,11 @@ RUNS: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
     ),
     (
         "labels out of range",
-        lambda: observe(Y + 2),
+        lambda: train_on(Y + 2),
         D,
-        r"labels from 2 to 2, and the network 2 outputs.*0..1",
+        r"'obs': values of shape \(6,\) from 2 to 2 do not fit Categorical",
     ),
-    ("negative labels", lambda: observe(Y - 1), D, "labels from -1 to -1"),
-    ("float labels", lambda: observe(Y.float()), D, "dtype torch.float32.*y.long"),
+    ("negative labels", lambda: train_on(Y - 1), D, "from -1 to -1 do not fit Categorical"),
     (
         "labels of two columns",
         lambda: observe(Y[:, None]),
@@ -367,7 +372,12 @@ RUNS: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
     ("one logit", lambda: observe(Y, net=lambda: nn.Linear(4, 1)), M, r"\(6, 1\).*two classes or more"),
     ("flat logits", lambda: observe(Y, net=lambda: nn.Flatten(0)), M, r"shape \(24,\)"),
     ("targets broadcast", lambda: regress(torch.zeros(6, 2)), D, r"shape \(6, 2\).*targets need \(6,\)"),
-    ("NaN targets", lambda: regress(torch.full((6,), float("nan"))), D, "NaN or infinite"),
+    (
+        "NaN targets",
+        lambda: train_on(torch.full((6,), float("nan")), regressor(nn.Linear(4, 1), 6)),
+        D,
+        "'obs' holds 6 NaN or infinite values",
+    ),
     ("images as means", lambda: regress(Y, nn.Unflatten(1, (2, 2))), M, r"\(6, 2, 2\).*regression needs"),
     ("odd outputs", lambda: regress(Y.float(), noise_scale=Heteroscedastic()), M, "1 outputs.*even number"),
     ("untrained guide", lambda: export(AutoNormal(mlp())), G, "AutoNormal has not seen the model"),

@@ -5,8 +5,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from torch import distributions as td
+from torch import Tensor, distributions as td
 
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.expectations import Sobol, TiltedBound, expectation, expectation_rule

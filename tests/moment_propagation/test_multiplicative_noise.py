@@ -26,8 +26,7 @@ from pyro_dvi.variational_laplace.taylor import TaylorELBO
 from tests.guides.networks import Net
 from tests.guides.noise import ALPHA_0, X, Y, functional, kinds, noise_shapes, started
 from tests.models import LinearRegression
-from tests.training.problems import Net as TrainingNet
-from tests.training.problems import sequence
+from tests.training.problems import Net as TrainingNet, sequence
 
 # Start and reading ---------------------------------------------------------------------------------------------
 

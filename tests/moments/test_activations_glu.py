@@ -52,11 +52,6 @@ def test_the_module_is_the_function_and_certain_inputs_stay_certain() -> None:
     assert certain.variance.max() < 1e-20
 
 
-def test_an_odd_size_is_refused() -> None:
-    with pytest.raises(ValueError, match="even size"):
-        F.glu(gaussian(3))
-
-
 def test_gradients() -> None:
     def moments(loc: torch.Tensor, variance: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         y = F.glu(GaussianMoments(loc, variance))

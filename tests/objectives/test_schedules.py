@@ -41,9 +41,6 @@ def test_warmup_may_go_down():
         (lambda: LinearWarmup(0), "steps must be a positive whole number"),
         (lambda: LinearWarmup(2.5), "steps must be a positive whole number"),
         (lambda: LinearWarmup(True), "steps must be a positive whole number"),
-        (lambda: LinearWarmup(5, start=-0.1), "start must be a finite number >= 0"),
-        (lambda: LinearWarmup(5, end=float("nan")), "finite number"),
-        (lambda: LinearWarmup(5, end="1"), "finite number"),
     ],
 )
 def test_bad_schedules(build, message):

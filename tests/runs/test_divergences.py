@@ -8,8 +8,7 @@ from typing import Any
 import pyro.distributions as dist
 import pytest
 import torch
-from torch import Tensor
-from torch import distributions as td
+from torch import Tensor, distributions as td
 from torch.distributions import ComposeTransform, ExpTransform, biject_to
 
 from pyro_dvi.errors import DataError

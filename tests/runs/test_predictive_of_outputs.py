@@ -7,8 +7,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from torch import Tensor
-from torch import distributions as td
+from torch import Tensor, distributions as td
 
 from pyro_dvi.links import GaussHermite, MomentMatched, Probit, SobolSoftmax
 from pyro_dvi.links.families import predictive_distribution

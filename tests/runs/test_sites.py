@@ -7,12 +7,13 @@ import pyro.poutine as poutine
 import pytest
 import torch
 from pyro.infer.reparam import LocScaleReparam
+from pyro.poutine.util import site_is_factor
 
 from pyro_dvi import MeanFieldGuide, TaylorELBO
 from pyro_dvi.errors import ArgumentError
-from pyro_dvi.runs.sites import is_data, is_deterministic, is_factor, is_latent, sites_named
+from pyro_dvi.runs.sites import is_data, is_deterministic, is_latent, sites_named
 
-KINDS = [is_latent, is_data, is_factor, is_deterministic]
+KINDS = [is_latent, is_data, site_is_factor, is_deterministic]
 
 
 def model(x, y=None):
@@ -33,7 +34,7 @@ def test_kinds_of_sites():
     found = kinds(model, torch.ones(4, 3), torch.ones(4))
     assert {name: kind for name, kind in found.items() if kind} == {
         "w": ["is_latent"],
-        "f": ["is_factor"],
+        "f": ["site_is_factor"],
         "mean": ["is_deterministic"],
         "y": ["is_data"],
     }

@@ -12,8 +12,7 @@ import pyro
 import pytest
 import torch
 from pyro.infer import SVI
-from torch import Tensor, nn
-from torch import distributions as td
+from torch import Tensor, distributions as td, nn
 
 import pyro_dvi as dvi
 from pyro_dvi import metrics

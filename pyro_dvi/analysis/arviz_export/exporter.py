@@ -19,9 +19,9 @@ from pyro_dvi.analysis.arviz_export.latent_draws import (
     chosen_sites,
     latent_draws,
     log_posterior,
+    log_prior as log_prior_of,
     sample_stats,
 )
-from pyro_dvi.analysis.arviz_export.latent_draws import log_prior as log_prior_of
 from pyro_dvi.analysis.arviz_export.observed_draws import Predictions, choose_responses, inputs_of
 from pyro_dvi.core.arguments import check_count
 from pyro_dvi.core.progress import progress_bar

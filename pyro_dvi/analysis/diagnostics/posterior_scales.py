@@ -18,8 +18,7 @@ from pyro.infer.autoguide import (
     AutoNormal,
 )
 from pyro.infer.autoguide.guides import AutoContinuous
-from torch import Tensor
-from torch import distributions as td
+from torch import Tensor, distributions as td
 
 from pyro_dvi.core.batches import arguments
 from pyro_dvi.core.distributions import broadcasts_to, strip_event_dims

@@ -10,14 +10,10 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 
 from pyro_dvi.curvature.per_example.broadcasting import over_positions
 from pyro_dvi.curvature.per_example.example_rules import Contribution, Outer, per_example_rule, summed_squares
 
-_OF_WEIGHT = {1: conv1d_weight, 2: conv2d_weight, 3: conv3d_weight}
-_SMALL = 1 << 14  # entries of a weight
-_FEW_POSITIONS = 32
 Size = int | Sequence[int]
 
 
@@ -40,19 +36,7 @@ class _Layer:
 
     def squares(self, x: Tensor, delta: Tensor) -> Tensor:
         """Sum of squares of per-example gradients."""
-        if self.shape.numel() <= _SMALL or x.device.type != "cpu":
-            return summed_squares(self.gradients, x, delta, self.shape)
-        # Torch's own gradient of a convolution is faster than a matrix product for large weights with many positions.
-        if self.groups > 1 or delta.shape[2:].numel() > _FEW_POSITIONS:
-            return summed_squares(self._by_torch, x, delta, self.shape, 1)
-        patches = self._patches(x, delta.shape[2:]).mT
-        shape = torch.Size((self.shape[0], self.shape[1:].numel()))
-        return summed_squares(torch.bmm, delta.flatten(2), patches, shape, 1).view(self.shape)
-
-    def _by_torch(self, x: Tensor, delta: Tensor) -> Tensor:
-        """The gradient of one example, ``[1, *shape]``."""
-        function = _OF_WEIGHT[len(self.shape) - 2]
-        return function(x, self.shape, delta, self.stride, self.padding, self.dilation, self.groups)[None]
+        return summed_squares(self.gradients, x, delta, self.shape)
 
     def patches_of(self, x: Tensor) -> Tensor:
         """Return the input of each position of the output, ``[M, channels * kernel, positions]``."""

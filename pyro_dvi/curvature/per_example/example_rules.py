@@ -92,7 +92,7 @@ class Contribution:
 
 
 def summed_squares(
-    gradients: Callable[[Tensor, Tensor], Tensor], x: Tensor, delta: Tensor, shape: torch.Size, count: int = 0
+    gradients: Callable[[Tensor, Tensor], Tensor], x: Tensor, delta: Tensor, shape: torch.Size
 ) -> Tensor:
     """Return the sum of squares of gradients, formed for a few examples at a time.
 
@@ -103,7 +103,7 @@ def summed_squares(
         shape: shape of a gradient.
         count: examples at a time; 0: as many as approximately fill a processor's cache.
     """
-    count = count or max(1, (_BUDGET if x.device.type == "cpu" else 128 * _BUDGET) // shape.numel())
+    count = max(1, (_BUDGET if x.device.type == "cpu" else 128 * _BUDGET) // shape.numel())
     total = delta.new_zeros(shape)
     for part, delta_of_part in zip(x.split(count), delta.split(count), strict=True):
         found = gradients(part, delta_of_part)

@@ -6,8 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 from pyro.poutine.messenger import Messenger
-from torch import Tensor
-from torch import distributions as td
+from torch import Tensor, distributions as td
 
 from pyro_dvi.core.arguments import by_position
 from pyro_dvi.core.distributions import untransformed

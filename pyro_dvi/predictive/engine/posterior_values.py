@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from pyro import poutine
 from pyro.infer.autoguide import AutoCallable, AutoGuide
-from torch import Tensor, nn
-from torch import distributions as td
+from torch import Tensor, distributions as td, nn
 
 from pyro_dvi.core.arguments import with_missing
 from pyro_dvi.core.recorder import is_recording

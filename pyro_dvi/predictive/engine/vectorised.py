@@ -24,8 +24,7 @@ from typing import Any
 import numpy as np
 import pyro
 import torch
-from torch import Tensor, nn
-from torch import distributions as td
+from torch import Tensor, distributions as td, nn
 from torch.distributions import constraints
 from torch.utils._pytree import tree_leaves
 

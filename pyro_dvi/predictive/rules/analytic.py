@@ -36,13 +36,7 @@ from pyro_dvi.runs.log_joint import AtUnconstrained
 from pyro_dvi.runs.outputs import Outputs, observed_outputs
 from pyro_dvi.runs.posterior_run import PosteriorMoments, propagated, twice_differentiable
 from pyro_dvi.runs.predictive_of_outputs import as_pyro, integrated
-from pyro_dvi.runs.uncertain import (
-    UncertainDistribution,
-    predictive_of,
-    uncertain_likelihoods,
-    uncertain_part,
-    with_uncertain_part,
-)
+from pyro_dvi.runs.uncertain import UncertainDistribution, rebuilt, uncertain_likelihoods, uncertain_part
 
 
 class Propagation(ABC):
@@ -133,7 +127,7 @@ class ReverseDelta(Propagation):
             if isinstance(value, GaussianMoments):
                 parameters[name] = _pulled_back(recorder, part, name, axis, num_rows)
         new = UncertainDistribution(part.family, parameters, part.estimator)
-        return replace(response, distribution=with_uncertain_part(response.distribution, new))
+        return replace(response, distribution=rebuilt(response.distribution, lambda _: new))
 
 
 def _pulled_back(
@@ -209,10 +203,11 @@ class Moments(PredictionRule):
                 f"{joint[0]!r} has covariances, which {self.propagation} does not propagate: use Moments()"
             )
 
-        def predictive(family: type, parameters: Mapping[str, Any]) -> Any:
-            joint = joint_if_dependent(family, parameters)
+        def predictive(part: UncertainDistribution) -> Any:
+            family, given = part.family, part.parameters
+            joint = joint_if_dependent(family, given)
             return as_pyro(
-                predictive_distribution(family, parameters, link=self.link, noise=self.noise, joint=joint)
+                predictive_distribution(family, given, link=self.link, noise=self.noise, joint=joint)
             )
 
         weights = PosteriorMoments(marginals, propagated)
@@ -222,7 +217,7 @@ class Moments(PredictionRule):
         of_guide["_warned_of_repeated_uses"] = True
         with uncertain_likelihoods(), weights, recorder(weights.given):
             response = self.propagation.respond(weights.given, partial(respond, centre))
-        yield replace(response, distribution=predictive_of(response.distribution, predictive))
+        yield replace(response, distribution=rebuilt(response.distribution, predictive))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ class with one method, :meth:`PredictionRule.components`.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,10 +21,9 @@ from pyro import poutine
 from torch import Tensor
 
 from pyro_dvi.core.arguments import check_count, with_missing
-from pyro_dvi.core.distributions import tensors_of
-from pyro_dvi.core.undisturbed import seeder
+from pyro_dvi.core.undisturbed import reseeded, seeder
 from pyro_dvi.errors import ArgumentError, UnsupportedError
-from pyro_dvi.predictive.engine.model_runs import Latents, Respond, Response, sites_at
+from pyro_dvi.predictive.engine.model_runs import Latents, Respond, Response
 from pyro_dvi.predictive.engine.posterior_values import (
     ignores_inputs,
     members_of,
@@ -32,7 +31,6 @@ from pyro_dvi.predictive.engine.posterior_values import (
     posterior_mean,
     seeded_draws,
 )
-from pyro_dvi.predictive.engine.vectorised import ManyDraws
 from pyro_dvi.runs.sites import AllRows
 
 
@@ -214,10 +212,8 @@ def with_draws(rule: PredictionRule, count: int) -> PredictionRule:
 class PriorSamples(FromDraws):
     """Average the predictions of draws from the model's prior.
 
-    Every draw has a seed of its own and is made with the same inputs, so that each is one function over all batches.
-    The model runs for the first. The others are drawn from the priors that it has there, and a run with many of them
-    confirms that they are its priors for each; where one prior depends on the draw of another, the model runs for
-    every draw.
+    Every draw is a run of the model with a seed of its own and the same inputs, so that each is one function over all
+    batches.
 
     Args:
         num_samples: draws.
@@ -237,44 +233,13 @@ class PriorSamples(FromDraws):
         Raises:
             UnsupportedError: a prior that has no draws.
         """
-        seeds = torch.randint(2**31 - 1, (self.num_samples,)).tolist()
-        sites = self._run(seeds[0])
-        first = {name: site["value"] for name, site in sites.items()}
-        yield first
-
-        def drawn() -> Iterator[dict[str, Tensor]]:
-            seed_all = seeder()
-            for seed in seeds[1:]:
-                seed_all(seed)
-                yield {name: site["fn"]() for name, site in sites.items()}
-
-        run = sites_at(self.model, self.inputs, {}, list(sites))
-        place = 1
-        for chunk, found in ManyDraws().chunks(first, drawn(), lambda latents: _priors(run(latents))):
-            are_draws = found is not None and all(
-                torch.equal(found[name], prior.expand_as(found[name]))
-                for name, prior in _priors(sites).items()
-            )
-            for k, draw in enumerate(chunk, place):
-                again = {} if are_draws else self._run(seeds[k])
-                yield dict(draw) if are_draws else {name: site["value"] for name, site in again.items()}
-            place += len(chunk)
-
-    def _run(self, seed: int) -> Mapping[str, Any]:
-        seeder()(seed)
-        try:
-            with AllRows():
-                trace = poutine.trace(self.model).get_trace(*with_missing(self.model, self.inputs))
-        except NotImplementedError as error:
-            reason = str(error).splitlines()[0]  # Pyro adds the shapes of its trace
-            raise UnsupportedError(f"a prior cannot be drawn from ({reason}): leave out prior=") from error
-        return {name: node for name, node in trace.nodes.items() if name in self.sites}
-
-
-def _priors(sites: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the parameters of the priors, by numbers of their own."""
-    return {
-        f"{name}.{i}": tensor
-        for name, site in sites.items()
-        for i, tensor in enumerate(tensors_of(site["fn"], strict=True))
-    }
+        for _ in reseeded(self.num_samples):
+            try:
+                with AllRows():
+                    nodes = poutine.trace(self.model).get_trace(*with_missing(self.model, self.inputs)).nodes
+            except NotImplementedError as error:
+                reason = str(error).splitlines()[0]  # Pyro adds the shapes of its trace
+                raise UnsupportedError(
+                    f"a prior cannot be drawn from ({reason}): leave out prior="
+                ) from error
+            yield {name: nodes[name]["value"] for name in self.sites if name in nodes}

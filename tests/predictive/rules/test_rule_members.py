@@ -9,8 +9,7 @@ import pytest
 import torch
 from pyro.infer import SVI, Trace_ELBO
 from pyro.infer.autoguide import AutoDelta, AutoNormal
-from torch import distributions as td
-from torch import nn
+from torch import distributions as td, nn
 
 import pyro_dvi as dvi
 from pyro_dvi.errors import ArgumentError, DviWarning, GuideError, ModelError

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws from the prior are those of a loop over runs of the model, in fewer runs."""
+"""Draws from the prior are those of a loop over runs of the model."""
 
 import pyro
 import pyro.distributions as dist
@@ -73,17 +73,3 @@ def test_the_draws_are_those_of_a_loop(name):
             assert draw.keys() == set(sites) and len(sites) > 0
             for site in sites:
                 torch.testing.assert_close(draw[site], nodes[site]["value"])
-
-
-def test_one_run_serves_many_draws_where_no_prior_depends_on_another():
-    for name, most in (("network", 6), ("latents of single examples", 6), ("hierarchy", 205)):
-        model, sites = MODELS[name]()
-        runs: list[int] = []
-
-        def counted(x, y=None, model=model, runs=runs):
-            runs.append(1)
-            return model(x, y)
-
-        with evaluating(model), torch.no_grad():
-            assert len(list(PriorSamples(200, counted, (X,), sites).draws(None, (X,)))) == 200
-        assert len(runs) <= most, name
