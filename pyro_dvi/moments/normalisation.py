@@ -73,7 +73,7 @@ def batch_norm(
     )
     variance = variance_of(input)
     if variance is not None:
-        factor = inverse if training else torch.rsqrt(running_var + eps)  # type: ignore[operator]
+        factor = inverse if training else torch.rsqrt(running_var + eps)  # type: ignore[arg-type, operator]
         factor = factor if affine[0] is None else factor * affine[0]
         variance = variance * factor.square().reshape(shape)
     if certain_scale:

@@ -15,7 +15,7 @@ from pyro_dvi.core.arguments import check_count, check_kl_weight, check_positive
 from pyro_dvi.core.autograd_graph import leaves_of
 from pyro_dvi.core.recorder import refuse_to_record
 from pyro_dvi.curvature.linearisation import sum_of, twice_differentiated
-from pyro_dvi.errors import NonFiniteError, PyroDviError, UnsupportedError
+from pyro_dvi.errors import CheckpointError, NonFiniteError, PyroDviError, UnsupportedError
 from pyro_dvi.runs.divergences import entropy, kl_to_priors, refuse_free_scales
 from pyro_dvi.runs.latents import Latent
 from pyro_dvi.runs.observed import Observed, check_num_data, observed_sites
@@ -203,6 +203,8 @@ class Objective(ELBO):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned."""
+        if not isinstance(state, dict) or "step" not in state:
+            raise CheckpointError(f"not the state of a {type(self).__name__}: the entry 'step' is missing")
         self.step = int(state["step"])
 
     def _differentiable(self, call: Call) -> Tensor:

@@ -122,8 +122,8 @@ def test_variational_laplace_of_a_linear_model_ends_at_the_cold_posterior():
     """The mean is the mode, and each variance T / (information + prior precision)."""
     problem = LinearRegression()
     guide, elbo = dvi.MeanFieldGuide(problem.model), dvi.TaylorELBO(curvature=GGNDiagonal(), temperature=0.2)
-    svi = SVI(problem.model, guide, dvi.optim.Adam({"lr": 0.02, "betas": (0.9, 0.99)}), elbo)
-    for _ in range(1500):
+    svi = SVI(problem.model, guide, dvi.optim.Adam({"lr": 0.05, "betas": (0.9, 0.99)}), elbo)
+    for _ in range(500):
         svi.step(problem.x, problem.y)
     precision = problem.information().diagonal() + problem.prior_scale**-2
     found = torch.cat([guide.scales.weight.reshape(-1), guide.scales.bias.reshape(-1)]).square()
@@ -180,7 +180,7 @@ def test_a_point_mass_has_no_temperature(data):
 
 
 def test_a_density_of_constrained_values_counts_in_unconstrained_space():
-    """The entropy of a Gamma guide is that of the logarithm, here by 400,000 draws (error about .002)."""
+    """The entropy of a Gamma guide is that of the logarithm, here by 400,000 draws; particles err by about .015."""
 
     def model():
         w = pyro.sample("w", dist.Gamma(2.0, 1.0))
@@ -192,7 +192,7 @@ def test_a_density_of_constrained_values_counts_in_unconstrained_space():
     losses = []
     for temperature in (1.0, 0.5):
         pyro.set_rng_seed(0)
-        elbo = SampledELBO(temperature=temperature, num_particles=4000)
+        elbo = SampledELBO(temperature=temperature, num_particles=1500)
         losses.append(elbo.loss(model, guide))
     q = dist.Gamma(3.0, 2.0)
     u = q.sample((400_000,)).log()
@@ -225,10 +225,11 @@ def test_a_cold_posterior_becomes_a_prior_in_which_data_count_once(objective):
         for _ in range(2):
             natural = objective is dvi.NaturalGradientELBO
             guide = dvi.NaturalGradientGuide(model) if natural else dvi.MeanFieldGuide(model)
-            lr = dvi.OGN({"lr": 0.3, "max_step": None}) if natural else dvi.optim.Adam({"lr": 0.01})
+            lr = dvi.OGN({"lr": 0.3, "max_step": None}) if natural else dvi.optim.Adam({"lr": 0.02})
             options = {} if natural else {"curvature": GGNDiagonal()}
             elbo = objective(temperature=temperature, **options)
-            dvi.fit(SVI(model, guide, lr, elbo), [(problem.x, problem.y)], 1500, progress=False)
+            steps = [(problem.x, problem.y)] * (500 if natural else 700)
+            dvi.fit(SVI(model, guide, lr, elbo), steps, 1, progress=False)
             state = guide.state_dict()
             guide.load_state_dict(state)  # the temperature goes along
             model = guide.as_prior()(problem.model)

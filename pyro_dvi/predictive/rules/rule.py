@@ -236,7 +236,8 @@ class PriorSamples(FromDraws):
         for _ in reseeded(self.num_samples):
             try:
                 with AllRows():
-                    nodes = poutine.trace(self.model).get_trace(*with_missing(self.model, self.inputs)).nodes
+                    inputs = with_missing(self.model, self.inputs)
+                    nodes: Any = poutine.trace(self.model).get_trace(*inputs).nodes
             except NotImplementedError as error:
                 reason = str(error).splitlines()[0]  # Pyro adds the shapes of its trace
                 raise UnsupportedError(
