@@ -5,13 +5,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
-from pyro_dvi.core.batches import check_loader
+from pyro_dvi.bayesian import LearnedScale
+from pyro_dvi.bayesian.likelihoods import Regressor
+from pyro_dvi.core.batches import arguments, check_loader
 from pyro_dvi.errors import ArgumentError
 from pyro_dvi.laplace import ByValidation, LaplaceGuide
 from pyro_dvi.methods.method import Method
 from pyro_dvi.methods.posterior import Posterior
+from pyro_dvi.predictive import AtMean, predict
 from pyro_dvi.training import History, fit
 from pyro_dvi.variational_laplace import TaylorELBO
 
@@ -27,7 +31,8 @@ class Laplace(Method):
         unconverged: as for :meth:`LaplaceGuide.fit <pyro_dvi.LaplaceGuide.fit>`.
         lr: of the training, if there is one.
         prior_scale: of a network without priors.
-        noise_scale: of a network whose targets are numbers.
+        noise_scale: of a network whose targets are numbers. A ``LearnedScale``, the default, is set to the root mean
+            square of the residuals if the network is trained already.
         kl_weight: of a training that has led to these weights.
         temperature: multiplies the covariance.
 
@@ -79,6 +84,11 @@ class Laplace(Method):
     def _train(self, svi: Any, loader: Any, epochs: int, **options: Any) -> History:
         validation, progress = options.pop("validation"), options.get("progress", True)
         history = fit(svi, loader, epochs, **options) if epochs else History()
+        if not epochs and isinstance(self.noise_scale, LearnedScale) and isinstance(svi.model, Regressor):
+            args, named = arguments(next(iter(loader)), svi.model.noise_scale.device)
+            svi.guide.initialize(*args, **named)
+            residuals = predict(svi.model, svi.guide, loader, AtMean()).metrics()["rmse"]
+            svi.model.noise_scale = torch.full_like(svi.model.noise_scale, residuals)
         subset = self._subset(svi.model)
         policy = {"unconverged": self.unconverged, "progress": progress}
         svi.guide.polish(loader, subset=subset, progress=progress)

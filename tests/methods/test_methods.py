@@ -369,3 +369,20 @@ def test_members_begin_at_their_own_weights():
 def test_members_need_new_weights(model):
     with pytest.raises(ArgumentError, match="reset_parameters.*train_ensemble"):
         dvi.Ensemble().fit(model, loader(labels=False), 1, progress=False)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_the_noise_of_a_trained_network_is_that_of_its_residuals(named):
+    """No training adapts a learned scale to a network that is trained already; one that is given stays."""
+    x = torch.linspace(-1, 1, 200, dtype=torch.float64)[:, None]
+    y = 2 * x + 0.1 * torch.randn(200, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    net = nn.Linear(1, 1).double()
+    with torch.no_grad():
+        net.weight.fill_(2.0), net.bias.zero_()
+    data: Any = TensorDataset(x, y)
+    loader = DataLoader([{"input": a, "y": b} for a, b in data] if named else data, 50)
+    posterior = dvi.Laplace().fit(net, loader, progress=False)
+    residuals = (y - 2 * x).square().mean().sqrt()
+    assert torch.allclose(posterior.model.noise_scale, residuals, rtol=1e-6)
+    given = dvi.Laplace(noise_scale=0.5).fit(net, loader, progress=False)
+    assert given.model.noise_scale == 0.5

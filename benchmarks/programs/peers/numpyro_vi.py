@@ -3,8 +3,7 @@
 
 import numpyro
 import numpyro.distributions as dist
-from jax import numpy as jnp
-from jax import random
+from jax import numpy as jnp, random
 from jax.scipy.special import logsumexp
 from numpyro.infer import SVI, Trace_ELBO, log_likelihood
 from numpyro.infer.autoguide import AutoNormal

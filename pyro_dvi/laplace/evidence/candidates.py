@@ -10,8 +10,7 @@ from functools import cached_property
 from typing import ClassVar
 
 import torch
-from torch import Tensor
-from torch import distributions as td
+from torch import Tensor, distributions as td
 
 from pyro_dvi.core.arguments import check_choice
 from pyro_dvi.core.distributions import untransformed

@@ -9,8 +9,7 @@ from itertools import chain, pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import distributions as td
+from torch import Tensor, distributions as td
 
 from pyro_dvi.core.arguments import by_position
 from pyro_dvi.core.distributions import untransformed
