@@ -48,7 +48,9 @@ def test_the_committed_list_has_all_benchmarks():
 
 @pytest.mark.parametrize("path", sorted(RESULTS.parent.rglob("*.py")), ids=lambda path: path.stem)
 def test_packages_of_other_authors_are_imported_by_runs_only(path):
-    """So that list, report and these tests need none of them."""
+    """So that list, report and these tests need none of them; programs of peers are run alone."""
+    if path.parent.name == "peers":
+        return
     of_others = {"backpack", "ivon", "jax", "laplace", "numpyro", "suq", "vbll"}
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.Import):

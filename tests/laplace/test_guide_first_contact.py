@@ -52,8 +52,8 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         r"y has the shape \(3, 1\).*need \(3,\)",
     ),
     "few labels": (lambda: [(X, LABELS[:3])], DataError, r"y has the shape \(3,\).*need \(6,\)"),
-    "class 3": (lambda: halves(X, LABELS + 1), DataError, r"labels from 1 to 3.*for 0\.\.2"),
-    "floats": (lambda: halves(X, LABELS.float()), DataError, r"pass y.long\(\)"),
+    "class 3": (lambda: halves(X, LABELS + 1), DataError, r"'obs'.*from 1 to 3 do not fit Categorical"),
+    "fractions": (lambda: halves(X, LABELS + 0.5), DataError, "'obs'.*do not fit Categorical"),
     "empty batch": (lambda: [(X[:0], LABELS[:0])], DataError, "argument 1 of the model has no rows"),
     "too many": (lambda: [(X, LABELS, LABELS)], DataError, r"too many.*it takes \(x, y\)"),
     "names": (

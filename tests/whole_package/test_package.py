@@ -80,6 +80,6 @@ def test_every_file_names_its_licence_and_its_idea(path: Path):
 
 
 def test_ci_runs_the_commands_that_the_readme_gives():
-    commands = re.findall(r"^python -m venv .*$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    commands = re.findall(r"^python -m venv .* -e .*$", (ROOT / "README.md").read_text(), re.MULTILINE)
     ci = (ROOT / ".ci" / "run").read_text()
     assert len(commands) == 2 and all(command in ci for command in commands)

@@ -351,7 +351,7 @@ def test_few_runs_serve_all_draws():
         len(runs) == 6
     )  # a look at the model, the batch, a draw with every check, a probe, and two for the rest
     runs.clear()
-    to_arviz(model, guide, (x, y), method=Samples(100), sites=[], prior=100, predictions=x, seed=0)
+    to_arviz(model, guide, (x, y), method=Samples(100), sites=[], predictions=x, seed=0)
     assert len(runs) <= 20
     runs.clear()
     with torch.no_grad():
