@@ -81,7 +81,7 @@ class NotConvergedError(PyroDviError, ArithmeticError):
 class UnconvergedError(NotConvergedError):
     """The mode of a Laplace approximation is not a minimum: training, or ``guide.polish``, ended too early.
 
-    ``diagnosis`` is the finding of ``guide.fit``, ``report`` that of ``guide.polish``.
+    ``diagnosis`` is set by ``guide.fit``, and ``report`` by ``guide.polish``.
     """
 
     diagnosis: Any = None

@@ -34,7 +34,7 @@ def buffer_name(attribute: str) -> str:
 
 
 def set_attribute(module: nn.Module, name: str, value: PyroParam | PyroSample) -> None:
-    """Set a Pyro attribute past the module's own ``__setattr__``, which recurrent layers have to intercept it."""
+    """Set a Pyro attribute without the module's own ``__setattr__``, since recurrent layers intercept it there."""
     PyroModule.__setattr__(module, name, value)  # type: ignore[arg-type]
 
 
@@ -192,7 +192,7 @@ def init_to_module(
         fallback: the strategy for sites without a weight of their own; the median of the prior by default.
 
     Returns:
-        A tensor of the site's shape, in constrained space and apart from the module's own storage.
+        A copy of the weight in constrained space, with the shape of the site.
 
     Example:
         >>> import torch

@@ -51,7 +51,7 @@ class Given(Prior):
     distribution: TorchDistributionMixin
 
     def prepared(self, target: Candidate) -> Callable[[], SitePrior]:
-        """Compare shape and support with the parameter."""
+        """Check that the prior's shape and support fit the parameter."""
         given, value = self.distribution, target.parameter.detach()
         place = f"The prior {type(given).__name__} of {target.name!r}"
         check_no_gradient(given, place)

@@ -123,7 +123,7 @@ def by_position(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[s
     """Return arguments, of which some are named, in the order of their positions.
 
     Raises:
-        UnsupportedError: ``fn`` takes some by name only.
+        UnsupportedError: ``fn`` takes some arguments by name only.
 
     Example:
         >>> by_position(lambda x, y=None: None, (), {"y": 2, "x": 1})

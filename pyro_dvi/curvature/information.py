@@ -65,7 +65,7 @@ def expected_information(fn: td.Distribution, site: str) -> Pairs:
 
 
 def of_site(pairs: Pairs, site: ObservedSite) -> Pairs:
-    """Return the pairs through which gradients flow, with the scale and the mask of their site in the weights."""
+    """Keep the pairs through which gradients flow, and multiply the site's scale and mask into the weights."""
     found = []
     for f, w in pairs:
         if not f.requires_grad:  # such as a fixed noise scale

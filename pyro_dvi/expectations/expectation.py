@@ -97,7 +97,7 @@ def evaluation(
 
     Args:
         family: the distribution class.
-        parameters: its arguments by name.
+        parameters: the arguments of the distribution, by name.
         value: the observation, whose batch dimensions count.
         num_points: number of points if more than two numbers of a density are uncertain.
     """

@@ -197,9 +197,9 @@ class FactorisedGuide(AutoGuide):
         """Return the posterior as a prior for the next task: continual learning.
 
         The variances of a cold posterior are divided by its temperature, so that earlier data count once. The posterior
-        is copied as it is now; training this guide on does not move the prior. A new guide of the model
-        that this gives starts from the means of the old one. Works with every objective: the KL divergence to these
-        Gaussians is exact.
+        is copied, so training this guide further does not change the prior. A new guide for the model with this prior
+        starts from the means of the old guide. Works with every objective: the KL divergence to these Gaussians is
+        exact.
 
         Args:
             exclude: sites that keep the prior of the model (heads of single tasks, constrained sites), by name or

@@ -40,7 +40,7 @@ def _to_exp_positive(constraint: _ExpPositive) -> ExpTransform:
 class ScaleFamily(ABC):
     """A way to parameterise posterior standard deviations.
 
-    Adding one: say in which shape the learned scales of a site are stored, or that they are fixed.
+    To add a family, say in which shape the learned scales of a site are stored, or that they are fixed.
     """
 
     learned: ClassVar[bool] = True
@@ -122,7 +122,7 @@ class SGDStepSize(ScaleFamily):
 class Factor(ABC):
     """The posterior of one site in unconstrained space: a mean, and perhaps a parameter of its spread.
 
-    Adding one: say where the spread is stored, how it starts, and which distribution follows.
+    To add a factor, say where the spread is stored, how it starts, and which distribution follows.
     """
 
     @property

@@ -286,7 +286,7 @@ class Fitted:
             raise CheckpointError(f"{what}: {remedy}") from error
 
     def moved(self, function: Callable[[Tensor], Tensor]) -> "Fitted | None":
-        """Return a copy with ``function`` applied to all tensors; None as :meth:`state`."""
+        """Return a copy with ``function`` applied to all tensors; None where :meth:`state` is None."""
         state = mapped(lambda leaf: function(leaf) if torch.is_tensor(leaf) else leaf, self.state())
         return Fitted.from_state(state)
 

@@ -312,7 +312,8 @@ class LaplaceGuide(GaussianAtMode):
             values. For several scales it is the first one's curve, which holds the curves of the ``others``.
 
         Raises:
-            ArgumentError: values that are not positive; the evidence of a tempered posterior; two scales of one site.
+            ArgumentError: a value is not positive, the posterior is tempered and tuned by the evidence, or two scales
+                belong to the same site.
             ModelError, UnsupportedError: there is no such scale in the model.
         """
         last = self._fitted

@@ -122,7 +122,7 @@ class EqualMixture(td.Distribution):
     r"""The mixture :math:`\tfrac1K \sum_k p_k(y)` of separate distribution objects.
 
     Args:
-        each: the distributions, of one batch and event shape.
+        each: the distributions, which have the same batch shape and the same event shape.
     """
 
     arg_constraints: dict[str, Any] = {}  # noqa: RUF012 (as in torch)

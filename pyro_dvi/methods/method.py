@@ -24,7 +24,7 @@ from pyro_dvi.training.random_state import preserve_random_state
 class Method(Tunable, ABC):
     """Guide, objective and optimizer that go together.
 
-    Adding one: write ``guide`` and ``elbo``, and ``optimizer`` where it is not Adam.
+    To add a method, write ``guide`` and ``elbo``, and ``optimizer`` where it is not Adam.
 
     Args:
         lr: step size of Adam for means, which falls to zero as a cosine; posterior scales have ten times that.

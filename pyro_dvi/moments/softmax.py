@@ -136,8 +136,8 @@ def logsumexp(input: GaussianMoments, dim: Any, keepdim: bool = False) -> Gaussi
         \mathrm E \approx \log\sum_j e^{m_j} + \tfrac12 \sum_j v_j \mathrm E_{v/2}[p_j(1 - p_j)], \qquad
         \mathrm{Var} \approx \sum_j v_j (q_j^2 + \tfrac12 \mathrm{Var}[p_j])
 
-    Status: approximate. Compared with sampling as in :func:`softmax`, the error of the mean is 0.004, 0.015, 0.1 for v
-    = 0.1, 1, 4 (to second order in v: 0.25 for v = 4), and the error of the standard deviation 6 %.
+    Status: approximate. Against sampling, as for :func:`softmax`, the error of the mean is 0.004, 0.015, 0.1 for v =
+    0.1, 1, 4 (0.25 for v = 4 if expanded to second order in v), and the error of the standard deviation is 6 %.
     """
     if isinstance(dim, tuple | list):
         if len(dim) != 1:

@@ -134,7 +134,7 @@ class NaturalGradientOptimizer(Optimizer):
 
     Parameters that belong to no latent get a step of Adam.
 
-    Adding one: say in ``estimate`` which curvature to measure, and write ``_move``.
+    To add a method, say in ``estimate`` which curvature to measure, and write ``_move``.
 
     Attributes:
         estimate: the curvature to measure once the optimizer has started.
@@ -189,7 +189,7 @@ class NaturalGradientOptimizer(Optimizer):
             closure: evaluates the loss and its gradients first, as for any torch optimizer.
 
         Raises:
-            GuideError: the loss was no ``NaturalGradientELBO``, or its measurements were used already.
+            GuideError: the loss was not a ``NaturalGradientELBO``, or its measurements were used already.
         """
         loss = None
         if closure is not None:

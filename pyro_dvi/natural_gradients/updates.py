@@ -185,7 +185,7 @@ class VOGNOptimizer(NaturalGradientOptimizer):
 
     Raises:
         ArgumentError: an option out of range.
-        GuideError: in a step, if the loss was no ``NaturalGradientELBO``.
+        GuideError: in a step, if the loss was not a ``NaturalGradientELBO``.
 
     Source: Osawa et al. (2019), "Practical deep learning with Bayesian principles", Algorithm 1 and section 3.
     Bounds of steps: Liu et al. (2024), "Sophia", section 2.2; in proportion to the weights: You et al. (2020), "Large
@@ -284,7 +284,7 @@ class IVONOptimizer(NaturalGradientOptimizer):
 
     Raises:
         ArgumentError: an option out of range.
-        GuideError: in a step, if the loss was no ``NaturalGradientELBO``.
+        GuideError: in a step, if the loss was not a ``NaturalGradientELBO``.
 
     Source: Shen et al. (2024), "Variational learning is effective for large deep networks", Algorithm 1; Lin et al.
     (2020) for the correction of h. Own code from the equations.

@@ -66,8 +66,8 @@ class Captured(WrappedObjective):
         elbo: an objective of this library.
         after: number of ordinary steps of a kind before a step is recorded.
         max_recordings: number of kinds of steps to record; other kinds stay ordinary.
-        compile: compile recordings with Inductor, torch's compiler, which takes seconds to minutes per kind. Random
-            numbers are still drawn by torch.
+        compile: compile recordings with Inductor, torch's compiler, which takes seconds to minutes per kind of step.
+            Random numbers are still drawn by torch.
 
     Attributes:
         elbo: the wrapped objective; its attributes are also attributes of the wrapper.

@@ -36,7 +36,7 @@ class Recording:
         self.shared = [self.places.get(one) for one in self.batch]
 
     def tensors_for(self, key: Any, batch: list[Tensor]) -> list[Tensor] | None:
-        """Return the tensors of its surroundings; None for another step."""
+        """Return the tensors that the recorded step uses beside the batch; None if a different step is needed."""
         if key != self.key or [self.places.get(id(tensor)) for tensor in batch] != self.shared:
             return None
         tensors = self.surroundings.tensors()

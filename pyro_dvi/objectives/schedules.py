@@ -4,7 +4,7 @@ r"""A schedule for the weight :math:`\beta` of the KL term: a function of the tr
 Every ELBO of the library takes ``kl_weight`` as a number or as a callable of the step, counted from 0. The ELBO counts
 the steps, and saves their number.
 
-Adding one: any picklable callable that maps a step to a number that is not negative will do.
+A schedule of your own can be any picklable callable that maps a step to a non-negative number.
 """
 
 from dataclasses import dataclass

@@ -64,10 +64,10 @@ class Surroundings:
     Args:
         met: modules and names that the step has met.
         functions: the model and the guide.
-        settings: further places that count.
+        settings: further values to compare, with the places where they are found.
 
     Attributes:
-        names: of the parameters that it takes from Pyro's store, in the order of their first use.
+        names: names of the parameters that the step takes from Pyro's store, in the order of their first use.
     """
 
     def __init__(self, met: Met, functions: Iterable[Callable], settings: Iterable[Entry]) -> None:

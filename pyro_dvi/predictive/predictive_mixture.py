@@ -242,7 +242,7 @@ class Mixture(_Reader):
 
 
 class ObservationDraws(_Reader):
-    """Reads the components of one batch: the same number of draws from each, on the CPU.
+    """Draws observations from the components of one batch, the same number from each, and keeps them on the CPU.
 
     A component of a vectorised run is put together again from its parameters, and draws with the seed that it would
     have in a loop.

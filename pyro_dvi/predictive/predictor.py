@@ -76,7 +76,8 @@ class Predictor(nn.Module):
             inputs: as in the example, with any number of rows; all rows are in memory at once.
 
         Raises:
-            DataError: inputs of another number or shape; NaN, or infinities that have no finite mean.
+            DataError: the number or shapes of the inputs differ from the example's; an input contains NaN, or
+                infinities that have no finite mean.
         """
         shapes = [tuple(value.shape[1:]) if value.dim() else None for value in inputs]
         rows = [value.shape[0] for value in inputs if value.dim()]

@@ -35,8 +35,8 @@ class Fingerprint:
         args: positional arguments of the model: tensors, of which only shape and dtype are used, in tuples, lists and
             dictionaries.
         kwargs: keyword arguments, likewise.
-        sites: family, shape and plates of each site, and of each parameter of its distribution the mean, the mean of
-            the absolute values, and a mean weighted by position.
+        sites: family, shape and plates of each site. For each parameter of its distribution, also the mean, the mean
+            absolute value, and a mean weighted by position.
     """
 
     args: tuple[Any, ...]

@@ -49,7 +49,7 @@ def core(fn: Any) -> Any:
 
 
 def subsampled_share(site: Any) -> float:
-    """Return which part of the rows of its plates a site has in this run."""
+    """Return the fraction of its plates' rows that a site has in this run."""
     frames = [frame for frame in site["cond_indep_stack"] if frame.full_size is not None]
     return math.prod(frame.size / frame.full_size for frame in frames)
 

@@ -61,7 +61,7 @@ class Structure:
 
 
 class FirstRuns:
-    """The structures of the models and guides that an objective has met; copies of the objective look anew."""
+    """The structures of the models and guides that an objective has met; a copy of the objective starts without any."""
 
     def __init__(self) -> None:
         # Weak references to the guide and the model, the functions that they call (for bound methods), the structure.

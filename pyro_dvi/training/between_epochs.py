@@ -93,7 +93,7 @@ class Schedule:
 
     Attributes:
         scheduler: the scheduler of the learning rate, or None.
-        saved: the scheduler that a checkpoint saves; an SVI's is saved with its optimizer.
+        saved: the scheduler to save in checkpoints separately; the scheduler of an SVI is saved with its optimizer.
 
     Raises:
         ArgumentError: ``given`` is no scheduler of this optimizer.

@@ -48,7 +48,7 @@ class Table(dict[str, list[float]], InNotebook):
         return {name: column[-1] for name, column in self.items()} if self.rows else {}
 
     def to_dataframe(self) -> "pandas.DataFrame":
-        """Return a ``pandas.DataFrame``, the numbers of epochs and steps as integers."""
+        """Return a ``pandas.DataFrame``, in which the numbers of epochs and steps are integers."""
         import pandas
 
         return pandas.DataFrame(self).astype({name: int for name in ("epoch", "step") if name in self})

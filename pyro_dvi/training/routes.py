@@ -41,7 +41,7 @@ class Route(ABC):
         steered: the optimizer object that the user gave, or None to predict only.
 
     Attributes:
-        loose_modules: modules that a function calls as model or guide; found by :meth:`initialise`.
+        loose_modules: modules that are called by a model or guide that is a function; found by :meth:`initialise`.
         model_parameters: identities of the store parameters of a model that is a function; also found there.
         captured: the objective around ``elbo`` that takes the steps, or None.
     """

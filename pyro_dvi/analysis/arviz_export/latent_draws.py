@@ -205,8 +205,8 @@ def sample_stats(prior: Group, likelihood: Group, log_q: Tensor | None) -> Group
 
     Args:
         prior: log densities of the draws under it.
-        likelihood: of all data given the draws; ``lp`` is left out where it is empty.
-        log_q: of :func:`log_posterior`.
+        likelihood: log-likelihoods of all data given the draws; if empty, ``lp`` is left out.
+        log_q: the result of :func:`log_posterior`.
     """
     group = Group()
     if likelihood.arrays:

@@ -164,7 +164,7 @@ class Energy:
             batch: the position of the batch in its pass, each of which has labels of its own.
 
         Raises:
-            DataError: if the order of rows changes between passes, so that labels would change too.
+            DataError: the order of rows changes between passes, so that rows would get other labels.
         """
         kind = type(site.fn).__name__
         if self.passes.reordered:

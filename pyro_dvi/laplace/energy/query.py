@@ -167,7 +167,7 @@ class Query:
 
     @property
     def bytes_held(self) -> int:
-        """Bytes of the graph, and of the gradients of all outputs at layers that covariances make of it."""
+        """Bytes held by the graph, and by the gradients of all outputs that covariances compute from it."""
         return (1 + self.size) * self._saved.total
 
     def at(self, point: Tensor) -> Tensor:

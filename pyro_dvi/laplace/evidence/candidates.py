@@ -52,7 +52,7 @@ class Scale(ABC):
 
 @dataclass(frozen=True)
 class PriorPrecision(Scale):
-    """The precision of the prior, times one number for several sites.
+    """A factor on the prior precision, shared by several sites.
 
     Args:
         names: the sites, by name or pattern (``"net.0.*"``); None: all uncertain sites whose prior is Normal,

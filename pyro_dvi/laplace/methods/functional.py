@@ -43,7 +43,7 @@ class Functional(Method):
         \operatorname{Cov}(x) = k(x, x) - k(x, X)\,\bigl(I + k(X, X)\bigr)^{-1} k(X, x), \qquad
         \log\det P = \log\det\bigl(I + k(X, X)\bigr) + \log\det \Pi .
 
-    Memory: :math:`2 (NK)^2` numbers in double precision, and the graphs of the data with K gradients at each layer.
+    Memory: :math:`2 (NK)^2` numbers in double precision, the autograd graphs of all data, and K gradients per layer.
     Rows of J are formed, one site at a time, for convolutions, layers that are used several times or at several
     positions, layers whose weights differ in their prior scale, and functions without rules. For these, a query of n
     outputs costs :math:`n N K` multiplications per latent, for other layers far less.

@@ -69,7 +69,7 @@ def respond(
 
     Raises:
         ModelError: the model has no response, several, or none of the name ``site``.
-        DataError: the response does not have a row for each example, or a latent site has one for each of other
+        DataError: the response does not have one row per example, or the rows of a latent site belong to other
             examples.
     """
     nodes = observed_run(model, replace(batch, observed=None), latents)

@@ -167,12 +167,12 @@ class OfMembers(PredictionRule):
 
     @property
     def num_components(self) -> int:  # type: ignore[override]
-        """Those of all members."""
+        """The number of components of all members together."""
         return sum(rule.num_components for rule in self.rules)
 
     @property
     def tells_noise_apart(self) -> bool:  # type: ignore[override]
-        """True if every member does."""
+        """True if the rules of all members tell noise apart."""
         return all(rule.tells_noise_apart for rule in self.rules)
 
     @property
