@@ -35,8 +35,8 @@ class Objective(ELBO):
     They are the objective that is actually optimised; with a ``kl_weight`` or ``temperature`` other than one,
     ``elbo.terms`` holds the parts of the untempered ELBO.
 
-    To add an objective, write :meth:`evaluate`, and set ``prediction_rule`` if its posteriors should not predict with drawn
-    weights. ``fit``, checkpoints, ``predict`` and ``DataParallel`` then work. In ``evaluate``, call
+    To add an objective, write :meth:`evaluate`, and set ``prediction_rule`` if its posteriors should not predict with
+    drawn weights. ``fit``, checkpoints, ``predict`` and ``DataParallel`` then work. In ``evaluate``, call
     ``structure, _ = self.structure(call, training)`` first; run guide and model once, for example with
     ``run_at_means(call, structure.sampled)`` of :mod:`pyro_dvi.runs.posterior_run`, which draws latents that set the
     priors of others; take the likelihood from ``self.observed(run.model_trace)`` and the divergence from
