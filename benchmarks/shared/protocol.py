@@ -182,14 +182,14 @@ def _scores(task: Task, model: Any, guide: Any, data: Data, method: Method) -> R
     if data.shifted is not None:
         found["nll, shifted"] = predicted(data.shifted).metrics()["nll"]
     validation = predicted(data.validation)
-    temperature = _best_temperature(validation.probabilities, data.validation[1])
-    scaled = _scaled(prediction.probabilities, temperature)
+    temperature = best_temperature(validation.probabilities, data.validation[1])
+    scaled = scaled_by(prediction.probabilities, temperature)
     found["scaled nll"] = float(-_of_labels(scaled, data.test[1]).log().mean())
     found["scaled ece"] = float(dvi.metrics.expected_calibration_error(scaled, data.test[1]))
     return found
 
 
-def _scaled(probabilities: Tensor, temperature: float) -> Tensor:
+def scaled_by(probabilities: Tensor, temperature: float) -> Tensor:
     """Return the softmax of logits over a temperature."""
     return (probabilities.clamp_min(1e-12).log() / temperature).softmax(-1)
 
@@ -198,10 +198,10 @@ def _of_labels(probabilities: Tensor, labels: Tensor) -> Tensor:
     return probabilities.gather(-1, labels[:, None])[:, 0].clamp_min(1e-12)
 
 
-def _best_temperature(probabilities: Tensor, labels: Tensor) -> float:
-    """Return the temperature with the lowest NLL, of 200 between 0.25 and 4.
+def best_temperature(probabilities: Tensor, labels: Tensor) -> float:
+    """Return the temperature with the lowest NLL, of 300 between 0.25 and 16.
 
     Source: Guo et al. (2017), "On calibration of modern neural networks".
     """
-    candidates = torch.logspace(-2, 2, 200, base=2.0).tolist()
-    return min(candidates, key=lambda t: float(-_of_labels(_scaled(probabilities, t), labels).log().mean()))
+    candidates = torch.logspace(-2, 4, 300, base=2.0).tolist()
+    return min(candidates, key=lambda t: float(-_of_labels(scaled_by(probabilities, t), labels).log().mean()))
