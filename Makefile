@@ -15,7 +15,7 @@ lint:  ## check format and lint, change nothing
 	ruff format --check .
 	ruff check .
 
-types:  ## check the types of package and tests, and of the code that README and tutorials show
+types:  ## check the types of package, tests and benchmarks, and of the code that README and tutorials show
 	mypy
 	python -m tests.docs.shown_code
 	mypy --allow-untyped-defs --allow-incomplete-defs --allow-redefinition $$(cat .shown_code/files)

@@ -220,9 +220,9 @@ class Training:
     def laplace(self, lr: float, prior: float, weights: str) -> tuple[Any, Any]:
         """A Gaussian around the MAP weights: of the last layer or, with Kronecker factors, of all weights."""
         model, guide = self.run(dvi.LaplaceGuide, self.build(prior), dvi.SampledELBO(), lr)
-        ggn = dvi.laplace.GGN()
-        method = dvi.laplace.Dense(ggn) if weights == "last layer" else dvi.laplace.KroneckerFactored(ggn)
-        subset = "net.2.*" if weights == "last layer" else None
+        last = weights == "last layer"
+        method = dvi.laplace.Dense() if last else dvi.laplace.KroneckerFactored()
+        subset = "net.2.*" if last else None
         # The Gauss-Newton matrix does not require an exact minimum.
         guide.fit(self.loader, method, subset=subset, unconverged="accept")
         criterion = dvi.laplace.ByValidation([self.data.validation])

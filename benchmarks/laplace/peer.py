@@ -139,7 +139,8 @@ def load(task: Task, seed: int, data_dir: str | None) -> Data:
         num = task.num_train + NUM_VALIDATION + NUM_TEST
         x, y, outside = TABLES[task.data](num, torch.Generator().manual_seed(seed))
         sizes = [task.num_train, NUM_VALIDATION, NUM_TEST]
-        return Data(*zip(x.split(sizes), y.split(sizes), strict=True), outside)
+        train, validation, test = zip(x.split(sizes), y.split(sizes), strict=True)
+        return Data(train, validation, test, outside)
     if task.data == "digits":
         split = digits_split(task.num_train, NUM_VALIDATION, seed)
         test = (split.test[0][:NUM_TEST], split.test[1][:NUM_TEST])

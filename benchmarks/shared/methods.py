@@ -145,7 +145,7 @@ def _kronecker(model: Any, training: Training) -> tuple[Any, Any]:
     model, guide = training.run(model, dvi.LaplaceGuide(model, kl_weight=training.kl_weight), dvi.TaylorELBO)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DviWarning)  # of modes that are not minima
-        guide.fit(training.loader, dvi.laplace.KroneckerFactored(dvi.laplace.GGN()), unconverged="accept")
+        guide.fit(training.loader, dvi.laplace.KroneckerFactored(), unconverged="accept")
         criterion = dvi.laplace.ByValidation([training.validation])
         guide.tune(training.loader, criterion=criterion, unconverged="accept", progress=False)
     return model, guide
