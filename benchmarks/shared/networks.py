@@ -101,6 +101,37 @@ def small_resnet(width: int = 32, num_classes: int = 10) -> nn.Sequential:
     )
 
 
+class PreActivationBlock(nn.Module):
+    """Twice [batch norm, SiLU, 3x3 convolution], and a way around them."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.BatchNorm2d(inputs), nn.SiLU())
+        self.inner = nn.Sequential(
+            nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False),
+            nn.BatchNorm2d(outputs),
+            nn.SiLU(),
+            nn.Conv2d(outputs, outputs, 3, padding=1, bias=False),
+        )
+        self.around = nn.Conv2d(inputs, outputs, 1, stride, bias=False) if inputs != outputs else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        start = self.first(x)
+        return self.inner(start) + (x if self.around is None else self.around(start))
+
+
+def preact_resnet18(num_classes: int = 10, width: int = 64) -> nn.Sequential:
+    """ResNet-18 with batch norm and activation before each convolution (He et al., 2016), for 32x32 images in colour."""
+    blocks: list[nn.Module] = [nn.Conv2d(3, width, 3, padding=1, bias=False)]
+    inputs = width
+    for outputs in (width, 2 * width, 4 * width, 8 * width):
+        blocks.append(PreActivationBlock(inputs, outputs, 1 if inputs == outputs else 2))
+        blocks.append(PreActivationBlock(outputs, outputs, 1))
+        inputs = outputs
+    blocks += [nn.BatchNorm2d(inputs), nn.SiLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    return nn.Sequential(*blocks, nn.Linear(inputs, num_classes))
+
+
 def num_weights(net: nn.Module) -> int:
     """Count the weights of a network."""
     return sum(p.numel() for p in net.parameters())
@@ -113,5 +144,6 @@ if __name__ == "__main__":
         ("lenet, colour", lenet(channels=3, padding=0), (3, 32, 32)),
         ("mlp", mlp((64, 50, 50, 10)), (1, 8, 8)),
         ("small_resnet", small_resnet(), (3, 32, 32)),
+        ("preact_resnet18", preact_resnet18(), (3, 32, 32)),
     ):
         print(name, num_weights(net), tuple(net(torch.zeros(2, *shape)).shape))

@@ -71,6 +71,7 @@ CONTESTANTS = {
     "Variational Laplace": _own("VL", POINT | COLD),
     "ensemble of 5 VL": _as("ensemble of 5 VL", "Variational Laplace"),
     "MNVI": _own("MNVI", POINT | COLD),
+    "mean-field moments": _own("mean-field moments", POINT | COLD),
     "VOGN": _own("VOGN", NATURAL | COLD),
     "IVON": _own("IVON", NATURAL | COLD),
     "Noisy K-FAC": _own("Noisy K-FAC", NATURAL | COLD),
@@ -195,7 +196,7 @@ def scaled_by(probabilities: Tensor, temperature: float) -> Tensor:
 
 
 def _of_labels(probabilities: Tensor, labels: Tensor) -> Tensor:
-    return probabilities.gather(-1, labels[:, None])[:, 0].clamp_min(1e-12)
+    return probabilities.gather(-1, labels[:, None].to(probabilities.device))[:, 0].clamp_min(1e-12)
 
 
 def best_temperature(probabilities: Tensor, labels: Tensor) -> float:

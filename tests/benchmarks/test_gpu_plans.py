@@ -4,6 +4,8 @@
 Images are made up, a training is one step of a few of them, and a prediction has few rows.
 """
 
+from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -12,8 +14,9 @@ import torch
 
 import pyro_dvi as dvi
 from benchmarks.natural_gradients.continual import example as continual
-from benchmarks.shared import images
+from benchmarks.shared import images, ranking
 from benchmarks.shared.benchmark import all_benchmarks
+from benchmarks.shared.networks import preact_resnet18
 
 FEW = 20
 FOUND = all_benchmarks()
@@ -25,8 +28,19 @@ RUNS: list[tuple[str, dict[str, Any]]] = [
     *(("vl_sgd_variance", {"method": method}) for method in ("MinibatchGradient", "drawn weights")),
     *(("mnvi_lenet", {"method": method}) for method in ("MNVI", "MFVI", "MC dropout")),
     *(("vogn_lenet", {"data": data, "stage": "sweep", "recipe": "K = 4"}) for data in ("MNIST", "CIFAR10")),
+    *(("ranking", {"method": method, "stage": "test"}) for method in ("MAP", "MNVI", "VOGN", "Noisy K-FAC")),
     ("continual_learning", {"data": "MNIST, 10 tasks of 50,000", "learner": "VOGN"}),
 ]
+
+# Lines of earlier runs, without which a plan asks for no other.
+CHOSEN = {
+    "ranking": [
+        {"stage": "tune", "task": task, "method": name, "seed": ranking.TUNING_SEED}
+        | {"chosen": {setting: values[0] for setting, values in contestant.space.items()}}
+        for task in ranking.GPU_TASKS
+        for name, contestant in ranking.CONTESTANTS.items()
+    ]
+}
 
 
 @pytest.fixture
@@ -50,7 +64,7 @@ def made_up(monkeypatch, device):
         return load_split(name, min(train, FEW), min(validation, FEW), min(test, FEW), seed, data_dir)
 
     monkeypatch.setattr(images, "_load", pictures)
-    for _, module in FOUND.values():
+    for module in ("benchmarks.shared.tasks", *(module for _, module in FOUND.values())):
         loaded = __import__(module, fromlist=["load_split"])
         if hasattr(loaded, "load_split"):
             monkeypatch.setattr(loaded, "load_split", few)
@@ -62,13 +76,15 @@ def made_up(monkeypatch, device):
     monkeypatch.setattr(continual, "idx_images", lambda *_: digits)
     monkeypatch.setattr(continual, "load_images", lambda folder, _, seed: load(folder, FEW, seed))
     monkeypatch.setattr(dvi, "fit", one_step)
+    for name, task in ranking.GPU_TASKS.items():  # the same network with few channels
+        monkeypatch.setitem(ranking.GPU_TASKS, name, replace(task, network=partial(preact_resnet18, width=2)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "wanted"), RUNS, ids=lambda value: str(value))
 def test_a_run_of_the_gpu_plan_starts_and_ends(name, wanted, made_up):
     benchmark, _ = FOUND[name]
-    settings = next(s for s in benchmark.plan([], "gpu") if wanted.items() <= s.items())
+    settings = next(s for s in benchmark.plan(CHOSEN.get(name, []), "gpu") if wanted.items() <= s.items())
     assert settings not in benchmark.plan([], "small")
     row = benchmark.run(settings, "made up")
     assert row and "failure" not in row
