@@ -49,7 +49,11 @@ def _split(name: str, seed: int, data_dir: str | None) -> Data:
 
 
 def _images(
-    network: Callable[[], nn.Sequential], name: str, outside: tuple[str, ...], epochs: int, num_train: int = 2000
+    network: Callable[[], nn.Sequential],
+    name: str,
+    outside: tuple[str, ...],
+    epochs: int,
+    num_train: int = 2000,
 ) -> Task:
     return Task(network, partial(_unseen, name, num_train, outside), (), epochs, 100, 0.0)
 
