@@ -185,7 +185,7 @@ def suggestion(pattern: str, everything: Iterable[Candidate]) -> str:
         return f"Did you mean {pattern + '.*'!r}, which matches {below[0]!r}?"
     close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4) or names[:3]
     return (
-        f"Parameters have names such as {', '.join(map(repr, close))}." if close else "There are no parameters."
+        f"Parameters are named like {', '.join(map(repr, close))}." if close else "There are no parameters."
     )
 
 
@@ -206,7 +206,8 @@ def _owned(module: nn.Module, paths: Sequence[str]) -> Iterator[Candidate]:
             obstacle: str | None = "it is already Bayesian: exclude it, or start from a new module"
             yield Candidate(names(attribute), module, attribute, prior.shown_value(module), obstacle)
             continue
-        value = module._parameters.get(attribute, module._buffers.get(attribute))  # frozen parameters are buffers
+        # Frozen parameters are buffers.
+        value = module._parameters.get(attribute, module._buffers.get(attribute))
         if value is not None:  # bias=False registers the name without a value
             obstacle = hooked or _unsuitable(value)
             yield Candidate(names(attribute), module, attribute, value, obstacle)

@@ -374,7 +374,8 @@ class FactorisedGuide(AutoGuide):
             ) from error
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        state_dict.setdefault(f"{prefix}_extra_state", self.get_extra_state())  # the state may hold parameters only
+        # The state may hold parameters only.
+        state_dict.setdefault(f"{prefix}_extra_state", self.get_extra_state())
         super()._load_from_state_dict(state_dict, prefix, *args)  # must come first: checks the format version
         if self.prototype_trace is None:
             for key, stored in state_dict.items():

@@ -61,7 +61,8 @@ class GaussianAtMode(FactorisedGuide):
         self._fitted: Fitted | None = None
         self._certificate: Certificate | None = None
         self._failed = False
-        self._plain_model = ModelReference(model)  # without the wrapper that initialises means; not a submodule
+        # The model without the wrapper that initialises means; not a submodule.
+        self._plain_model = ModelReference(model)
 
     def _factor_of(self, name: str, site: Any, loc: Tensor) -> Factor:
         return Deterministic()

@@ -178,7 +178,8 @@ class Rows:
             )
         self._log_likelihoods.append(run.log_likelihood().detach())
         for site in run.sites:
-            if not torch.is_tensor(site.scale) or site.scale.numel() == 1:  # otherwise, weights of single examples
+            # Other scales are weights of single examples.
+            if not torch.is_tensor(site.scale) or site.scale.numel() == 1:
                 size = torch.Size(site.fn.batch_shape).numel()
                 self._scales[site.name].append((size, float(site.scale)))
         for name, counts in run.rows.items():

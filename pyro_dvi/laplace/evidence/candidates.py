@@ -193,7 +193,7 @@ class Candidates:
 
     @cached_property
     def likelihood_is_proportional(self) -> bool:
-        """Whether another value multiplies the likelihood's contribution to P by one factor (checked with a product)."""
+        """Whether another value multiplies the likelihood's contribution to P by one factor."""
         if self.scale.of_prior:
             return True
         factor = self.scale.proportions(_ANOTHER)[0]

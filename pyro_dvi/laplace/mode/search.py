@@ -301,7 +301,8 @@ def polish(
     work, spent = energy.work, energy.work.done
     with progress_bar(progress, max_gradients, unit="gradient") as bar:
 
-        def report(value: float, decrement: float) -> None:  # must not refer to the search, which refers to it
+        # Must not refer to the search, which refers to it.
+        def report(value: float, decrement: float) -> None:
             bar.update(work.done - spent - bar.n)
             bar.set_postfix_str(f"U {value:.6g}, decrement {decrement:.2g}")
 
