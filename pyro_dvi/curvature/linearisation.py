@@ -46,9 +46,7 @@ class ObservedSite:
         log_prob = self.fn.log_prob(value)
         if self.mask is None or self.mask is True:
             return log_prob
-        if (
-            self.mask is False
-        ):  # no graph, because masked elements would pass NaN gradients to the parameters
+        if self.mask is False:  # no graph, because masked elements would pass NaN gradients to the parameters
             return torch.zeros_like(log_prob)
         return torch.where(self.mask, log_prob, log_prob.new_zeros(()))
 

@@ -240,9 +240,7 @@ class Fitted:
         known = self.point.model
         differences = "" if known is None else known.differences(model, latents, plates)
         if differences:
-            what = (
-                f"the model has changed since guide.fit, or is another model ({differences}; at synthetic inputs)"
-            )
+            what = f"the model has changed since guide.fit, or is another model ({differences}; at synthetic inputs)"
             raise GuideError(f"{what}: use the model of the fit, with its state, or fit again")
 
     # Files: tensors and plain values ---------------------------------------------------------------------------

@@ -99,9 +99,7 @@ def independent_prior_precision(local: LocalEnergy, method: str) -> Tensor:
     diagonal = prior_diagonal(local, method, independent=True)
     for name, part in local.energy.layout.named(diagonal).items():
         if not bool((part > 0).all()):
-            what = (
-                f"the prior of {name!r} is flat or heavy-tailed and has curvature {part.min():.3g} at the mode"
-            )
+            what = f"the prior of {name!r} is flat or heavy-tailed and has curvature {part.min():.3g} at the mode"
             raise NotPositiveDefiniteError(f"{what}: use Dense(), ConjugateGradient() or another prior")
     return diagonal
 

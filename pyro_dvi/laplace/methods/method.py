@@ -165,7 +165,9 @@ class LaplacePosterior(ABC):  # noqa: B024 (a method gives what it can)
         Raises:
             UnsupportedError: the method does not compute it.
         """
-        raise self._lacks("log-determinant", "Dense(), or ByLanczos() for the log-determinant of the exact matrix")
+        raise self._lacks(
+            "log-determinant", "Dense(), or ByLanczos() for the log-determinant of the exact matrix"
+        )
 
     def _lacks(self, what: str, instead: str) -> UnsupportedError:
         return UnsupportedError(f"{type(self).__name__} has no {what}: use {instead}")

@@ -300,7 +300,6 @@ def polish(
     check_count("max_gradients", max_gradients)
     work, spent = energy.work, energy.work.done
     with progress_bar(progress, max_gradients, unit="gradient") as bar:
-
         # Must not refer to the search, which refers to it.
         def report(value: float, decrement: float) -> None:
             bar.update(work.done - spent - bar.n)
