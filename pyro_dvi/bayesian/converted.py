@@ -35,7 +35,7 @@ def buffer_name(attribute: str) -> str:
 
 
 def set_attribute(module: nn.Module, name: str, value: PyroParam | PyroSample) -> None:
-    """Set a Pyro attribute while bypassing the module's own ``__setattr__``, in which recurrent layers intercept it."""
+    """Set a Pyro attribute without calling ``__setattr__`` of the module, which recurrent layers override."""
     PyroModule.__setattr__(module, name, value)  # type: ignore[arg-type]
 
 

@@ -105,7 +105,7 @@ class ExampleGradients:
         entries: indices of the entries to include in rows, by index of the tensor; all entries of tensors that are
             missing, or if None.
         names: names of the tensors, for warnings.
-        served: uses of the tensors for which the rules need no verification; None verifies them.
+        served: uses of tensors whose rules were verified before; None means that rules are verified now.
 
     Attributes:
         sizes: number of entries of a row for each tensor.

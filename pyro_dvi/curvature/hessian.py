@@ -11,7 +11,7 @@ from pyro_dvi.errors import ArgumentError
 
 
 class HessianDiagonal(Curvature):
-    r"""Diagonal of the negative Hessian of the log-likelihood, raised if there were no optimal variance.
+    r"""Diagonal of the negative Hessian of the log-likelihood, raised where the variance would have no optimum.
 
     .. math::
         c_\lambda = \begin{cases} h_\lambda & h_\lambda > -\beta/s_\lambda^2 \\

@@ -131,7 +131,7 @@ def gradients_at(
     create_graph: bool = False,
     allow_unused: bool = True,
 ) -> list[Tensor | None]:
-    """Do the same as :func:`batched_gradients`, at tensors or edges of the graph; None if no output depends on one.
+    """Return products as in :func:`batched_gradients`, at tensors or edges of the graph; None if one is unused.
 
     Functions that cannot be vectorised are called once per vector.
     """

@@ -287,7 +287,7 @@ class ReverseDeltaRecorder:
             )
 
     def _held(self, argument: Any) -> Any:
-        """Return a copy of an argument with its current value, without history."""
+        """Return a detached copy of an argument with its current value."""
         if isinstance(argument, GaussianMoments):
             # Its detach() would be a view.
             return GaussianMoments(argument.loc.detach(), argument.variance.detach())

@@ -236,7 +236,7 @@ def squares_without_rules(outputs: Tensor, cotangent: Tensor, values: Sequence[T
 def pass_per_example(
     outputs: Tensor, cotangent: Tensor, values: Sequence[Tensor], *, create_graph: bool = False
 ) -> list[Tensor]:
-    """Do the same as :func:`squares_without_rules`, with one backward pass per example, optionally differentiable."""
+    """Return the sums of :func:`squares_without_rules` from one backward pass per example."""
     outputs, cotangent = outputs.reshape(-1), cotangent.reshape(-1)
     totals = [torch.zeros_like(v) for v in values]
     together = max(1, min(64, _BUDGET // max(1, sum(v.numel() for v in values))))

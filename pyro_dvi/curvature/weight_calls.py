@@ -48,9 +48,9 @@ class Call:
 
     Attributes:
         func: the function.
-        args: its positional arguments without history, with a :class:`Slot` in place of each weight.
+        args: its positional arguments, detached, with a :class:`Slot` in place of each weight.
         kwargs: its keyword arguments, likewise.
-        weights: the weights by id, without history.
+        weights: the weights by id, detached.
         place: index of the moments among those that the function returned.
         result: these moments, kept alive so that their id is not reused.
         output: the means of the result at the time of the call; later in-place operations may change it.

@@ -19,7 +19,7 @@ Tensors = Sequence[Tensor]  # one tensor per site
 
 
 def row_norms(x: Tensor) -> Tensor:
-    """Return a tensor of the same norm with fewer elements, because torch rounds long sums of squares too often."""
+    """Return a tensor with the same norm and fewer elements, to reduce rounding errors in torch's sums of squares."""
     return torch.linalg.vector_norm(x.flatten(1), dim=1) if x.dim() > 1 and x.numel() > 1 << 18 else x
 
 

@@ -173,7 +173,7 @@ class FactorisedGuide(AutoGuide):
 
     @torch.no_grad()
     def initial_scales(self) -> dict[str, Tensor]:
-        """Return the posterior standard deviations that training started from, in unconstrained space.
+        """Return the posterior standard deviations at the start of training, in unconstrained space.
 
         If they depend on the mean (multiplicative noise), the current mean is used.
 

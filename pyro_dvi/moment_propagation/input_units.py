@@ -90,7 +90,7 @@ class WeightProducts(WeightRecorder):
     A value is also recognised if its elements are reordered or reshaped, and after functions that keep its shape.
 
     Attributes:
-        units: by site name, the layouts for its uses; None for a use other than as a weight.
+        units: layouts inferred from the uses of each site, by name; None for a use other than as a weight.
     """
 
     def __init__(self) -> None:

@@ -170,7 +170,7 @@ class MultiplicativeNoiseGuide(FactorisedGuide):
         seen = list(self._start.products.units.get(name, set()))
         if len(seen) == 1:
             return seen[0]
-        axes = f"several, {[units and units.axes for units in seen]}" if seen else "no axis"
+        axes = f"the axes {[units and units.axes for units in seen]}" if seen else "no axis"
         warn(
             f"the input axis of site {name!r}, of shape {tuple(loc.shape)}, is unclear: the products in the model "
             f"suggest {axes}, and axis 1 is used. Pass the correct axis, as in input_axis={{{name!r}: 0}}, or None "

@@ -398,5 +398,5 @@ def OGN(optim_args: Options, clip_args: Any = None) -> NaturalGradientOptim:  # 
 
 @for_svi(IVONOptimizer)
 def IVON(optim_args: Options, clip_args: Any = None) -> NaturalGradientOptim:  # noqa: N802
-    """IVON for SVI: improved variational online Newton, with one :class:`IVONOptimizer`; arguments as for :func:`VOGN`."""
+    """IVON for SVI: improved variational online Newton, with one :class:`IVONOptimizer`; arguments as in ``VOGN``."""
     return NaturalGradientOptim(IVONOptimizer, optim_args, clip_args)

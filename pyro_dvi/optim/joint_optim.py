@@ -325,7 +325,7 @@ def Adam(  # noqa: N802 (Pyro's style)
 
     Raises:
         ArgumentError: if ``scheduler`` does not return a scheduler.
-        TypeError: if the torch optimizer does not have an option.
+        TypeError: if an option is unknown to the torch optimizer.
         ValueError: if an option is out of range.
 
     Example:

@@ -187,7 +187,7 @@ class Energy:
             return [site.sample_labels() for _ in range(_LABELS)]
 
     def batch_gradient(self, batch: Arguments, point: Tensor) -> Tensor:
-        """Return an estimate of the gradient [D] of U, with the likelihood of one batch times the number of batches."""
+        """Return an estimate of the gradient [D] of U from one batch, whose likelihood counts for all batches."""
         with torch.enable_grad():
             found = self.run(batch, point)
             weight = self.likelihood_weight * self.passes.num_batches

@@ -102,7 +102,7 @@ class NoiseScale(Scale):
         observed = [site.name for site in found if self.site in (None, site.name)]
         if len(observed) != 1:
             raise ModelError(
-                f"NoiseScale(site) needs an observed site whose distribution has a scale, got {observed or None}"
+                f"NoiseScale(site) needs one observed site whose distribution has a scale, got {observed or None}"
             )
         return observed
 

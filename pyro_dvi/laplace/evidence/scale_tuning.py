@@ -333,7 +333,8 @@ def tune_together(
         criterion: the score to maximise.
         method: representation of the Gaussian.
         seed: random seed.
-        values: the grid of each scale; after the first round, only values near the best one, within this range.
+        values: the grid of each scale. After the first round, only values near the best one and within the range of the
+            grid are tried.
         options: further arguments of :func:`tune`.
 
     Returns:

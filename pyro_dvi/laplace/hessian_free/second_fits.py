@@ -158,8 +158,8 @@ class HessianFree(Method):
     .. math:: u_{\pm\lambda} = \arg\min_u U(u) \mp \lambda f(x; u), \qquad
         \frac{f(x; u_\lambda) - f(x; u_{-\lambda})}{2\lambda} \to \nabla f^\top (\nabla^2 U)^{-1} \nabla f
 
-    with U as in :class:`~pyro_dvi.LaplaceGuide`, a sum over all data, with the likelihood divided by the KL weight and
-    the full prior.
+    with U as in :class:`~pyro_dvi.LaplaceGuide`: the full prior, and the likelihood of all data divided by the KL
+    weight.
 
     Status: depends on the solver. With ``Pointwise()`` and ``NewtonCG()``, which uses Hessian-vector products, the
     result is the covariance of the exact Hessian, up to terms of the order of the squared step and the tolerance.

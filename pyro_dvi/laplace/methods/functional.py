@@ -92,7 +92,9 @@ class Functional(Method):
                 )
             data.append(_Rows(examples, slice(0, len(examples.outputs))))
         if not data:
-            raise ModelError(f"no observed site depends on {local.energy.layout.names}")
+            raise ModelError(
+                f"no observed site depends on {local.energy.layout.names}: choose other sites with subset="
+            )
         variances = _variances(prior, data)
         kernel = torch.cat([torch.cat([_kernel(one, two, variances) for two in data], 1) for one in data])
         return FunctionalPosterior(local.point, prior, data, kernel)

@@ -71,7 +71,7 @@ class LaplacePosterior(ABC):  # noqa: B024 (a method gives what it can)
         stored: names of the constructor arguments (tensors and plain values, kept as attributes of the same names) that
             files contain. None means that it needs the model and the data and cannot be saved.
         kind: the name of the class in files.
-        kinds: the classes by these names.
+        kinds: mapping from these names to the classes.
     """
 
     mode: Tensor
