@@ -127,9 +127,9 @@ def _warn_of_padding(groups: Sequence[Sequence[Candidate]]) -> None:
         if isinstance(owner.module, nn.Embedding) and owner.module.padding_idx is not None:
             warn(
                 f"{owner.name!r} has a padding row (padding_idx={owner.module.padding_idx}), to which torch passes no "
-                "gradient: it stays at its prior, and its draws enter the network. Mask the padded positions, for "
-                "example with layer(tokens) * (tokens != padding_idx).unsqueeze(-1), or set padding_idx to None "
-                "before the conversion"
+                "gradient: its posterior stays at the prior, and its draws enter the network. Mask the padded "
+                "positions, for example with layer(tokens) * (tokens != padding_idx).unsqueeze(-1), or set "
+                "padding_idx to None before the conversion"
             )
 
 

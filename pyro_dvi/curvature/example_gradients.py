@@ -101,7 +101,7 @@ class ExampleGradients:
 
     Args:
         recorder: the context in which the model ran; it has the tensors u.
-        outputs: f, ``[B, K]``, a node of the graph of these tensors, already multiplied by any weights.
+        outputs: f, ``[B, K]``, a node of the graph of these tensors; weights of outputs must be included.
         entries: indices of the entries to include in rows, by index of the tensor; all entries of tensors that are
             missing, or if None.
         names: names of the tensors, for warnings.

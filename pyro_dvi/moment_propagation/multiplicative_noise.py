@@ -68,9 +68,9 @@ class MultiplicativeNoiseGuide(FactorisedGuide):
 
     Attributes:
         locs: module of means, ``guide.locs.<site>``; ``MultiplicativeNoiseGuide.locs.<site>`` in the parameter store.
-        alphas: module of relative variances, likewise, of shape ``[1, in]`` for a weight ``[out, in]`` (``[groups, in /
-            groups, 1, 1]`` for grouped convolutions). The optimizer updates :math:`\rho`, with the learning rate of
-            scales if :func:`~pyro_dvi.optim.learning_rates` sets one.
+        alphas: module of relative variances, of shape ``[1, in]`` for a weight ``[out, in]`` (``[groups, in / groups,
+            1, 1]`` for grouped convolutions). The optimizer updates :math:`\rho`, with the learning rate of scales if
+            :func:`~pyro_dvi.optim.learning_rates` sets one.
         scales: module of standard deviations of mean-field sites; the optimizer updates their logarithms.
 
     Raises:

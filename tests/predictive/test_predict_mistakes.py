@@ -285,7 +285,7 @@ def test_latents_of_single_examples_are_not_taken_for_those_of_the_first_data_af
     pyro.clear_param_store()
     again = MeanFieldGuide(local)
     again.load_state_dict(state)
-    with pytest.raises(GuideError, match="is not initialised"):
+    with pytest.raises(GuideError, match="has not seen its model"):
         predict(local, again, X)
 
 
