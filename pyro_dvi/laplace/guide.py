@@ -143,17 +143,15 @@ class LaplaceGuide(GaussianAtMode):
     ) -> Diagnosis:
         r"""Check whether the mode is a minimum of U, without moving it.
 
-        ``print`` the result for a summary.
-
-        After ``tune``, U has the tuned scales, so a mode that was trained with other scales is not its minimum.
+        ``print`` the result for a summary. After ``tune``, U has the tuned scales, so a mode that was trained with
+        other scales is not its minimum.
 
         Args:
             batches: all the data.
             subset: as in :meth:`fit`.
-            tolerance: bound on the Newton decrement :math:`g^\top P^{-1} g`; 0.01 is the square of a tenth of a
-                posterior standard deviation.
-            steps: number of Lanczos steps, and of conjugate-gradient steps; each step costs up to two full-data
-                gradients.
+            tolerance: bound on the Newton decrement :math:`g^\top P^{-1} g`; 0.01 means a tenth of a standard
+                deviation.
+            steps: number of Lanczos steps and of conjugate-gradient steps; each costs up to two full-data gradients.
 
         Raises:
             DataError: the batches do not hold all data, or change between passes.
@@ -180,18 +178,16 @@ class LaplaceGuide(GaussianAtMode):
     ) -> LaplacePosterior:
         """Fit the Gaussian around the mode.
 
-        The result is also available as ``guide.posterior``.
-
-        Without tuning, class probabilities are often far too uncertain; see :meth:`tune`. After :meth:`polish` on the
-        same data, the mode is not checked again. If a fit raises an error, the guide has no Gaussian.
+        The result is also ``guide.posterior``. Without tuning, class probabilities are often far too uncertain; see
+        :meth:`tune`. After :meth:`polish` on the same data, the mode is not checked again. If a fit raises an error,
+        the guide has no Gaussian.
 
         Args:
             batches: all the data, as a loader or a list of batches; see :func:`~pyro_dvi.fit`.
             method: representation of the Gaussian; by default, ``Dense()``.
             subset: sites that get a posterior, by name or pattern (``"net.4.*"`` for a last layer), or a mapping from
                 these to True, False or boolean masks of their unconstrained entries; see
-                :func:`~pyro_dvi.laplace.largest_variance`. All other latents are fixed at the mode. None means all
-                sites.
+                :func:`~pyro_dvi.laplace.largest_variance`. All other latents stay at the mode. None means all.
             unconverged: what to do if the mode is not a minimum, or U has kinks (ReLU): ``"refuse"`` raises an error if
                 the precision is the Hessian and warns otherwise; ``"accept"`` does not check.
             seed: random seed.
@@ -220,8 +216,8 @@ class LaplaceGuide(GaussianAtMode):
     ) -> LaplacePosterior:
         """Check that the mode is a minimum, and construct the Gaussian with ``make``.
 
-        The check uses tuned scales only if the mode was polished after tuning; otherwise, it uses the scales in the
-        code of the model.
+        The check uses tuned scales only if the mode was polished after tuning, otherwise the scales in the model's
+        code.
         """
         point, model, latents = self._point_mass(), self._plain_model.get(), self.median()
         self._fitted, self._failed = None, True
@@ -262,8 +258,8 @@ class LaplaceGuide(GaussianAtMode):
         Args:
             batches: all the data.
             determinant: ``ByLanczos(num_probes, steps)``. None means the determinant of the last :meth:`fit`, if its
-                method has one and the batches are the same; otherwise the exact determinant up to D = 1,000, and
-                Lanczos beyond.
+                method has one and the batches are the same; otherwise the exact one up to D = 1,000, and Lanczos
+                beyond.
             subset: as in :meth:`fit`; by default, the subset of the last fit, or all.
 
         Raises:
@@ -309,21 +305,20 @@ class LaplaceGuide(GaussianAtMode):
             criterion: ``ByEvidence()``, the default, or ``ByValidation(batches)``.
             method: as in :meth:`fit`; by default, the method of the last fit.
             subset: as in :meth:`fit`; by default, the subset of the last fit.
-            values: values to try; by default, 25 values from 0.001 to 1,000 for a prior precision, and 17 values from
-                0.1 to 10 for a noise scale.
+            values: values to try; by default, 25 from 0.001 to 1,000 for a prior precision, 17 from 0.1 to 10 for a
+                noise scale.
             refinements: number of additional values between the neighbours of the best value.
             unconverged: as in :meth:`fit`.
             seed: random seed.
             progress: show a progress bar.
 
         Returns:
-            The criterion as a function of the scale; its ``best`` value is in ``guide.scale_factors``, with a warning
-            if it is the smallest or largest value. For several scales, this is the curve of the first scale, and its
-            ``others`` holds the other curves.
+            The scores of all values; the ``best`` one is in ``guide.scale_factors``, with a warning if it is the
+            smallest or largest. For several scales, this is the curve of the first scale, with those of the ``others``.
 
         Raises:
-            ArgumentError: a value is not positive, the posterior is tempered and the criterion is the evidence, or two
-                scales belong to the same site.
+            ArgumentError: a value is not positive, the criterion is the evidence of a tempered posterior, or two scales
+                belong to the same site.
             ModelError, UnsupportedError: the model has no such scale.
         """
         last = self._fitted
@@ -362,9 +357,9 @@ def largest_variance(guide: LaplaceGuide, size: int) -> dict[str, Tensor]:
 
     .. math:: S = \arg\max_{|S| = \text{size}} \sum_{i \in S} \sigma_i^2
 
-    Status: optimal for a Gaussian with independent latents: of all subsets of this size, the posterior with the other
-    latents fixed at the mode is closest to the full posterior in Wasserstein distance. A heuristic for other Gaussians.
-    Variances are in squared units of the latents, so weights that the data do not determine come first.
+    Status: optimal for independent latents: of all subsets of this size, the posterior with the other latents fixed at
+    the mode is closest to the full posterior in Wasserstein distance. A heuristic for other Gaussians. Variances are in
+    squared units of the latents, so weights that the data do not determine come first.
 
     Args:
         guide: a guide fitted with a method that computes variances, such as ``Diagonal()`` for large networks.
@@ -375,7 +370,7 @@ def largest_variance(guide: LaplaceGuide, size: int) -> dict[str, Tensor]:
 
     Raises:
         ArgumentError: ``size`` is zero, or more than the number of latents of the fit.
-        GuideError: the guide is not fitted, or its mode has moved since the fit.
+        GuideError: the guide is not fitted, or its mode has moved since.
         UnsupportedError: the method of the fit does not compute variances.
 
     Source: Daxberger et al. (2021), "Bayesian Deep Learning via Subnetwork Inference", Section 5.

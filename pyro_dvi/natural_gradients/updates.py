@@ -111,8 +111,7 @@ class AsPrinted(Formulation):
     :math:`N(s_0 + \tilde\delta) / \beta`, which contradicts line 9.
 
     Args:
-        initial_batches: number of these minibatches, which are weighted equally; 1 in the paper. ``len(loader)`` is a
-            pass over the data.
+        initial_batches: number of these minibatches, with equal weights; 1 in the paper, ``len(loader)`` for all data.
 
     Raises:
         ArgumentError: ``initial_batches`` is not a positive integer.
@@ -392,11 +391,11 @@ def VOGN(optim_args: Options, clip_args: Any = None) -> NaturalGradientOptim:  #
 
 @for_svi(OGNOptimizer)
 def OGN(optim_args: Options, clip_args: Any = None) -> NaturalGradientOptim:  # noqa: N802
-    """OGN for SVI: online Gauss-Newton, with one :class:`OGNOptimizer`; arguments as in :func:`VOGN`."""
+    """OGN for SVI: online Gauss-Newton, with an :class:`OGNOptimizer`; arguments as in ``VOGN``."""
     return NaturalGradientOptim(OGNOptimizer, optim_args, clip_args)
 
 
 @for_svi(IVONOptimizer)
 def IVON(optim_args: Options, clip_args: Any = None) -> NaturalGradientOptim:  # noqa: N802
-    """IVON for SVI: improved variational online Newton, with one :class:`IVONOptimizer`; arguments as in ``VOGN``."""
+    """IVON for SVI: improved variational online Newton, with an :class:`IVONOptimizer`; arguments as in ``VOGN``."""
     return NaturalGradientOptim(IVONOptimizer, optim_args, clip_args)

@@ -124,8 +124,8 @@ def diagnose(energy: Energy, *, tolerance: float = 1e-2, steps: int = 200) -> Di
 
     Args:
         energy: U on fixed batches.
-        tolerance: bound on the Newton decrement; 0.01 is the square of a tenth of a posterior standard deviation.
-        steps: number of Lanczos steps, and of conjugate-gradient steps.
+        tolerance: bound on the Newton decrement; 0.01 means a tenth of a posterior standard deviation.
+        steps: number of Lanczos steps and of conjugate-gradient steps.
 
     Raises:
         ModelError: the model is random, or a latent is NaN.
