@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Deterministic variational inference for Bayesian neural networks in Pyro.
 
-The public names, in the order of the chapters. matplotlib is loaded when ``plots`` is first used, ArviZ when
-``to_arviz`` is called, and pandas by the tables of reports.
+This module lists the public names. matplotlib is loaded when ``plots`` is first used, ArviZ when ``to_arviz`` is
+called, and pandas when a report is converted to a table.
 """
 
 from importlib import import_module as _import_module
@@ -64,14 +64,14 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
-    # Methods in one object each, from a network to its posterior
+    # One object per method, from a network to its posterior
     "VariationalLaplace",
     "MomentPropagation",
     "NaturalGradients",
     "Laplace",
     "MAP",
     "Ensemble",
-    # Bayesian models; other priors and noises are in ``bayesian``
+    # Bayesian models; other priors and noise scales are in ``bayesian``
     "bayesian",
     "to_bayesian_",
     "classifier",
@@ -124,12 +124,12 @@ __all__ = [
 ]
 
 
-if not TYPE_CHECKING:  # a type checker knows all names from the imports above, and objects to others
+if not TYPE_CHECKING:  # a type checker knows all names from the imports above and rejects others
 
     def __getattr__(name: str) -> object:
         if name == "plots":
             return _import_module("pyro_dvi.analysis.plots")
-        if name == "__version__":  # of the installed package, read where somebody asks
+        if name == "__version__":  # of the installed package, read on first use
             return _import_module("importlib.metadata").version("pyro-dvi")
         raise AttributeError(f"module 'pyro_dvi' has no attribute {name!r}")
 

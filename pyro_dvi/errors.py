@@ -2,7 +2,7 @@
 """Exceptions and warnings, grouped by who can fix the cause.
 
 Every exception names the site, function or file concerned, and a remedy. Each class also derives from the built-in
-exception that a careful caller would already catch.
+exception that callers would expect.
 """
 
 import re
@@ -17,14 +17,14 @@ class PyroDviError(Exception):
     """Base class of all exceptions that the library raises deliberately."""
 
     def __init__(self, *args: Any) -> None:
-        # Pyro's trace recreates errors that pass through it, with the shapes of all sites.
+        # Pyro's trace recreates errors that pass through it and appends the shapes of all sites.
         super().__init__(
             *(re.sub(r"\s*Trace Shapes:[\s\S]*", "", a) if isinstance(a, str) else a for a in args)
         )
 
 
 class ArgumentError(PyroDviError, ValueError):
-    """An option has an invalid value: zero epochs, a negative step size, a schedule out of order."""
+    """An argument has an invalid value: zero epochs, a negative step size, a schedule out of order."""
 
 
 class ModelError(PyroDviError, ValueError):
@@ -36,11 +36,11 @@ class ParameterError(ModelError, ArithmeticError):
 
 
 class GuideError(PyroDviError, ValueError):
-    """The guide does not fit the model or the objective: a dependent posterior, a site too few or too many."""
+    """The guide does not fit the model or the objective: a dependent posterior, a missing site, an extra site."""
 
 
 class DataError(PyroDviError, ValueError):
-    """The data are invalid: NaN, labels out of range, an empty loader, a minibatch without its scale."""
+    """The data are invalid: NaN, labels out of range, an empty loader, an unscaled minibatch."""
 
 
 class DeviceError(PyroDviError, RuntimeError):
@@ -48,13 +48,13 @@ class DeviceError(PyroDviError, RuntimeError):
 
 
 class UnsupportedError(PyroDviError, NotImplementedError):
-    """A function, module or distribution for which no rule exists, named together with the way to add one."""
+    """No rule exists for a function, module or distribution; the message names it and tells how to add a rule."""
 
 
 class NonFiniteError(PyroDviError, FloatingPointError):
     """A loss, gradient or variance became NaN or infinite.
 
-    If it stopped training, ``history`` is the record until then, and ``epoch`` and ``step`` give the position.
+    If this stopped training, ``history`` is the record up to that point, and ``epoch`` and ``step`` locate it.
     """
 
     history: Any = None
@@ -75,7 +75,7 @@ class NotPositiveDefiniteError(PyroDviError, ArithmeticError):
 
 
 class NotConvergedError(PyroDviError, ArithmeticError):
-    """An iteration ended before it reached its tolerance; the message states what it reached."""
+    """An iteration ended before it reached its tolerance; the message states the tolerance that it reached."""
 
 
 class UnconvergedError(NotConvergedError):
@@ -97,13 +97,13 @@ class MissingLibraryError(PyroDviError, ImportError):
 
 
 class DviWarning(UserWarning):
-    """Something works but is probably not what was meant."""
+    """Something works but is probably not what the user intended."""
 
 
 def warn(message: str) -> None:
-    """Warn at the line that called the library, however deep the call.
+    """Issue a ``DviWarning`` that points to the user's line, however deep the call.
 
-    This is the innermost line outside of libraries, such as a line of the running model.
+    That is the innermost line outside this library, Pyro and torch, for example a line of the model.
 
     Example:
         >>> with warnings.catch_warnings(record=True) as caught:

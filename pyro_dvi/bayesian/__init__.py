@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bayesian models from torch modules: priors over weights, likelihoods, and conversion back to torch modules."""
+"""Bayesian models from torch modules: priors over weights, likelihoods, and conversion back to plain modules."""
 
 from pyro_dvi.bayesian.conversion import to_bayesian_, to_deterministic
 from pyro_dvi.bayesian.converted import init_to_module

@@ -47,39 +47,41 @@ def to_bayesian_(
     r"""Turn parameters of ``module`` into latent variables with a prior, in place.
 
     .. math::
-        w_\lambda \sim N(0, s_\lambda^2) \quad \text{for every chosen weight, unless a distribution is given}
+        w_\lambda \sim N(0, s_\lambda^2) \quad \text{for every chosen weight, unless another distribution is given}
 
-    Linear, convolution, embedding, bilinear and attention layers become Bayesian with weights and biases;
-    normalisation layers, recurrent layers and parameters of your own modules stay deterministic unless
-    ``include`` names them. Frozen parameters (``requires_grad=False``) stay as they are, whatever ``include``
-    says; they become buffers of the same name, because Pyro would set ``requires_grad`` again.
+    The weights and biases of linear, convolution, embedding, bilinear and attention layers become Bayesian.
+    Normalisation layers, recurrent layers and parameters of your own modules stay deterministic unless ``include``
+    selects them. Frozen parameters (``requires_grad=False``) stay deterministic even if ``include`` selects them; they
+    become buffers of the same name, because Pyro would otherwise set ``requires_grad``.
 
     The current (possibly pretrained) weights of the module are kept as buffers (``weight_initial``). Guides can start
-    from them (:func:`~pyro_dvi.bayesian.init_to_module`), and checkpoints of the module from before the conversion
-    still load. Load them *before* the guide is created, because a guide copies its initial values. Priors follow
+    from them (:func:`~pyro_dvi.bayesian.init_to_module`), and checkpoints that were saved before the conversion can
+    still be loaded. Load them *before* the guide is created, because a guide copies its initial values. Priors follow
     ``module.to(device, dtype)``.
 
     Every chosen parameter is one Pyro site, named like the parameter. A parameter that two layers share remains one
-    latent: the first layer has the site, and the other layers repeat its value as a deterministic site. Inside a Pyro
-    run, each call of the network uses one draw. Outside, *each access redraws from the prior*: two accesses to
-    ``net.fc.weight`` give two values, and ``net(x)`` evaluates a network drawn from the prior. Predict with a guide.
+    latent: the first layer has the site, and the other layers repeat its value as a deterministic site. Within a Pyro
+    run, each call of the network uses one draw. Outside a run, *each access draws from the prior again*: two accesses
+    to ``net.fc.weight`` give two values, and ``net(x)`` evaluates a network drawn from the prior. Use a guide to
+    predict.
 
     The padding row of an ``nn.Embedding`` becomes latent like the other rows, although torch gives it no gradient; a
-    warning says how to mask it.
+    warning explains how to mask it.
 
-    In a layer with :func:`torch.nn.utils.parametrizations.weight_norm`, the length and the direction become Bayesian.
+    In a layer with :func:`torch.nn.utils.parametrizations.weight_norm`, the length and the direction of the weights
+    become Bayesian.
 
     Status: exact; the model is the network with the given prior.
 
     Args:
-        module: any module; its class becomes the Pyro version of itself, so ``isinstance`` keeps working.
+        module: any module. Its class changes to a Pyro subclass of the original, so ``isinstance`` still works.
         prior_scale: the prior's standard deviation, in units of the weight: a number, ``fan_in``, ``LearnedScale()``,
             ``HierarchicalScale(...)``, a Pyro distribution (scalar, or of the parameter's shape), a callable of
-            ``(name, parameter)`` that returns one of these, or a mapping from name patterns to these, in which the
-            first match decides.
-        include: what becomes Bayesian: module types (the parameters such a module owns itself), name patterns
+            ``(name, parameter)`` that returns one of these, or a mapping from name patterns to these, of which the
+            first match applies.
+        include: what becomes Bayesian: module types (for the parameters directly in such a module), name patterns
             (``"encoder.*"``), predicates of ``(name, module, parameter)``, or a list of these. A pattern with a
-            wildcard skips normalisation layers; name them exactly, by type or with a predicate.
+            wildcard skips normalisation layers; select them by their full names, by type or with a predicate.
         exclude: what stays deterministic, in the same forms; takes precedence over ``include``.
 
     Returns:
@@ -87,9 +89,9 @@ def to_bayesian_(
 
     Raises:
         ArgumentError: if ``prior_scale``, ``include`` or ``exclude`` has an invalid value.
-        ModelError: if nothing matches, a pattern matches nothing, a parameter is already Bayesian, is computed by
-            another parametrization or a hook, does not fit its prior, or is shared by a chosen and an excluded layer;
-            or if a lazy module has no weights yet. The module is then unchanged.
+        ModelError: if no parameter is selected, a pattern matches nothing, or a lazy module has no weights yet; or if a
+            selected parameter is already Bayesian, is computed by another parametrization or a hook, does not fit its
+            prior, or is shared with an excluded layer. The module is then unchanged.
         UnsupportedError: for compiled, scripted or wrapped modules, and complex or integer parameters.
 
     Example:
@@ -107,7 +109,7 @@ def to_bayesian_(
     groups = chosen(module, include, exclude)
     owners = [group[0] for group in groups]
     prior.check_used(owners)
-    makers = [prior.prepared(owner) for owner in owners]  # finds every mistake before the first change
+    makers = [prior.prepared(owner) for owner in owners]  # raises all errors before the first change
     _warn_of_padding(groups)
 
     to_pyro_module_(module)
@@ -124,9 +126,10 @@ def _warn_of_padding(groups: Sequence[Sequence[Candidate]]) -> None:
     for owner in (candidate for group in groups for candidate in group):
         if isinstance(owner.module, nn.Embedding) and owner.module.padding_idx is not None:
             warn(
-                f"{owner.name!r} has a padding row (padding_idx={owner.module.padding_idx}), which gets no gradient "
-                "from torch, so that draws of its prior enter the network. Mask what is padded, as by layer(tokens) * "
-                "(tokens != padding_idx).unsqueeze(-1), or set padding_idx to None before the conversion"
+                f"{owner.name!r} has a padding row (padding_idx={owner.module.padding_idx}), to which torch passes no "
+                "gradient: its posterior stays at the prior, and its draws enter the network. Mask the padded "
+                "positions, for example with layer(tokens) * (tokens != padding_idx).unsqueeze(-1), or set "
+                "padding_idx to None before the conversion"
             )
 
 
@@ -140,13 +143,13 @@ def _check_convertible(root: nn.Module) -> None:
     """Raise if some module below ``root`` cannot become a ``PyroModule``.
 
     Raises:
-        ArgumentError: if ``root`` is no module.
-        ModelError: if a lazy module has not seen data yet.
+        ArgumentError: if ``root`` is not a module.
+        ModelError: if a lazy module has no weights yet.
         UnsupportedError: for wrapped, compiled and scripted modules.
     """
     if not isinstance(root, nn.Module):
         hint = " (the class itself: pass an instance)" if isinstance(root, type) else ""
-        raise ArgumentError(f"to_bayesian_ converts a torch.nn.Module, and got a {type(root).__name__}{hint}")
+        raise ArgumentError(f"to_bayesian_ converts a torch.nn.Module, got a {type(root).__name__}{hint}")
     for path, module in root.named_modules():
         place = f"{path or 'The module'!r}, a {type(module).__name__},"
         kinds = {kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith("torch.")}
@@ -159,7 +162,7 @@ def _check_convertible(root: nn.Module) -> None:
 
 
 def to_deterministic(model_or_net: nn.Module, guide: Any) -> nn.Module:
-    r"""Return an ordinary torch module with the posterior means as weights.
+    r"""Return a plain torch module with the posterior means as weights.
 
     .. math::
         \hat w = \mathbb{E}_q[w]
@@ -179,10 +182,10 @@ def to_deterministic(model_or_net: nn.Module, guide: Any) -> nn.Module:
         The network, in the same train or eval mode, device and dtype.
 
     Raises:
-        ArgumentError: if ``model_or_net`` is no module.
-        GuideError: if the guide has not been run, or has no value of the right shape for a weight.
-        ModelError: if the model has no converted network, or several.
-        UnsupportedError: if a module inside was written as a PyroModule and has no plain form.
+        ArgumentError: if ``model_or_net`` is not a module.
+        GuideError: if the guide is not initialised, or has no value of the right shape for a weight.
+        ModelError: if the model contains no converted network, or more than one.
+        UnsupportedError: if a submodule was written as a PyroModule and has no plain form.
 
     Example:
         >>> import torch
@@ -193,7 +196,9 @@ def to_deterministic(model_or_net: nn.Module, guide: Any) -> nn.Module:
         (True, {'weight': tensor([[1., 1.]]), 'bias': tensor([0.])})
     """
     if not isinstance(model_or_net, nn.Module):
-        raise ArgumentError(f"to_deterministic got a {type(model_or_net).__name__}: pass a converted network")
+        raise ArgumentError(
+            f"to_deterministic needs a torch.nn.Module, got a {type(model_or_net).__name__}: pass a converted network"
+        )
     net = _only_converted_net(model_or_net)
     values = posterior_means(guide)
     plain = copy.deepcopy(net)
@@ -201,8 +206,8 @@ def to_deterministic(model_or_net: nn.Module, guide: Any) -> nn.Module:
     for path, module in plain.named_modules():
         if plain_type(module) is None:
             raise UnsupportedError(
-                f"{path or 'The network'!r} is a {type(module).__name__}, written as a PyroModule, and has no plain "
-                "form: pass the part of the model that to_bayesian_ converted"
+                f"{path or 'The network'!r} is a {type(module).__name__}, which was written as a PyroModule and has no "
+                "plain form: pass the part of the model that to_bayesian_ converted"
             )
         for attribute, prior in getattr(module, "_pyro_samples", {}).items():
             if isinstance(prior, SitePrior) and not isinstance(prior, TiedPrior):
@@ -211,20 +216,20 @@ def to_deterministic(model_or_net: nn.Module, guide: Any) -> nn.Module:
     modules = list(plain.modules())
     for module in modules:
         _restore_parameters(module, made)
-    for module in modules:  # ties look at the Pyro attributes of each other until here
+    for module in modules:  # up to here, shared parameters need each other's Pyro attributes
         _remove_pyro(module)
     return plain
 
 
 def posterior_means(guide: Any) -> dict[str, Tensor]:
-    """Return the medians of the latents, which are the means where the posterior is Normal.
+    """Return the medians of the latents, which for a Normal posterior are the means.
 
     Args:
-        guide: a guide with a ``median()`` method, as all automatic guides have, or a mapping from site names
-            to values: one posterior draw, say.
+        guide: a guide with a ``median()`` method, like all autoguides, or a mapping from site names to values, for
+            example one posterior draw.
 
     Raises:
-        GuideError: if the guide has no median, or has not been run yet.
+        GuideError: if the guide has no median, or is not initialised.
     """
     if isinstance(guide, Mapping):
         return dict(guide)
@@ -232,7 +237,7 @@ def posterior_means(guide: Any) -> dict[str, Tensor]:
         raise GuideError(f"{type(guide).__name__} has no median(): pass a mapping from site names to values")
     if getattr(guide, "prototype_trace", True) is None:
         raise GuideError(
-            f"The {type(guide).__name__} has not seen the model yet: train it, or call it with the model's arguments"
+            f"The {type(guide).__name__} is not initialised: train it, or call it with the model's arguments"
         )
     return {name: value.detach() for name, value in guide.median().items()}
 
@@ -248,8 +253,8 @@ def _only_converted_net(model: nn.Module) -> nn.Module:
     nets = inside(model)
     if len(nets) != 1:
         raise ModelError(
-            f"{type(model).__name__} holds {len(nets)} networks that to_bayesian_ converted: pass one of them, as in "
-            "to_deterministic(model.net, guide)"
+            f"{type(model).__name__} contains {len(nets)} networks that to_bayesian_ converted: pass one of them, as "
+            "in to_deterministic(model.net, guide)"
         )
     return nets[0]
 
@@ -258,18 +263,19 @@ def _value(values: Mapping[str, Tensor], site: str, like: Tensor) -> nn.Paramete
     if site not in values:
         raise GuideError(
             f"The guide has no value for the site {site!r}; it has {', '.join(map(repr, list(values)[:3]))}, ...: pass "
-            "the guide of the model that this network is part of"
+            "the guide of the model that contains this network"
         )
     value = values[site]
     if value.shape != like.shape:
         raise GuideError(
-            f"The guide's value for {site!r} has the shape {tuple(value.shape)}, the weight {tuple(like.shape)}"
+            f"The guide's value for {site!r} has the shape {tuple(value.shape)}, but the weight has the shape "
+            f"{tuple(like.shape)}: pass the guide of the model that contains this network"
         )
     return nn.Parameter(value.detach().to(like).clone())
 
 
 def _restore_parameters(module: nn.Module, made: dict[tuple[int, str], nn.Parameter]) -> None:
-    """Put weights back where priors were, in the original order."""
+    """Replace priors by weights, in the original order."""
     order = parameter_order(module)
     forget(module)
     for attribute, prior in getattr(module, "_pyro_samples", {}).items():

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prior of a converted parameter, and the records of its module: parameter order, frozen ones, checkpoint names.
+"""The prior of a converted parameter, and what its module records: parameter order, frozen parameters, old keys.
 
-A :class:`SitePrior` is the ``prior`` of a :class:`pyro.nn.PyroSample`. It is called with the module that owned the
-parameter and returns a distribution of the parameter's shape, on the device and in the dtype of the module, that
-carries the module's own weight as ``initial_value``.
+A :class:`SitePrior` is the ``prior`` of a :class:`pyro.nn.PyroSample`. It is called with the module of the parameter.
+It returns a distribution of the parameter's shape, with the device and dtype of the module and with the module's own
+weight as ``initial_value``.
 
-Optimizers and exported modules rely on the order. Frozen parameters become buffers of the same name, because Pyro sets
-``requires_grad`` on every parameter that a Pyro module reads; checkpoints fit as before and no optimizer sees them.
+Optimizers and exported modules rely on the parameter order. Frozen parameters become buffers of the same name, because
+Pyro sets ``requires_grad`` on every parameter that a Pyro module reads. Checkpoints still load, and no optimizer
+updates the buffers.
 """
 
 from abc import ABC, abstractmethod
@@ -34,7 +35,7 @@ def buffer_name(attribute: str) -> str:
 
 
 def set_attribute(module: nn.Module, name: str, value: PyroParam | PyroSample) -> None:
-    """Set a Pyro attribute without the module's own ``__setattr__``, since recurrent layers intercept it there."""
+    """Set a Pyro attribute without calling ``__setattr__`` of the module, which recurrent layers override."""
     PyroModule.__setattr__(module, name, value)  # type: ignore[arg-type]
 
 
@@ -50,14 +51,14 @@ class Placed:
     _built: tuple[Any, Any] | None = field(default=None, init=False)
 
     def placed(self, buffer: Tensor, shape: torch.Size) -> TorchDistributionMixin:
-        """Return the distribution expanded to a shape, all dimensions as one event; built once a place and shape."""
+        """Return the distribution expanded to one event of a shape; cached by device, dtype and shape."""
         place = type(buffer), buffer.device, buffer.dtype, shape
         if self._built is not None and self._built[0] == place:
             return self._built[1]
-        # Expanding makes an object of its own; initial_value is written on it, and one prior may serve several.
+        # expand() returns a new object, which is needed because initial_value is set on it and priors may be shared.
         batch = shape[: len(shape) - len(self.given.event_shape)]
         built = placed_like(self.given, buffer).expand(batch).to_event(len(batch))
-        # Tensors made in inference mode cannot be trained through later.
+        # Tensors created in inference mode cannot take part in later backward passes.
         self._built = None if torch.is_inference_mode_enabled() else (place, built)
         return built
 
@@ -83,10 +84,11 @@ class SitePrior(ABC):
         """Return the prior, with ``initial_value`` set to the module's own weight.
 
         Raises:
-            ModelError: inside a Pyro run but outside a call of the module, where Pyro would redraw the weight
-                at each access and record no site; or inside a plate, where a torch layer would get one weight
+            ModelError: if it is called within a Pyro run but outside a call of the network, where Pyro would redraw the
+                weight at each access and record no site; or inside a plate, where a torch layer would get one weight
                 per row.
-            UnsupportedError: in the backward pass of a checkpointed layer, where Pyro would redraw it as well.
+            UnsupportedError: if it is called in the backward pass of a checkpointed layer, where Pyro would redraw the
+                weight.
         """
         self._check_surroundings(module)
         initial = self.shown_value(module)
@@ -95,15 +97,16 @@ class SitePrior(ABC):
         return prior
 
     def shown_value(self, module: nn.Module) -> Tensor:
-        """Return the weight that the module had before the conversion, or has been given since."""
+        """Return the module's own weight: from before the conversion, or set since then."""
         return module._buffers[buffer_name(self.attribute)]  # type: ignore[return-value]
 
     def _check_surroundings(self, module: PyroModule) -> None:
         if torch._C._current_graph_task_id() != -1:
             raise UnsupportedError(
-                f"The Bayesian parameter {self.attribute!r} is read in a backward pass, as torch.utils.checkpoint "
-                "does, where Pyro would draw another value: give the checkpointed function its weights as arguments, "
-                "checkpoint(function, x, layer.weight, use_reentrant=False), or leave Bayesian layers out"
+                f"The Bayesian parameter {self.attribute!r} is read in a backward pass, as happens with "
+                "torch.utils.checkpoint, where Pyro would draw another value: pass the weights as arguments of the "
+                "checkpointed function, checkpoint(function, x, layer.weight, use_reentrant=False), or do not "
+                "checkpoint Bayesian layers"
             )
         if not am_i_wrapped():
             return
@@ -119,77 +122,76 @@ class SitePrior(ABC):
             if plates:
                 raise ModelError(
                     f"The site {module._pyro_get_fullname(self.attribute)!r} is sampled inside the plate "
-                    f"{plates[-1]!r}, which would give each row weights of its own: call the network before entering "
-                    "the plate, and turn off vectorised particles and Predictive(parallel=True)"
+                    f"{plates[-1]!r}, which would give each row its own weights: call the network before entering the "
+                    "plate, and turn off vectorised particles and Predictive(parallel=True)"
                 )
 
 
 @dataclass(eq=False, repr=False)
 class DistributionPrior(SitePrior, Placed):
-    """A given distribution of a single weight or of the whole weight, expanded to the parameter's shape."""
+    """A given distribution of a single weight or of the whole weight tensor, expanded to the parameter's shape."""
 
     def distribution(self, module: PyroModule, initial: Tensor) -> TorchDistributionMixin:
-        """Return one object as long as the buffer is the same: a training step allocates nothing."""
+        """Return the same object as long as the buffer is the same, so that a training step allocates nothing."""
         return self.placed(initial, initial.shape)
 
 
 @dataclass(eq=False, repr=False)
 class ScaleMixturePrior(SitePrior):
-    """``N(0, (unit·scale)²)`` with a scale that is itself an attribute of the module: learned or sampled.
+    """``N(0, (unit·scale)²)`` with a learned or sampled scale, which is an attribute of the module.
 
     Args:
         attribute: as in :class:`SitePrior`.
         scale_name: the attribute that holds the scale.
-        unit: the factor in front of the scale.
+        unit: factor of the scale.
     """
 
     scale_name: str
     unit: float
 
     def distribution(self, module: PyroModule, initial: Tensor) -> TorchDistributionMixin:
-        """Return a Normal around zero with the present scale; only scalars are allocated."""
+        """Return a Normal around zero with the current scale; only scalars are allocated."""
         scale = getattr(module, self.scale_name)
         scale = scale * self.unit if self.unit != 1.0 else scale
-        # No validation: the scale is positive by its own constraint, and checking it would wait for the
-        # device.
+        # No validation: the scale is constrained to be positive, and a check would wait for the device.
         normal = dist.Normal(torch.zeros_like(scale), scale, validate_args=False)
         return normal.expand(initial.shape).to_event(initial.dim())
 
 
 @dataclass(eq=False, repr=False)
 class TiedPrior(SitePrior):
-    """The value that another module has sampled: weights that two modules share stay one latent variable."""
+    """The value sampled by another module, so that weights that two modules share stay one latent variable."""
 
     owner: nn.Module
     owner_attribute: str
 
     def __call__(self, module: PyroModule) -> Tensor:
-        """Return the owner's weight; Pyro records it as a deterministic site."""
+        """Return the weight of the module that samples it; Pyro records a deterministic site."""
         value: Tensor = getattr(self.owner, self.owner_attribute)
         return value
 
     def distribution(self, module: PyroModule, initial: Tensor) -> TorchDistributionMixin:
-        """Never called: the value is the owner's."""
+        """Never called, because the other module samples the value."""
         raise NotImplementedError
 
     def shown_value(self, module: nn.Module) -> Tensor:
-        """Return the owner's own weight."""
+        """Return the own weight of the other module."""
         return self.owner._buffers[buffer_name(self.owner_attribute)]  # type: ignore[return-value]
 
 
 def init_to_module(
     site: dict[str, Any] | None = None, *, fallback: Callable[[dict[str, Any]], Tensor] = init_to_median
 ) -> Any:
-    """Start a latent from the module's own, for instance pretrained, weight.
+    """Start a latent at the weight that the module had before the conversion.
 
-    An initialisation strategy for any of Pyro's automatic guides. ``to_bayesian_`` puts the weight on the
-    prior as ``initial_value``; sites without one (a noise scale, a latent of your own) start from
+    This is an initialisation strategy for any of Pyro's autoguides. ``to_bayesian_`` stores the weight as
+    ``initial_value`` of the prior; sites without this attribute (a noise scale, a latent of your own) start at
     ``fallback``.
 
     Args:
-        site: the message of a sample statement, as Pyro passes it. Without it, the strategy is returned with
-            ``fallback`` filled in.
-        fallback: the strategy for sites without a weight of their own; the median of the prior by default.
+        site: the message of a sample statement, as Pyro passes it. If it is None, the strategy is returned with
+            ``fallback`` set.
+        fallback: the strategy for other sites; by default, the median of the prior.
 
     Returns:
         A copy of the weight in constrained space, with the shape of the site.
@@ -206,11 +208,11 @@ def init_to_module(
         True
     """
     if site is None:
-        return partial(init_to_module, fallback=fallback)  # which can be pickled with its guide
+        return partial(init_to_module, fallback=fallback)  # can be pickled with the guide
     value = getattr(site["fn"], "initial_value", None)
     if value is None:
         return fallback(site)
-    # Pyro's guides train the tensor that they are given: without a copy they would train the module's buffer.
+    # Pyro's guides train the tensor that they get; without a copy, they would train the module's buffer.
     return value.detach().clone()
 
 
@@ -218,11 +220,11 @@ _ORDER = "_parameters_before_conversion"
 
 
 def remember(root: nn.Module) -> None:
-    """Note the order of the parameters of all modules below ``root``, and turn the frozen ones into buffers."""
+    """Record the parameter order of all modules below ``root``, and turn frozen parameters into buffers."""
     for module in root.modules():
         vars(module)[_ORDER] = parameter_order(
             module
-        )  # anew in a second conversion: there may be more of them since
+        )  # repeated in a second conversion, as parameters may have been added
         for name, parameter in list(module._parameters.items()):
             if parameter is not None and not parameter.requires_grad and _is_plain(module, name):
                 del module._parameters[name]
@@ -230,12 +232,12 @@ def remember(root: nn.Module) -> None:
 
 
 def was_converted(module: nn.Module) -> bool:
-    """Return whether :func:`remember` has seen the module."""
+    """Return whether :func:`remember` was applied to the module."""
     return _ORDER in vars(module)
 
 
 def forget(module: nn.Module) -> None:
-    """Turn the buffers of frozen parameters back into parameters, and remove the other traces of the conversion."""
+    """Turn the buffers of frozen parameters back into parameters, and remove all records of the conversion."""
     for name in vars(module).pop(_ORDER, []):
         if (value := module._buffers.pop(name, None)) is not None:
             module._parameters[name] = nn.Parameter(value, requires_grad=False)
@@ -245,7 +247,7 @@ def forget(module: nn.Module) -> None:
 
 
 def parameter_order(module: nn.Module) -> list[str]:
-    """Return the names of a module's own parameters, converted and frozen ones included, in their original order."""
+    """Return the names of a module's own parameters, including converted and frozen ones, in their original order."""
     present = [name for name in module._parameters if _is_plain(module, name)]
     priors = getattr(module, "_pyro_samples", {})
     moved = {name for name, prior in priors.items() if isinstance(prior, SitePrior)} | module._buffers.keys()
@@ -270,13 +272,13 @@ def plain_type(module: nn.Module) -> type[nn.Module] | None:
 
 
 def accept_old_keys(module: nn.Module) -> None:
-    """Make ``module.load_state_dict`` read ``weight`` where it now keeps ``weight_initial``."""
+    """Make ``module.load_state_dict`` accept the key ``weight`` for the buffer ``weight_initial``."""
     if not any(_is_ours(hook) for hook in module._load_state_dict_pre_hooks.values()):
         module.register_load_state_dict_pre_hook(_rename_old_keys)
 
 
 def _is_plain(module: nn.Module, attribute: str) -> bool:
-    """Return whether ``attribute`` is an ordinary parameter, not the unconstrained half of a ``PyroParam``."""
+    """Return whether ``attribute`` is an ordinary parameter, not the unconstrained value of a ``PyroParam``."""
     constrained = attribute.removesuffix("_unconstrained")
     return constrained == attribute or constrained not in getattr(module, "_pyro_params", {})
 
@@ -286,17 +288,17 @@ def _is_ours(hook: object) -> bool:
 
 
 def _rename_old_keys(module: nn.Module, state: "OrderedDict[str, Tensor]", prefix: str, *unused: Any) -> None:
-    """Rename the keys of converted parameters; the mapping is a copy of the caller's."""
+    """Rename the keys of converted parameters; ``state`` is already a copy."""
     old_checkpoint = False
     for attribute, prior in getattr(module, "_pyro_samples", {}).items():
         if not isinstance(prior, SitePrior) or prefix + attribute not in state:
             continue
         old_checkpoint = True
         value = state.pop(prefix + attribute)
-        if not isinstance(prior, TiedPrior):  # the owner's key holds the same value
+        if not isinstance(prior, TiedPrior):  # the key of the other module holds the same value
             state.setdefault(prefix + buffer_name(attribute), value)
     if old_checkpoint:
-        # Learned scales are newer than the checkpoint: they stay as they are.
+        # The checkpoint predates learned scales, which keep their values.
         for name, parameter in module._parameters.items():
             if parameter is not None and name.endswith("_scale_unconstrained"):
                 state.setdefault(prefix + name, parameter.detach())

@@ -27,8 +27,7 @@ class Heteroscedastic:
     .. math::
         f_w(x) = (\mu, c), \qquad \sigma(x) = e^{c/2}
 
-    The last layer needs twice as many outputs as the target has columns: means first, log-variances after
-    them.
+    The last layer needs twice as many outputs as the target has columns: first the means, then the log-variances.
 
     Status: exact.
 
@@ -39,11 +38,11 @@ class Heteroscedastic:
     """
 
     def split(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the first half of the columns, and exp of half the second half."""
+        """Return the means and standard deviations, from the first and second half of the columns."""
         columns = outputs.shape[-1]
         if columns % 2:
             raise ModelError(
-                f"The network has {columns} outputs, and Heteroscedastic() needs an even number: a mean and a "
+                f"The network has {columns} outputs, but Heteroscedastic() needs an even number: a mean and a "
                 "log-variance for each column of the target"
             )
         mean, log_variance = outputs[..., : columns // 2], outputs[..., columns // 2 :]
@@ -54,29 +53,29 @@ class LikelihoodModule(PyroModule):
     """A network followed by a likelihood, as a Pyro model ``model(x, y=None)``.
 
     Args:
-        net: the network. It may have been called before; Pyro would refuse that otherwise.
-        num_data: size of the data set that minibatches come from.
+        net: the network. It may have been called before, which Pyro itself would reject.
+        num_data: number of examples in the data set.
     """
 
     def __init__(self, net: nn.Module, num_data: int) -> None:
         super().__init__()
         if not isinstance(net, nn.Module):
-            raise ArgumentError(f"net is a {type(net).__name__}; pass a torch.nn.Module.")
+            raise ArgumentError(f"net is a {type(net).__name__}: pass a torch.nn.Module.")
         check_count("num_data, len(loader.dataset),", num_data)
         for module in net.modules():
-            # A network that was tried out before is not bound to the names of that run.
+            # Forget the site names of earlier runs of the network.
             if isinstance(module, PyroModule) and not module._pyro_context.active:
                 module._pyro_context.used = False
         self.net = net
         self.num_data = num_data
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model; named arguments other than x and y are those of the network, and the labels."""
+        """Run the model; keyword arguments other than x and y are the labels and inputs of the network."""
         return super().__call__(*args, **self.own_names(kwargs))
 
     @staticmethod
     def own_names(named: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a batch that names the inputs of the network, and ``labels`` or ``y``, as ``x`` and ``y``."""
+        """Convert a batch with names of network inputs, and ``labels`` or ``y``, to one with ``x`` and ``y``."""
         if named.keys() <= {"x", "y"}:
             return named
         observation = "labels" if "labels" in named else "y"
@@ -84,9 +83,9 @@ class LikelihoodModule(PyroModule):
         return {"x": x, "y": named[observation]} if observation in named else {"x": x}
 
     def outputs(self, x: Any) -> Any:
-        """Call the network: tuples and mappings of inputs are unpacked, outputs in half precision are widened.
+        """Call the network. Tuples and mappings of inputs are unpacked, and half-precision outputs become float32.
 
-        A log-likelihood is a sum over many examples, for which three digits are too few. Of several outputs by name the
+        A log-likelihood sums over many examples, for which half precision is too coarse. If the outputs have names, the
         logits are taken.
         """
         sequence = isinstance(x, tuple | list)
@@ -98,8 +97,8 @@ class LikelihoodModule(PyroModule):
             outputs = named("logits", outputs)
         if not hasattr(outputs, "dim"):
             raise ModelError(
-                f"The network returned a {type(outputs).__name__}, and {type(self).__name__.lower()} needs one tensor, "
-                "alone or called logits"
+                f"The network returned a {type(outputs).__name__}, but {type(self).__name__.lower()} needs one tensor, "
+                "or named outputs with one called logits"
             )
         half = getattr(outputs, "dtype", None) in (torch.bfloat16, torch.float16)
         return outputs.float() if half else outputs
@@ -112,22 +111,22 @@ class LikelihoodModule(PyroModule):
         """
         if size > self.num_data and observed and self.training:
             raise DataError(
-                f"The batch has {size} examples and num_data is {self.num_data}: pass the size of the data set, "
-                "len(loader.dataset) and not len(loader)"
+                f"The batch has {size} examples, but num_data is {self.num_data}: pass the size of the data set, "
+                "len(loader.dataset), not len(loader)"
             )
-        # The indices are not used. Given, they spare Pyro a random permutation of the data set in every step.
+        # The indices are not used, but they save Pyro a random permutation of the data set in every step.
         return pyro.plate("data", max(self.num_data, size), subsample=torch.arange(size))
 
 
 def _check_names(inputs: Mapping[str, Any], net: nn.Module) -> None:
-    """Refuse named inputs that the network does not take."""
+    """Raise if the network does not accept the named inputs."""
     taken = inspect.signature(net.forward)
     try:
         taken.bind(**inputs)
     except TypeError as error:
         raise DataError(
-            f"a batch names the inputs {list(inputs)}, and the network takes {list(taken.parameters)}: {error}. Name "
-            "them as the network does, or pass tuples (x, y)"
+            f"a batch names the inputs {list(inputs)}, but the network takes {list(taken.parameters)}: {error}. Use "
+            "the network's names, or pass tuples (x, y)"
         ) from error
 
 
@@ -135,18 +134,20 @@ def _check_target(y: object, shape: torch.Size, outputs: torch.Size, meaning: st
     """Return ``y`` if it has the shape that the likelihood needs.
 
     Raises:
-        DataError: otherwise; the wrong shape would be broadcast to a batch by batch table without a word.
+        DataError: if it has another shape, which could silently be broadcast to [batch, batch].
     """
     given = f"has the shape {tuple(y.shape)}" if isinstance(y, Tensor) else f"is a {type(y).__name__}"
     if not isinstance(y, Tensor) or y.shape != shape:
-        raise DataError(f"y {given}; for outputs of shape {tuple(outputs)} the {meaning} need {tuple(shape)}")
+        raise DataError(
+            f"y {given}; for outputs of shape {tuple(outputs)}, the {meaning} need the shape {tuple(shape)}"
+        )
     return y
 
 
 class Classifier(LikelihoodModule):
     """The model of :func:`classifier`: ``model(x, y=None)`` samples the site ``obs``."""
 
-    warned = False  # that the network ends in a softmax
+    warned = False  # about a softmax at the end of the network
 
     def forward(self, x: Any, y: Tensor | None = None) -> Tensor:
         """Run the network on ``x`` and observe the labels ``y``, or draw them."""
@@ -154,17 +155,17 @@ class Classifier(LikelihoodModule):
         if outputs.dim() < 2 or outputs.shape[1] < 2:
             raise ModelError(
                 f"The network's output has the shape {tuple(outputs.shape)}; classification needs logits [batch, "
-                "classes] or [batch, classes, *positions] with two classes or more"
+                "classes] or [batch, classes, *positions] with at least two classes"
             )
         logits = outputs if outputs.dim() == 2 else outputs.movedim(1, -1)
         if y is not None:
             y = _check_target(y, logits.shape[:-1], logits.shape, "class indices")
-            # Reading the name of the node waits for no value.
+            # Unlike values, the name of a node can be read without waiting for the device.
             if not self.warned and type(getattr(outputs, "grad_fn", None)).__name__ == "SoftmaxBackward0":
                 self.warned = True
                 warn(
-                    "The network ends in a softmax, and classifier takes its output for logits: leave out the last "
-                    "layer, nn.Softmax."
+                    "The network ends in a softmax, but classifier() expects logits: remove the last layer, "
+                    "nn.Softmax."
                 )
         with self.data_plate(logits.shape[0], observed=y is not None):
             labels = dist.Categorical(logits=logits).to_event(logits.dim() - 2)
@@ -173,7 +174,7 @@ class Classifier(LikelihoodModule):
 
 
 def classifier(net: nn.Module, num_data: int) -> Classifier:
-    r"""Wrap a network of logits into a Pyro model for classification.
+    r"""Wrap a network that returns logits in a Pyro model for classification.
 
     .. math::
         y_i \sim \operatorname{Categorical}(\operatorname{softmax} f_w(x_i)), \qquad i = 1, \dots, N
@@ -181,20 +182,20 @@ def classifier(net: nn.Module, num_data: int) -> Classifier:
     Status: exact.
 
     Args:
-        net: maps ``[batch, ...]`` to logits ``[batch, classes]``, or to ``[batch, classes, *positions]`` (a
-            label for each pixel or token, as in ``F.cross_entropy``), alone or as ``logits`` among other outputs. Its
-            weights are Bayesian after ``to_bayesian_``.
-        num_data: :math:`N`, the number of examples in the data set, not of batches.
+        net: maps ``[batch, ...]`` to logits ``[batch, classes]``, or to ``[batch, classes, *positions]`` (a label for
+            each pixel or token, as in ``F.cross_entropy``). It returns the logits alone, or named outputs that include
+            ``logits``. Convert it with ``to_bayesian_`` first to make its weights Bayesian.
+        num_data: :math:`N`, the number of examples (not batches) in the data set.
 
     Returns:
-        A model ``model(x, y=None)`` with the observed site ``obs`` in the plate ``data``. ``x`` may be a
-        tuple or mapping of inputs; ``y`` holds class indices ``[batch, *positions]``. A batch may also be a mapping of
-        the network's inputs and ``labels``: ``model(input_ids=..., labels=...)``.
+        A model ``model(x, y=None)`` with the observed site ``obs`` in the plate ``data``. ``x`` may be a tuple or
+        mapping of inputs; ``y`` holds class indices ``[batch, *positions]``. A batch may also be a mapping with the
+        network's inputs and ``labels``: ``model(input_ids=..., labels=...)``.
 
     Raises:
         ArgumentError: if ``num_data`` is not a positive integer.
-        ModelError: when run, if the network has fewer than two outputs.
-        DataError: when run, if labels have the wrong shape or lie out of range.
+        ModelError: at run time, if the network has fewer than two outputs.
+        DataError: at run time, if labels have the wrong shape or are out of range.
 
     Example:
         >>> import pyro
@@ -219,7 +220,7 @@ class Regressor(LikelihoodModule):
             self.noise_scale = self._scale(noise_scale)
 
     def _scale(self, given: Any) -> Any:
-        """Return a number, or what becomes a parameter or a latent site as an attribute of this module."""
+        """Return a number, or an object that becomes a parameter or a latent site as attribute of this module."""
         tensors = (*self.net.parameters(), *self.net.buffers())
         like = next((t.detach() for t in tensors if t.is_floating_point()), torch.empty(0))
         if isinstance(given, LearnedScale):
@@ -236,14 +237,15 @@ class Regressor(LikelihoodModule):
         outputs = self.outputs(x)
         if outputs.dim() not in (1, 2):
             raise ModelError(
-                f"The network's output is {tuple(outputs.shape)}; regression needs [batch] or [batch, columns]"
+                f"The network's output has the shape {tuple(outputs.shape)}; regression needs [batch] or [batch, "
+                "columns]"
             )
         outputs = outputs.unsqueeze(-1) if outputs.dim() == 1 else outputs
         mean, scale = (outputs, self.noise_scale) if self.noise is None else self.noise.split(outputs)
         one_column = mean.shape[-1] == 1
         if one_column:  # [batch, 1] and [batch] mean the same
             mean = mean.squeeze(-1)
-            # a tensor, or moments of one, where it has a column
+            # a tensor or moments, if it has columns
             scale = scale if isinstance(scale, float) or scale.ndim != 2 else scale.squeeze(-1)
             y = y.squeeze(-1) if isinstance(y, Tensor) and y.dim() == 2 and y.shape[-1] == 1 else y
         if y is not None:
@@ -255,7 +257,7 @@ class Regressor(LikelihoodModule):
 
 
 def regressor(net: nn.Module, num_data: int, noise_scale: Any = 1.0) -> Regressor:
-    r"""Wrap a network of means into a Pyro model for regression.
+    r"""Wrap a network that returns means in a Pyro model for regression.
 
     .. math::
         y_i \sim N(f_w(x_i), \sigma^2), \qquad i = 1, \dots, N
@@ -264,21 +266,22 @@ def regressor(net: nn.Module, num_data: int, noise_scale: Any = 1.0) -> Regresso
 
     Args:
         net: maps ``[batch, ...]`` to means ``[batch]``, ``[batch, 1]`` or ``[batch, columns]``; twice the columns with
-            ``Heteroscedastic()``. Its weights are Bayesian after ``to_bayesian_``.
-        num_data: :math:`N`, the number of examples in the data set, not of batches.
-        noise_scale: :math:`\sigma`, in units of ``y`` (standardise targets, or choose it accordingly): a number; a
+            ``Heteroscedastic()``. Convert it with ``to_bayesian_`` first to make its weights Bayesian.
+        num_data: :math:`N`, the number of examples (not batches) in the data set.
+        noise_scale: :math:`\sigma`, in units of ``y`` (standardise the targets, or scale it accordingly): a number; a
             distribution over positive numbers (the latent site ``noise_scale``); ``LearnedScale(init)`` (an optimised
             parameter); or ``Heteroscedastic()`` (the network predicts a log-variance for each input).
 
     Returns:
-        A model ``model(x, y=None)`` with the observed site ``obs`` in the plate ``data``. ``x`` may be a
-        tuple or mapping of inputs; ``y`` is ``[batch]`` or ``[batch, columns]``, and ``[batch, 1]`` counts as
-        ``[batch]``. A batch may also be a mapping of the network's inputs and ``labels``.
+        A model ``model(x, y=None)`` with the observed site ``obs`` in the plate ``data``. ``x`` may be a tuple or
+        mapping of inputs; ``y`` is ``[batch]`` or ``[batch, columns]``, and ``[batch, 1]`` is treated as ``[batch]``. A
+        batch may also be a mapping with the network's inputs and ``labels``.
 
     Raises:
-        ArgumentError: if ``num_data`` is not a positive integer, or ``noise_scale`` has none of the forms above.
-        ModelError: when run, if the network's output has another shape.
-        DataError: when run, if targets have the wrong shape or are not finite.
+        ArgumentError: if ``num_data`` is not a positive integer, or ``noise_scale`` does not have one of the forms
+            above.
+        ModelError: at run time, if the network's output has another shape.
+        DataError: at run time, if targets have the wrong shape or are not finite.
 
     Example:
         >>> import pyro

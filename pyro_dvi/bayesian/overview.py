@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``summary``: a table of the latent sites with their priors, initial values and posteriors."""
+"""``summary``: a table of the latent sites, with their priors, initial values and posteriors."""
 
 import math
 from typing import Any
@@ -23,29 +23,30 @@ Row = dict[str, Any]
 
 
 def summary(model_or_net: Any, guide: Any = None, *args: Any, **kwargs: Any) -> Table:
-    """List the latent sites of a model: shapes, priors, starting values, and the posterior's scales.
+    """List the latent sites of a model with shapes, priors, initial values and posterior scales.
 
     Without model arguments, the table lists the parameters that ``to_bayesian_`` converted. With model arguments, the
-    model runs once, without changing its statistics or the random state, and the table lists every latent site,
-    including your own.
+    model runs once, without changing its batch-norm statistics or the random state, and the table lists every latent
+    site, including your own.
 
     Args:
         model_or_net: a converted network, or a model.
-        guide: adds columns for a trained guide: any guide with ``median()``, and with ``quantiles(qs)`` for scales.
+        guide: a trained guide, for columns of the posterior: any guide with ``median()``, and with ``quantiles(qs)``
+            for the scales.
         args: arguments of the model.
         kwargs: arguments of the model.
 
     Returns:
-        A table that can be printed, with the columns ``site``, ``shape``, ``prior`` (a parameter that is learned or set
-        by another latent ``varies``), ``weights`` (their number; zero if a site repeats another site) and
+        A printable table with the columns ``site``, ``shape``, ``prior`` (a prior parameter that is learned or depends
+        on another latent is shown as ``varies``), ``weights`` (their number; zero if a site repeats another site) and
         ``start_rms``, the root mean square of the module's weights. With a guide, also ``mean_rms``, the root mean
         square of the posterior means, and ``scale``, half the distance between the 16 % and the 84 % quantiles (the
         standard deviation of a Normal), averaged over the weights of a site. Missing numbers are NaN.
 
     Raises:
         ModelError: if there is nothing to list.
-        ArgumentError: if the second argument is no guide.
-        GuideError: if the guide has not been run yet.
+        ArgumentError: if the second argument is not a guide.
+        GuideError: if the guide is not initialised.
 
     Example:
         >>> from pyro_dvi.bayesian import fan_in, to_bayesian_
@@ -63,10 +64,10 @@ def summary(model_or_net: Any, guide: Any = None, *args: Any, **kwargs: Any) -> 
     """
     if isinstance(guide, torch.Tensor) or (guide is not None and not hasattr(guide, "median")):
         raise ArgumentError(
-            f"the second argument of summary is a guide with median(), got {type(guide).__name__}: "
-            "summary(model, None, x, y) lists a model before there is one"
+            f"the second argument of summary must be a guide with median(), got {type(guide).__name__}: without a "
+            "guide, call summary(model, None, x, y)"
         )
-    # A model whose priors are the posterior of an earlier task knows their sites, and wraps the model.
+    # A model from guide.as_prior() wraps the original model and lists the sites with new priors.
     replaced = model_or_net.priors() if callable(getattr(model_or_net, "priors", None)) else {}
     inner = model_or_net.model if replaced else model_or_net
     module = inner if isinstance(inner, nn.Module) else nn.Module()
@@ -101,7 +102,7 @@ def _row(name: str, shape: torch.Size, prior: str, start: Tensor | None = None) 
 
 
 def _converted(root: nn.Module) -> dict[str, Row]:
-    """List what the modules declare, in their order."""
+    """List the priors that the modules declare, in order."""
     rows: dict[str, Row] = {}
     names: dict[tuple[int, str], str] = {}
     for path, module in root.named_modules():
@@ -138,13 +139,13 @@ def _traced(model: Any, *args: Any, **kwargs: Any) -> dict[str, Row]:
 @torch.no_grad()
 def _add_posterior(rows: dict[str, Row], guide: Any) -> None:
     means = posterior_means(guide)
-    # Half the central 68 %; a guide of points has none.
+    # Half the width of the central 68 % interval; point estimates have none.
     quantiles = (
         guide.quantiles([0.15865525, 0.84134475]) if callable(getattr(guide, "quantiles", None)) else {}
     )
     for name, row in rows.items():
         low, high = quantiles.get(name, (math.nan, math.nan))
-        # abs: a decreasing transform, such as for an upper bound, swaps the two
+        # abs: a decreasing transform, such as that of an upper bound, swaps the quantiles
         row["scale"] = float(torch.as_tensor(high - low).abs().mean() / 2)
         row["mean_rms"] = _rms(means[name]) if name in means else math.nan
 
@@ -154,7 +155,7 @@ def _rms(value: Tensor) -> float:
 
 
 class _Tracked(Messenger):
-    """Track the latent values of a run for differentiation; a copy may be written in place."""
+    """Track the latent values of a run for differentiation, as copies that allow in-place operations."""
 
     def _pyro_post_sample(self, msg: Any) -> None:
         if is_latent(msg) and msg["value"].is_floating_point():
@@ -164,14 +165,14 @@ class _Tracked(Messenger):
 def described(distribution: TorchDistributionMixin) -> str:
     """Return a short text such as ``Laplace(loc=0, scale=1)``.
 
-    A parameter that is learned, or was drawn from another site, varies: its present value is not shown.
+    A parameter that is learned, or depends on another site, is shown as ``varies`` without its current value.
     """
     inner = distribution
     while hasattr(inner, "base_dist") and type(inner).__name__ in ("Independent", "ExpandedDistribution"):
         inner = inner.base_dist
     parts = []
     for name in getattr(inner, "arg_constraints", {}):
-        # Stored or computed from what is stored; not the lazy second parametrisation (logits for probs).
+        # Skip the second, lazily computed parameterisation (logits for probs).
         known = name in vars(inner) or isinstance(getattr(type(inner), name, None), property)
         value = getattr(inner, name) if known else None
         if isinstance(value, Tensor) and value.requires_grad:

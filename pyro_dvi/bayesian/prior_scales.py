@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prior scales by the size of a layer, learned with the guide, or inferred under a prior of their own."""
+"""Prior scales that depend on the size of a layer, are learned with the guide, or have a prior of their own."""
 
 import math
 from collections.abc import Callable
@@ -23,21 +23,21 @@ Unit = float | Callable[[str, Tensor], float]
 
 @dataclass(frozen=True)
 class FanIn(Prior):
-    r"""He scaling: weights get a variance of ``gain²`` over the number of inputs to a unit.
+    r"""He scaling: the variance of a weight is ``gain²`` divided by the fan-in, the number of inputs to a unit.
 
     .. math::
         w \sim N\left(0, \frac{g^2}{\text{fan-in}}\right), \qquad b \sim N(0, s_b^2)
 
-    With :math:`g^2 = 2` the activations of a ReLU network keep their second moment from layer to layer. The
-    fan-in belongs to the layer: inputs of a Linear layer, input channels times kernel size of a convolution,
-    input channels times kernel size over stride of a transposed one, the product of both inputs of a Bilinear
-    layer. An Embedding looks up one row and nothing is summed, so its prior is N(0, 1). A bias multiplies the
-    constant 1 and has no fan-in either; parameters with fewer than two dimensions get :math:`s_b`.
+    With :math:`g^2 = 2`, the activations of a ReLU network keep their second moment from layer to layer. The fan-in
+    depends on the layer: the inputs of a Linear layer, input channels times kernel size for a convolution, input
+    channels times kernel size divided by stride for a transposed convolution, the product of both input sizes of a
+    Bilinear layer. An Embedding looks up one row without a sum, so its prior is N(0, 1). A bias has no fan-in either;
+    parameters with fewer than two dimensions get :math:`s_b`.
 
     Status: exact for independent inputs; a convention for biases and embeddings.
 
     Args:
-        gain: :math:`g`, without unit; :math:`\sqrt 2` for ReLU and its smooth relatives, 1 for linear layers.
+        gain: :math:`g`, dimensionless; :math:`\sqrt 2` for ReLU and similar smooth activations, 1 for linear networks.
         bias: :math:`s_b`, the scale of biases and other vectors.
 
     Source: He et al. (2015), "Delving deep into rectifiers", Eq. 10.
@@ -52,7 +52,7 @@ class FanIn(Prior):
     bias: float = 1.0
 
     def __call__(self, name: str, parameter: Tensor, module: nn.Module | None = None) -> float:
-        """Return the scale of ``parameter``; ``module`` tells apart layers with unusual weight layouts."""
+        """Return the scale of ``parameter``; ``module`` identifies layers with unusual weight layouts."""
         if parameter.dim() < 2:
             return self.bias
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
@@ -64,17 +64,17 @@ class FanIn(Prior):
         return self.gain / math.sqrt(max(inputs, 1.0))
 
     def prepared(self, target: Candidate) -> Callable[[], SitePrior]:
-        """Prepare a Normal prior of that scale."""
+        """Prepare a Normal prior with this scale."""
         scale = self(target.name, target.parameter, target.module)
         return as_prior(scale, f"{self} of {target.name!r}").prepared(target)
 
 
 fan_in = FanIn()
-"""He scaling with the usual gain: ``to_bayesian_(net, prior_scale=fan_in)``."""
+"""He scaling with the default gain: ``to_bayesian_(net, prior_scale=fan_in)``."""
 
 
 def _value_for(target: Candidate, scale: Unit, place: str) -> float:
-    """Return a number as it is, and evaluate a rule for a parameter; fan-in rules look at the layer too."""
+    """Return a number unchanged, or evaluate a rule for a parameter; fan-in rules also need the layer."""
     if callable(scale):
         layer = (target.module,) if isinstance(scale, FanIn) else ()
         scale = scale(target.name, target.parameter, *layer)
@@ -90,19 +90,19 @@ def _with_scale(target: Candidate, scale: PyroParam | PyroSample, unit: float = 
 
 @dataclass(eq=False)
 class LearnedScale(Prior):
-    r"""A prior scale that is learned with the guide (empirical Bayes): a positive ``PyroParam``.
+    r"""A prior scale that is learned with the guide (empirical Bayes), as a positive ``PyroParam``.
 
     .. math::
         w_i \sim N(0, (u s)^2), \qquad s = e^{\rho} \text{ optimised}
 
-    The parameter ``<weight>_scale`` is added to the module, one for each weight tensor, and trained by
-    whatever optimizer sees the model's parameters.
+    A parameter ``<weight>_scale`` is added to the module for each weight tensor, and the optimizer of the model's
+    parameters trains it.
 
-    Status: exact; the optimum maximises the ELBO, a lower bound of the evidence.
+    Status: exact; the optimum maximises the ELBO, a lower bound on the evidence.
 
     Args:
-        init: initial :math:`s`, or the scale of ``FanIn()``-like rules, in units of the weight: a float or a
-            callable of ``(name, parameter)`` that returns one.
+        init: initial :math:`s`, in units of the weight: a float, or a callable of ``(name, parameter)`` that returns
+            one, such as ``fan_in``.
 
     Example:
         >>> from pyro_dvi.bayesian import to_bayesian_
@@ -114,31 +114,31 @@ class LearnedScale(Prior):
     init: Unit = 1.0
 
     def prepared(self, target: Candidate) -> Callable[[], SitePrior]:
-        """Evaluate a rule."""
+        """Evaluate the rule, if a callable was given."""
         start = target.parameter.new_full((), _value_for(target, self.init, "LearnedScale: init"))
         return lambda: _with_scale(target, PyroParam(start, constraint=constraints.positive))
 
 
 @dataclass(eq=False)
 class HierarchicalScale(Prior):
-    r"""A prior scale with a prior of its own, inferred by the guide.
+    r"""A prior scale that has a prior of its own and is inferred by the guide.
 
     .. math::
         s \sim p(s), \qquad w_i \mid s \sim N(0, (u s)^2)
 
-    The latent ``<weight>_scale`` is added to the module, one for each weight tensor.
+    A latent ``<weight>_scale`` is added to the module for each weight tensor.
 
-    Status: exact. Its posterior density over weights *and* scale is unbounded at :math:`w = s = 0`, so use a
-    variational guide and not a MAP estimate.
+    Status: exact. The joint posterior density of weights *and* scale is unbounded at :math:`w = s = 0`, so use a
+    variational guide, not a MAP estimate.
 
     Args:
         prior: :math:`p(s)`, a scalar distribution over positive numbers: ``LogNormal``, ``HalfCauchy``,
             ``Gamma``.
-        unit: :math:`u`, in units of the weight: a float or a callable of ``(name, parameter)`` such as
-            ``fan_in``, so that ``p(s)`` is about multiples of it.
+        unit: :math:`u`, in units of the weight: a float or a callable of ``(name, parameter)`` such as ``fan_in``;
+            ``p(s)`` is relative to it.
 
     Raises:
-        ArgumentError: if ``prior`` is no scalar distribution over positive numbers.
+        ArgumentError: if ``prior`` is not a scalar distribution over positive numbers.
 
     Example:
         >>> import pyro
@@ -157,11 +157,11 @@ class HierarchicalScale(Prior):
         check_scale_prior(self.prior, "HierarchicalScale: prior")
         if self.prior.shape():
             raise ArgumentError(
-                f"HierarchicalScale: prior has the shape {tuple(self.prior.shape())}, and a scalar has none"
+                f"HierarchicalScale: prior has the shape {tuple(self.prior.shape())}: pass a scalar distribution"
             )
 
     def prepared(self, target: Candidate) -> Callable[[], SitePrior]:
-        """Evaluate a rule."""
+        """Evaluate the rule, if a callable was given."""
         unit = _value_for(target, self.unit, "HierarchicalScale: unit")
         prior = ScalePrior(self.prior, buffer_name(target.attribute))
         return lambda: _with_scale(target, PyroSample(prior), unit)
@@ -169,25 +169,26 @@ class HierarchicalScale(Prior):
 
 @dataclass(eq=False, repr=False)
 class ScalePrior(Placed):
-    """The prior of a sampled scale, which follows the dtype and device of a buffer of its module."""
+    """The prior of a sampled scale, which follows the dtype and device of its module."""
 
     reference: str
 
     def __call__(self, module: PyroModule) -> TorchDistributionMixin:
-        """Return the distribution of one number."""
+        """Return the scalar distribution."""
         reference = module._buffers[self.reference]
         assert reference is not None
         return self.placed(reference, self.given.shape())
 
 
 def check_scale_prior(prior: Any, place: str) -> None:
-    """Raise unless a prior is a distribution over positive numbers, without trainable tensors."""
+    """Raise unless a prior is a distribution over positive numbers without trainable tensors."""
     support: Any = getattr(prior, "support", None)
     if isinstance(support, constraints.independent):
         support = support.base_constraint
     lower = getattr(support, "lower_bound", None)
     if lower is None or support.is_discrete or float(torch.as_tensor(lower).min()) < 0.0:
         raise ArgumentError(
-            f"{place} is {prior}, and a scale is positive: pass dist.LogNormal(0., 1.), HalfNormal, HalfCauchy or Gamma"
+            f"{place} is {prior}, but a scale must be positive: pass dist.LogNormal(0., 1.), HalfNormal, HalfCauchy or "
+            "Gamma"
         )
     check_no_gradient(prior, place)

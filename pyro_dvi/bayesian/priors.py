@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forms of ``prior_scale``, and the prior of a parameter that each of them becomes.
+"""The accepted forms of ``prior_scale``, and their conversion to the prior of a parameter.
 
-Everything becomes a :class:`Prior`: numbers, distributions, callables and mappings here; He scaling, learned and
-sampled scales in :mod:`~pyro_dvi.bayesian.prior_scales`. To write a new one, subclass :class:`Prior` with a
-``prepared`` method. Most wishes need less: a callable of ``(name, parameter)`` may return a number, a distribution or a
-prior.
+Each form becomes a :class:`Prior`: numbers, distributions, callables and mappings in this module; He scaling, learned
+and sampled scales in :mod:`~pyro_dvi.bayesian.prior_scales`. To add one, subclass :class:`Prior` and implement
+``prepared``. Often, a callable of ``(name, parameter)`` that returns a number, a distribution or a prior is enough.
 """
 
 import math
@@ -36,8 +35,8 @@ class Prior(ABC):
     def prepared(self, target: Candidate) -> Callable[[], SitePrior]:
         """Check that the prior suits ``target``, and return a function that makes it.
 
-        The function is called when all parameters have been checked. The module of ``target`` is a ``PyroModule`` by
-        then, and the function may add attributes to it (a learned scale, say).
+        The function is called after all parameters have been checked. By then, the module of ``target`` is a
+        ``PyroModule``, and the function may add attributes to it, such as a learned scale.
         """
 
     def check_used(self, targets: Sequence[Candidate]) -> None:  # noqa: B027 (most priors have one part)
@@ -46,7 +45,7 @@ class Prior(ABC):
 
 @dataclass(frozen=True, eq=False)
 class Given(Prior):
-    """A distribution of a single weight, or of the whole weight."""
+    """A distribution of a single weight, or of the whole weight tensor."""
 
     distribution: TorchDistributionMixin
 
@@ -59,17 +58,18 @@ class Given(Prior):
         batch, event = value.shape[: max(events, 0)], value.shape[max(events, 0) :]
         if events < 0 or event != given.event_shape or not broadcasts_to(given.batch_shape, batch):
             raise ModelError(
-                f"{place} has the shape {tuple(given.shape())}, and the parameter {tuple(value.shape)}: pass a scalar "
-                "distribution, one of the parameter's shape, or a callable of (name, parameter) that makes one"
+                f"{place} has the shape {tuple(given.shape())}, but the parameter has the shape {tuple(value.shape)}: "
+                "pass a scalar distribution, one of the parameter's shape, or a callable of (name, parameter) that "
+                "returns one"
             )
         if given.support.is_discrete or not given.has_rsample:
             raise ModelError(
-                f"{place} is discrete or has draws without gradients; weights need a continuous, reparameterised "
+                f"{place} is discrete or its samples have no gradients: weights need a continuous, reparameterised "
                 "distribution such as Normal, Laplace or StudentT"
             )
         if not bool(placed_like(given, value).expand(batch).support.check(value).all()):
             raise ModelError(
-                f"The initial value of {target.name!r} lies outside the support {given.support} of its prior: use a "
+                f"The initial value of {target.name!r} is outside the support {given.support} of its prior: use a "
                 "prior over all real numbers, or change the initial value"
             )
         return partial(DistributionPrior, given=given, attribute=target.attribute)
@@ -82,29 +82,29 @@ class ByRule(Prior):
     rule: Callable[[str, Tensor], PriorLike]
 
     def prepared(self, target: Candidate) -> Callable[[], SitePrior]:
-        """Call the rule; it sees a detached parameter."""
+        """Call the rule with a detached parameter."""
         answer = self.rule(target.name, target.parameter.detach())
-        place = f"The answer of {getattr(self.rule, '__name__', self.rule)!s} for {target.name!r}"
+        place = f"The value of {getattr(self.rule, '__name__', self.rule)!s} for {target.name!r}"
         return as_prior(answer, place).prepared(target)
 
 
 @dataclass(frozen=True, eq=False)
 class ByName(Prior):
-    """A mapping from name patterns to priors; the first pattern that matches decides."""
+    """A mapping from name patterns to priors; the first matching pattern applies."""
 
     priors: Mapping[str, Prior]
 
     def prepared(self, target: Candidate) -> Callable[[], SitePrior]:
-        """Take the prior of the first matching pattern."""
+        """Prepare the prior of the first matching pattern."""
         for pattern, prior in self.priors.items():
             if target.is_called(pattern):
                 return prior.prepared(target)
         raise ModelError(
-            f"No pattern of prior_scale matches {target.name!r}: add '*' as the last for the rest"
+            f"No pattern of prior_scale matches {target.name!r}: add '*' as the last pattern, for all other parameters"
         )
 
     def check_used(self, targets: Sequence[Candidate]) -> None:
-        """Refuse a pattern that matches no parameter."""
+        """Raise if a pattern matches no parameter."""
         for pattern in self.priors:
             if not any(target.is_called(pattern) for target in targets):
                 raise ModelError(
@@ -117,9 +117,9 @@ def as_prior(prior: PriorLike, place: str = "prior_scale") -> Prior:
     """Turn anything that ``prior_scale`` accepts into a :class:`Prior`.
 
     Args:
-        prior: a float, a distribution, a prior, a callable of ``(name, parameter)`` or a mapping of name
-            patterns.
-        place: its name in an error.
+        prior: a float, a distribution, a prior, a callable of ``(name, parameter)``, or a mapping from name patterns to
+            these.
+        place: the name of ``prior`` in error messages.
 
     Raises:
         ArgumentError: if it is none of these, or a number that is not positive and finite.
@@ -134,18 +134,21 @@ def as_prior(prior: PriorLike, place: str = "prior_scale") -> Prior:
         return Given(prior)
     if isinstance(prior, Mapping):
         if not prior or not all(isinstance(pattern, str) for pattern in prior):
-            raise ArgumentError(f"{place} is a mapping; its keys must be name patterns, at least one.")
+            raise ArgumentError(
+                f"{place} is a mapping: it needs at least one entry, and its keys must be name patterns."
+            )
         return ByName({pattern: as_prior(value, f"{place}[{pattern!r}]") for pattern, value in prior.items()})
     if isinstance(prior, int | float) or (isinstance(prior, Tensor) and prior.dim() == 0):
-        # In double precision, so that a weight of any dtype gets the value that was given; checking values would
-        # wait for the device.
+        # Double precision keeps the given value exact for weights of any dtype; checking values would wait for the
+        # device.
         scale = torch.tensor(positive(prior, place), dtype=torch.float64)
         return Given(dist.Normal(torch.zeros_like(scale), scale, validate_args=False))
     if callable(prior) and not isinstance(prior, type):
         return ByRule(prior)
     raise ArgumentError(
-        f"{place} is {prior!r}: pass a number, a distribution of pyro.distributions as Normal(0., scale), fan_in, "
-        "LearnedScale(), HierarchicalScale(), a callable of (name, parameter), or a mapping from name patterns to these"
+        f"{place} is {prior!r}: pass a number, a distribution of pyro.distributions such as Normal(0., scale), fan_in, "
+        "LearnedScale(), HierarchicalScale(), a callable of (name, parameter), or a mapping from name patterns to "
+        "these"
     )
 
 
@@ -155,14 +158,15 @@ def positive(value: object, place: str) -> float:
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ArgumentError(
-            f"{place} is {value!r}; a scale is a positive, finite number (exclude= keeps a parameter deterministic)"
+            f"{place} is {value!r}, but a scale must be a positive, finite number (exclude= keeps a parameter "
+            "deterministic)"
         )
     return float(value)
 
 
 def check_no_gradient(distribution: TorchDistributionMixin, place: str) -> None:
-    """Raise if a distribution holds trainable tensors, which no optimizer would see."""
+    """Raise if a distribution contains trainable tensors, which no optimizer would find."""
     if any(tensor.requires_grad for tensor in tensors_of(distribution)):
         raise ArgumentError(
-            f"{place} holds a tensor that requires gradients, which optimizers would not see: use LearnedScale()"
+            f"{place} contains a tensor that requires gradients, which optimizers would not find: use LearnedScale()"
         )

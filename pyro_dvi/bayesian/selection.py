@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parameters of a module that become Bayesian, chosen by type, by name and by predicate.
+"""Selection of the parameters that become Bayesian, by type, by name or by predicate.
 
-A *selector* is a module type (``nn.Linear``: the parameters that such a module owns itself), a pattern for
-the full parameter name as in :mod:`fnmatch` (``"encoder.*"``; ``*`` also crosses dots), or a predicate of
-``(name, module, parameter)``. Several selectors in a list mean any of them.
+A *selector* is a module type (``nn.Linear``, for the parameters directly in such a module), a pattern for the full
+parameter name as in :mod:`fnmatch` (``"encoder.*"``; ``*`` also matches dots), or a predicate of ``(name, module,
+parameter)``. A list selects what any of its entries selects.
 """
 
 import difflib
@@ -37,7 +37,7 @@ DEFAULT_LAYERS: tuple[type[nn.Module], ...] = (
     nn.EmbeddingBag,
     nn.MultiheadAttention,
 )
-"""Layers whose weights and biases become Bayesian unless ``include`` says otherwise."""
+"""Layers whose weights and biases become Bayesian by default."""
 
 NORM_LAYERS: tuple[type[nn.Module], ...] = (
     nn.modules.batchnorm._NormBase,
@@ -45,21 +45,21 @@ NORM_LAYERS: tuple[type[nn.Module], ...] = (
     nn.LayerNorm,
     nn.RMSNorm,
 )
-"""Normalisation layers: a name pattern with a wildcard passes over their parameters."""
+"""Normalisation layers, whose parameters are skipped by name patterns with wildcards."""
 
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """One parameter of a module, seen where it is owned.
+    """One parameter, in the module that owns it.
 
     Args:
-        names: all dotted names under which the parameter is reached from the root, the first one first. More
-            than one where a module object is used in several places.
+        names: all dotted names of the parameter below the root, in order. There are several if a module object is used
+            in several places.
         module: the module that owns the parameter.
         attribute: the name of the parameter in that module.
-        parameter: its present value.
-        obstacle: the reason why it cannot become Bayesian, with the way out, or ``None``.
-        layer: the layer whose weight is computed from the parameter, if that is not ``module``.
+        parameter: its current value.
+        obstacle: the reason why it cannot become Bayesian, with the remedy; ``None`` if it can.
+        layer: the layer whose weight is computed from the parameter, if it is not ``module``.
     """
 
     names: tuple[str, ...]
@@ -90,11 +90,11 @@ class Candidate:
 
 
 def chosen(root: nn.Module, include: Selection, exclude: Selection) -> list[list[Candidate]]:
-    """Return the chosen parameters in order; those that share one tensor stand together.
+    """Return the chosen parameters in order, grouped by shared tensor.
 
     Raises:
-        ArgumentError: if a selection has an entry that is no selector.
-        ModelError: if a selector matches nothing, or a parameter that cannot become Bayesian, or nothing is left.
+        ArgumentError: if a selection has an entry that is not a selector.
+        ModelError: if a selector matches nothing, a chosen parameter cannot become Bayesian, or none is chosen.
         UnsupportedError: if a chosen parameter is complex or an integer.
     """
     including, excluding = _selectors(include, "include"), _selectors(exclude, "exclude")
@@ -112,8 +112,9 @@ def chosen(root: nn.Module, include: Selection, exclude: Selection) -> list[list
     if not trained:
         kinds = ", ".join(sorted({type(c.module).__name__ for c in everything})[:6]) or "no module"
         raise ModelError(
-            f"Nothing to make Bayesian: of {len(everything)} parameters, of {kinds}, include= chooses "
-            f"{len(included)} and exclude= {len(excluded)}; {len(touched)} are frozen, requires_grad_(True) frees them"
+            f"No parameter would become Bayesian: of {len(everything)} parameters, of {kinds}, include= chooses "
+            f"{len(included)} and exclude= {len(excluded)}; {len(touched)} are frozen, requires_grad_(True) unfreezes "
+            "them"
         )
     return trained
 
@@ -123,7 +124,7 @@ def _matching(everything: Sequence[Candidate], selectors: Sequence[Selector]) ->
 
 
 def _check_group(group: Sequence[Candidate], wanted: set[int], excluded: set[int]) -> None:
-    """Refuse a parameter that cannot become Bayesian, or not in all the layers that share it."""
+    """Raise if a parameter cannot become Bayesian, or is excluded in another layer that shares it."""
     for candidate in group:
         if id(candidate) in excluded:
             name = next(c.name for c in group if id(c) in wanted)
@@ -131,13 +132,13 @@ def _check_group(group: Sequence[Candidate], wanted: set[int], excluded: set[int
                 f"{name!r} and {candidate.name!r} are one shared parameter: include or exclude both"
             )
         if candidate.obstacle is not None:
-            floating = candidate.parameter.is_floating_point()  # neither complex nor an integer
+            floating = candidate.parameter.is_floating_point()  # not complex, not an integer
             kind = ModelError if floating else UnsupportedError
             raise kind(f"{candidate.name!r} cannot become Bayesian: {candidate.obstacle}")
 
 
 def _check_that_all_match(everything: Sequence[Candidate], selectors: Sequence[Selector]) -> None:
-    """Refuse a pattern or type that matches nothing: most often it is misspelt."""
+    """Raise if a pattern or type matches nothing, because it is probably misspelt."""
     for selector in selectors:
         if isinstance(selector, str | type) and not any(c.chosen_by(selector) for c in everything):
             hint = suggestion(selector, everything) if isinstance(selector, str) else ""
@@ -152,7 +153,7 @@ def _candidates(root: nn.Module) -> list[Candidate]:
     return [
         candidate
         for module in root.modules()
-        if not isinstance(module, parametrize.ParametrizationList)  # reported with the module that it serves
+        if not isinstance(module, parametrize.ParametrizationList)  # reported with the module that uses it
         for candidate in _owned(module, paths[id(module)])
     ]
 
@@ -161,7 +162,7 @@ def _selectors(selection: Selection, argument: str) -> tuple[Selector, ...]:
     """Return ``selection`` as a tuple of selectors.
 
     Raises:
-        ArgumentError: if an entry is no module type, name pattern or predicate.
+        ArgumentError: if an entry is not a module type, name pattern or predicate.
     """
     entries: tuple[Any, ...] = (selection,)
     if isinstance(selection, Iterable) and not isinstance(selection, str) and not callable(selection):
@@ -189,23 +190,24 @@ def suggestion(pattern: str, everything: Iterable[Candidate]) -> str:
 
 
 def _owned(module: nn.Module, paths: Sequence[str]) -> Iterator[Candidate]:
-    """Yield the parameters that ``module`` owns itself, with the obstacles to their conversion."""
+    """Yield the parameters directly in ``module``, with the obstacles to their conversion."""
 
     def names(attribute: str) -> tuple[str, ...]:
         return tuple(f"{path}.{attribute}" if path else attribute for path in paths)
 
     hooks = {type(hook).__name__ for hook in module._forward_pre_hooks.values()}
     hooked = hooks & {"WeightNorm", "SpectralNorm"} and (
-        "a hook of its layer computes the weight: leave it out, or call torch.nn.utils.remove_weight_norm(module) or "
-        "remove_spectral_norm(module) first"
+        "a hook of its layer computes the weight: exclude it, or first call torch.nn.utils.remove_weight_norm(module) "
+        "or remove_spectral_norm(module)"
     )
     for attribute in parameter_order(module):
         prior = getattr(module, "_pyro_samples", {}).get(attribute)
         if isinstance(prior, SitePrior):
-            obstacle: str | None = "it is Bayesian already: leave it out, or start from a fresh module"
+            obstacle: str | None = "it is already Bayesian: exclude it, or start from a new module"
             yield Candidate(names(attribute), module, attribute, prior.shown_value(module), obstacle)
             continue
-        value = module._parameters.get(attribute, module._buffers.get(attribute))  # frozen: a buffer
+        # Frozen parameters are buffers.
+        value = module._parameters.get(attribute, module._buffers.get(attribute))
         if value is not None:  # bias=False registers the name without a value
             obstacle = hooked or _unsuitable(value)
             yield Candidate(names(attribute), module, attribute, value, obstacle)
@@ -217,18 +219,18 @@ def _owned(module: nn.Module, paths: Sequence[str]) -> Iterator[Candidate]:
                     yield Candidate(names_of, found, name, getattr(found, name), layer=module)
                 continue
             obstacle = (
-                "it is computed by torch.nn.utils.parametrize: leave it out, or call "
-                f"parametrize.remove_parametrizations(module, {attribute!r}) first"
+                "it is computed by torch.nn.utils.parametrize: exclude it, or first call "
+                f"parametrize.remove_parametrizations(module, {attribute!r})"
             )
             yield Candidate(names(attribute), module, attribute, torch.empty(0), obstacle)
 
 
 def _unsuitable(parameter: Tensor) -> str | None:
-    """Return the reason why a parameter cannot have a Gaussian posterior, None if it can."""
+    """Return the reason why a parameter cannot have a Gaussian posterior; None if it can."""
     if not parameter.is_floating_point():
         return f"it is {parameter.dtype}, and a Gaussian posterior needs floating-point weights: exclude it"
     if parameter.is_meta:
-        return "it is on the meta device: materialise it with module.to_empty(device=...) first"
+        return "it is on the meta device: first materialise it with module.to_empty(device=...)"
     if parameter.requires_grad and not bool(torch.isfinite(parameter.detach()).all()):
-        return "its value is not finite: initialise it or load a sound checkpoint first"
+        return "its value is not finite: first initialise it or load a valid checkpoint"
     return None

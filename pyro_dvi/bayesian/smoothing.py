@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replace activations with kinks, whose second derivative is zero almost everywhere, by smooth ones."""
+"""Replace activations that have kinks, whose second derivative is zero almost everywhere, by smooth ones."""
 
 from collections.abc import Callable, Mapping
 
@@ -19,12 +19,12 @@ class RoundedCorners(nn.Module):
     .. math::
         f(x) = b + s x + \sum_k d_k \operatorname{softplus}_\beta(x - t_k)
 
-    Status: each corner is within :math:`|d_k| \log(2) / \beta` of the sharp one, farthest at :math:`t_k`.
+    Status: each rounded corner differs from the sharp one by at most :math:`|d_k| \log(2) / \beta`, at :math:`t_k`.
 
     Args:
-        offset: :math:`b`.
+        offset: :math:`b`, the constant term.
         slope: :math:`s`, the slope far to the left.
-        corners: place :math:`t_k` -> change :math:`d_k` of the slope.
+        corners: mapping from places :math:`t_k` to changes :math:`d_k` of the slope.
         beta: :math:`\beta`, the sharpness of the corners, per unit of ``x``.
 
     Example:
@@ -40,7 +40,7 @@ class RoundedCorners(nn.Module):
         self.offset, self.slope, self.corners, self.beta = offset, slope, dict(corners), beta
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply it to every entry."""
+        """Apply the function to every entry."""
         rounded = [change * F.softplus(x - place, self.beta) for place, change in self.corners.items()]
         return self.offset + self.slope * x + sum(rounded)
 
@@ -56,7 +56,7 @@ def _leaky(old: nn.Module) -> nn.Module:
 
 def _clamp(old: nn.Module) -> nn.Module:
     low, high = float(old.min_val), float(old.max_val)  # type: ignore[arg-type]
-    # Corners as wide as the range would flatten it; this sharpness keeps a slope of 0.9 in the middle.
+    # Corners as wide as the range would flatten the function; with this sharpness, the slope in the middle is 0.9.
     return RoundedCorners(low, 0.0, {low: 1.0, high: -1.0}, beta=max(1.0, 6.0 / (high - low)))
 
 
@@ -81,22 +81,22 @@ def smooth_activations_(
     .. math::
         \operatorname{relu}(x) \to \operatorname{softplus}(x) = \log(1 + e^x), \text{ and so on}
 
-    :class:`~pyro_dvi.TaylorELBO` trains with the derivative of squared gradients, which needs activations
-    with a second derivative. Besides modules, a ``relu`` function that is kept as an attribute is replaced by
-    softplus, as in ``nn.TransformerEncoderLayer``. **Calls of F.relu in the code of a forward method cannot
-    be replaced**: change that code; :class:`~pyro_dvi.TaylorELBO` warns of the kinks that are left. Call it before
-    training: the network computes another function afterwards.
+    :class:`~pyro_dvi.TaylorELBO` differentiates squared gradients, which requires activations with a second derivative.
+    Besides modules, a ``relu`` function stored as an attribute is replaced by softplus, as in
+    ``nn.TransformerEncoderLayer``. **Calls of F.relu in the code of a forward method cannot be replaced**: change that
+    code; :class:`~pyro_dvi.TaylorELBO` warns of the remaining kinks. Call this function before training, because it
+    changes the function that the network computes.
 
-    Status: another network, not an approximation of the same posterior; softplus exceeds ReLU by
-    :math:`\log 2` at most.
+    Status: the result is another network, not an approximation of the same posterior; softplus exceeds ReLU by at most
+    :math:`\log 2`.
 
     Args:
         module: the network.
-        mapping: type of activation -> a module class, or a callable that gets the old module and returns the new
-            one. A subclass of a listed type is replaced only if it is listed itself.
+        mapping: mapping from types of activations to module classes, or to callables that take the old module and
+            return the new one. A subclass of a listed type is replaced only if it is listed itself.
 
     Returns:
-        ``module``; the replacement itself if ``module`` is an activation.
+        ``module``, or its replacement if ``module`` itself is an activation.
 
     Example:
         >>> smooth_activations_(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1)))[1]
@@ -124,10 +124,10 @@ def smooth_activations_(
         parent._modules.update(replaced)
         vars(parent).update(dict.fromkeys(functions, F.softplus))
         if isinstance(parent, nn.TransformerEncoderLayer) and (replaced or functions):
-            parent.activation_relu_or_gelu = 0  # the fused path knows no other activation
+            parent.activation_relu_or_gelu = 0  # the fused path supports only ReLU and GELU
     for encoder in module.modules():
         if isinstance(encoder, nn.TransformerEncoder):
-            # Only the fused path reads padded batches in packed form.
+            # Nested tensors, for padded batches, are supported only by the fused path.
             fused = all(getattr(layer, "activation_relu_or_gelu", 1) for layer in encoder.layers)
             encoder.use_nested_tensor = encoder.use_nested_tensor and fused
     return module

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Curvatures of the log-likelihood; depends on torch only, not on Pyro."""
+"""Curvatures of the log-likelihood. This package depends on torch but not on Pyro."""
 
 from pyro_dvi.curvature.fisher import EmpiricalFisher, Fisher, GGNDiagonal, MinibatchGradient
 from pyro_dvi.curvature.hessian import HessianDiagonal

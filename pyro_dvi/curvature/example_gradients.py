@@ -19,7 +19,7 @@ from pyro_dvi.curvature.per_example.proof import Served, warn_of_disproved
 from pyro_dvi.curvature.products import LinearMap, gradients_at, vectors_together
 from pyro_dvi.curvature.squared_gradients import SquaredGradients, squares_of, squares_without_rules
 
-_KEPT = 1 << 26  # maximal number of stored entries of gradients at layers
+_KEPT = 1 << 26  # maximum number of stored gradient entries at layers
 _CHUNK = 1 << 23  # entries of rows of J computed at a time
 _CACHE = 1 << 19  # entries that fit into a processor's cache
 _PRODUCTS = 1 << 24  # entries of products of factors computed at a time
@@ -29,9 +29,9 @@ class OuterGradients:
     r"""A weight that is used once, with gradients :math:`\sum_t \delta_{ikt} a_{it}^\top`.
 
     Args:
-        contribution: contribution of an example to the gradient.
+        contribution: contribution of each example to the gradient.
         deltas: gradients of the layer's output, ``[K, B, ...]``.
-        entries: the entries of the flat weight to include in rows; None: all.
+        entries: indices of the entries of the flat weight to include in rows; None means all.
 
     Attributes:
         inputs_first: whether the weight has its inputs in its first dimension.
@@ -67,12 +67,12 @@ class OuterGradients:
         return self._inputs(part), self._of_output(delta.flatten(0, 1)).unflatten(0, delta.shape[:2])
 
     def factors(self, part: slice, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-        """Return a ``[m, q]`` and delta ``[m, K, p]`` of some examples, if gradients are single products."""
+        """Return a ``[m, q]`` and delta ``[m, K, p]`` of examples whose gradients are single outer products."""
         a, delta = self.parts(part)
         return a.squeeze(1).to(dtype), delta.squeeze(2).transpose(0, 1).to(dtype)
 
     def by_unit(self, entries: Tensor) -> Tensor:
-        """Reshape numbers for the entries of some units, ``[size, ...]``, to ``[p, q, ...]``."""
+        """Reshape values for the entries of whole units, ``[size, ...]``, to ``[p, q, ...]``."""
         if self.inputs_first:
             return entries.unflatten(0, (self._num_inputs, -1)).transpose(0, 1)
         return entries.unflatten(0, (-1, self._num_inputs))
@@ -100,16 +100,16 @@ class ExampleGradients:
     Status: exact. Two backward passes verify that the layers' rules give the gradients of single examples.
 
     Args:
-        recorder: the context in which the model ran, with the tensors u.
-        outputs: f, ``[B, K]``, a node of the graph of these tensors, already multiplied by its weights.
-        entries: the entries of flat tensors to include in rows, by index of the tensor; all entries for missing
-            tensors, or if None.
-        names: names of the tensors, for a warning.
-        served: the uses of tensors with rules, if they need no proof.
+        recorder: the context in which the model ran; it has the tensors u.
+        outputs: f, ``[B, K]``, a node of the graph of these tensors; weights of outputs must be included.
+        entries: indices of the entries to include in rows, by index of the tensor; all entries of tensors that are
+            missing, or if None.
+        names: names of the tensors, for warnings.
+        served: uses of tensors whose rules were verified before; None means that rules are verified now.
 
     Attributes:
         sizes: number of entries of a row for each tensor.
-        size: D, entries of a row.
+        size: D, number of entries of a row.
         spans: the slice of each tensor in a row.
     """
 
@@ -142,7 +142,7 @@ class ExampleGradients:
 
     @property
     def cheap(self) -> bool:
-        """Whether most of a row comes from rules, and their gradients fit into memory."""
+        """Whether rules give most of a row, and their gradients fit into memory."""
         covered = sum(self.sizes[k] for k in self._uses)
         return 2 * covered > self.size and self.held <= _KEPT
 
@@ -150,7 +150,7 @@ class ExampleGradients:
         r"""Return :math:`\sum_{ik} J_{ik}^2`, [D]; zero for tensors not in ``tensors``.
 
         Args:
-            tensors: which tensors; None: all.
+            tensors: indices of the tensors to include; None means all.
         """
         total = self.values[0].new_zeros(self.size)
         parts = total.split(self.sizes)
@@ -175,7 +175,7 @@ class ExampleGradients:
         return total
 
     def outer(self, k: int) -> OuterGradients | None:
-        """Return the outer products of tensor ``k``; None without such a rule, or with several uses."""
+        """Return the outer products of tensor ``k``; None if it has no such rule or several uses."""
         uses = self._uses.get(k, [])
         if len(uses) > 1 or any(use.contribution.outer is None for use in uses):
             return None
@@ -189,7 +189,7 @@ class ExampleGradients:
         return {k: outer for k, outer in found.items() if outer is not None and outer.is_single}
 
     def call_of(self, k: int) -> Any:
-        """Return the output of the only call that uses a tensor, which weight and bias of a layer share, or None."""
+        """Return the output of the only call that uses a tensor, or None; weight and bias share their call."""
         uses = self._uses.get(k, [])
         return uses[0].output if len(uses) == 1 else None
 
@@ -219,12 +219,12 @@ class ExampleGradients:
 
     @cached_property
     def _deltas(self) -> dict:
-        """Gradients ``[K, B, ...]`` of all outputs at each use; None for uses without a gradient."""
+        """Gradients ``[K, B, ...]`` of all outputs at each use; None if a use has no gradient."""
         return self._deltas_of(self._units)
 
     def _deltas_of(self, units: Tensor) -> dict:
         edges = list(dict.fromkeys(use.output for uses in self._uses.values() for use in uses))
-        # The graph has saved about two numbers per number that passes through it.
+        # The graph saved about two numbers per number that passes through it.
         saved = 2 * self.held // len(self._units) * self.outputs.element_size()
         seeds = units.unsqueeze(1).expand(-1, len(self.outputs), -1)
         found = gradients_at(self.outputs, edges, seeds, vectors_together(saved, seeds.device))
@@ -232,7 +232,7 @@ class ExampleGradients:
 
     @cached_property
     def _whole(self) -> dict[int, Tensor]:
-        """J ``[B, K, size]`` of all examples for tensors that are small or have no parts."""
+        """J ``[B, K, size]`` of all examples, for tensors that are small or have no rule for parts."""
         found = {}
         rows, outputs = self.outputs.shape
         for k, value in enumerate(self.values):
@@ -264,7 +264,7 @@ class ExampleGradients:
 
 
 def _arranged(uses: Sequence[Use], deltas: Mapping[Any, Tensor | None]) -> list[tuple[Use, Tensor]]:
-    """Return the uses that receive gradients, with these ``[K, B, ...]``, examples in the second dimension."""
+    """Return the uses that receive gradients, with these gradients ``[K, B, ...]``."""
     found = []
     for use in uses:
         delta = deltas[use.output]
@@ -295,11 +295,11 @@ def add_gauss_newton_matrix(examples: ExampleGradients, total: Tensor) -> None:
     .. math::
         G_{(p,q),(p',q')} = \sum_i \Bigl(\sum_k \delta_{ikp}\,\delta'_{ikp'}\Bigr)\,a_{iq}\,a'_{iq'},
 
-    a product over examples, whereas rows of J would require one over examples and outputs.
+    which sums over examples, whereas rows of J would require a sum over examples and outputs.
 
     Args:
         examples: J of B examples with K outputs.
-        total: in the order of the concatenated tensors of ``examples``.
+        total: matrix in the order of the concatenated tensors of ``examples``.
     """
     spans, layers = examples.spans, examples.single
     _add_strip(examples, total, [spans[k] for k in range(len(spans)) if k not in layers])

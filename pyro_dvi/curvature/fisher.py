@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Curvatures from squared gradients of the summed log-likelihood or of single examples.
+r"""Curvatures from squared gradients, of the summed log-likelihood or of single examples.
 
-With labels drawn from the model, the squared gradient of the sum is the sampled Fisher information, the default of
-Variational Laplace. With observed labels, stochastic gradient descent penalises it implicitly. The other curvatures sum
-squared gradients of single examples, :math:`\sum_i (\partial_u \ell_i)^2`.
+With labels drawn from the model, the squared gradient of the sum estimates the Fisher information; it is the default of
+Variational Laplace. With observed labels, it is what stochastic gradient descent penalises implicitly. The other
+curvatures sum squared gradients of single examples, :math:`\sum_i (\partial_u \ell_i)^2`.
 """
 
 from abc import abstractmethod
@@ -29,7 +29,7 @@ from pyro_dvi.curvature.squared_gradients import SquaredGradients, pass_per_exam
 
 
 class Fisher(Curvature):
-    r"""Squared gradient of labels drawn from the model itself.
+    r"""Squared gradient of the log-likelihood of labels drawn from the model.
 
     .. math::
         c_\lambda = \tilde g_\lambda^2, \qquad
@@ -37,14 +37,15 @@ class Fisher(Curvature):
         \tilde y \sim p(\cdot \mid \mu)
 
     Status: unbiased for the diagonal of the summed expected Fisher information (cross terms of independent labels
-    average out), hence for the generalised Gauss-Newton matrix of exponential-family likelihoods. Its noise per weight
-    decreases with the number of label draws, not with the minibatch size.
+    average out), and therefore for the generalised Gauss-Newton diagonal of exponential-family likelihoods. The noise
+    per weight decreases with the number of label draws, not with the minibatch size.
 
     Args:
-        num_label_samples: label draws per step; each costs one additional double backward pass.
-        every: compute the penalty in every k-th training step only and multiply it by k: unbiased over steps.
+        num_label_samples: number of label draws per step; each additional one costs a double backward pass.
+        every: k; the penalty is computed only in every k-th training step and multiplied by k, which is unbiased over
+            steps.
 
-    Source: Unlu & Aitchison (2021), Eqs. 25-30; :math:`\tilde g` there is ``g`` with sampled labels.
+    Source: Unlu & Aitchison (2021), Eqs. 25-30, where :math:`\tilde g` is g with sampled labels.
 
     Example:
         >>> Fisher(num_label_samples=2, every=4)
@@ -74,20 +75,20 @@ class Fisher(Curvature):
 
 
 class MinibatchGradient(Curvature):
-    r"""Square of the summed gradient at the observed labels: the empirical Fisher with one term per minibatch.
+    r"""Squared gradient of the summed log-likelihood of the observed labels.
 
     .. math:: c_\lambda = g_\lambda^2, \qquad g = \nabla_u \sum_s \sqrt{\mathrm{scale}_s}\,\log p_s(y_s \mid u)
 
-    Averaged over the minibatches j of an epoch, this is :math:`\sum_j g_{j\lambda}^2` with the unscaled gradient of
-    each; :class:`EmpiricalFisher` has one term per example instead.
+    This is the empirical Fisher with one term per minibatch: averaged over the minibatches j of an epoch, c is
+    :math:`\sum_j g_{j\lambda}^2` with unscaled gradients. :class:`EmpiricalFisher` has one term per example instead.
 
-    Status: not an estimate of the Hessian. Away from the optimum, the summed gradient grows with the minibatch size M,
-    so :math:`c` grows with :math:`M^2`; the sum over minibatches differs from the square for the full batch. With
-    ``MeanFieldGuide(scale=SGDStepSize(lr, batch_size))``, this curvature gives the objective that links the step size
-    of SGD to the variance of a fixed posterior. Deterministic: no labels are drawn.
+    Status: deterministic, because no labels are drawn, but not an estimate of the Hessian. Away from the optimum, the
+    summed gradient grows with the minibatch size M, so c grows with :math:`M^2`; the sum over minibatches differs from
+    the square for the full batch. With ``MeanFieldGuide(scale=SGDStepSize(lr, batch_size))``, this curvature gives the
+    objective that relates the step size of SGD to the variance of a fixed posterior.
 
-    Source: Unlu & Aitchison (2021), Eq. 27; Eq. 29 (arXiv) for the link with SGD, there with the mean gradient; Smith
-    et al. (2021) for the implicit regulariser of SGD.
+    Source: Unlu & Aitchison (2021), Eq. 27, and Eq. 29 (arXiv), written with the mean gradient, for the relation to
+    SGD; Smith et al. (2021) for the implicit regulariser of SGD.
 
     Example:
         >>> MinibatchGradient()
@@ -105,16 +106,16 @@ class MinibatchGradient(Curvature):
 def _squared_gradient(
     likelihood: Linearisation, sites: Sequence[ObservedSite], labels: Sequence[Tensor]
 ) -> Tensor:
-    """Half the squared norm of the gradient of all log-likelihoods, each multiplied by the square root of its scale.
+    """Return half the weighted squared gradient of all log-likelihoods, each times the square root of its scale.
 
-    With several sites, scaling the joint gradient afterwards would weight their cross terms wrongly.
+    With several sites, scaling the joint gradient afterwards would give wrong weights to their cross terms.
     """
     terms = [(site.log_prob(y) * site.scale**0.5).sum() for site, y in zip(sites, labels, strict=True)]
     return half_weighted_squares(likelihood.scales, likelihood.gradients(sum_of(terms)))
 
 
 class _ExampleSquares(Curvature):
-    """Sums over terms of the likelihood of squared gradients of single examples."""
+    """Base class of curvatures that sum squared gradients of single examples."""
 
     def __init__(self) -> None:
         self._proofs = Proofs()
@@ -149,7 +150,7 @@ class _ExampleSquares(Curvature):
 
     @abstractmethod
     def _terms(self, likelihood: Linearisation) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield f and w of :func:`summed_squared_gradients`."""
+        """Yield the outputs f and weights w, as in :func:`summed_squared_gradients`."""
 
 
 class GGNDiagonal(_ExampleSquares):
@@ -158,14 +159,14 @@ class GGNDiagonal(_ExampleSquares):
     .. math::
         c_\lambda = \sum_s \mathrm{scale}_s \sum_{i,k} \bigl(w_{ik}\,\partial_\lambda f_{ik}\bigr)^2
 
-    with the parameters f of each observed distribution and the factors w of their Fisher information.
+    with the parameters f of each observed distribution and the square-root factors w of their Fisher information.
 
     Status: exact for the expected Fisher information, which equals the generalised Gauss-Newton diagonal for
     exponential families in natural parameters. With batch normalisation in training mode, only the path through an
-    example's own row of the activations counts. For dense and convolutional weights, it costs one backward pass per
-    distribution parameter (ten for ten classes).
+    example's own row of the activations is included. For dense and convolutional weights, the cost is one backward pass
+    per distribution parameter (ten for ten classes).
 
-    Source: Unlu & Aitchison (2021), Eqs. 25-30, there with sampled labels; Martens (2020) for the equivalence.
+    Source: Unlu & Aitchison (2021), Eqs. 25-30, with sampled labels; Martens (2020) for the equivalence.
 
     Example:
         >>> GGNDiagonal()
@@ -184,9 +185,9 @@ class EmpiricalFisher(_ExampleSquares):
 
     .. math:: c_\lambda = \sum_s \mathrm{scale}_s \sum_i \bigl(\partial_\lambda \log p_s(y_{si} \mid u)\bigr)^2
 
-    Status: deterministic. In expectation it equals the Fisher information only if the model is correct; it vanishes on
+    Status: deterministic. Its expectation is the Fisher information only if the model is correct; it vanishes for
     examples that are fitted perfectly. An example is an element of the site's batch shape. The paper has one term per
-    minibatch, which is :class:`MinibatchGradient`; both agree for M = 1. Dense, convolutional and bias weights cost
+    minibatch, which is :class:`MinibatchGradient`; the two agree for M = 1. Dense, convolutional and bias weights cost
     about one extra pass; other weights cost one backward pass per example.
 
     Source: Unlu & Aitchison (2021), Eq. 27, with an example in place of a minibatch; Kunstner et al. (2019) on its
@@ -208,17 +209,17 @@ def summed_squared_gradients(
 ) -> list[Tensor]:
     r"""Return :math:`\sum_i (w_i\,\partial_u f_i)^2` for every latent, differentiable with respect to the means.
 
-    Status: exact for the fallback. The layer-wise rules attribute to example i the gradient through its own row of the
-    activations; the two differ only if rows are coupled, as by batch normalisation in training mode.
+    Status: exact with one backward pass per example. The layer-wise rules attribute to example i the gradient through
+    its own row of the activations; this differs only if rows are coupled, as by batch normalisation in training mode.
 
     Args:
-        values: the latents' means u.
+        values: the means u of the latents.
         outputs: f, one entry per example; gradients flow to the latent means.
-        cotangent: w of the same shape; may depend on the means as well.
-        recorder: the uses of the latents.
+        cotangent: w, of the same shape; may also depend on the means.
+        recorder: recorder of the uses of the latents.
         served: the uses that have rules.
     """
-    if not outputs.requires_grad:  # everything is masked, or no latent reaches the observed site
+    if not outputs.requires_grad:  # everything is masked, or no latent affects the observed site
         return [torch.zeros_like(u) for u in values]
     found = recorder.measured(served, outputs, cotangent)
     if rest := [k for k in range(len(values)) if k not in found]:

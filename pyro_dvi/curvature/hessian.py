@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The diagonal of the Hessian itself, which need not be positive."""
+"""The diagonal of the Hessian, which need not be positive."""
 
 import torch
 from torch import Tensor
@@ -11,26 +11,26 @@ from pyro_dvi.errors import ArgumentError
 
 
 class HessianDiagonal(Curvature):
-    r"""Diagonal of the negative Hessian of the log-likelihood, raised where there would be no optimal variance.
+    r"""Diagonal of the negative Hessian of the log-likelihood, raised where the variance would have no optimum.
 
     .. math::
         c_\lambda = \begin{cases} h_\lambda & h_\lambda > -\beta/s_\lambda^2 \\
             -m\,\beta/s_\lambda^2 & \text{otherwise} \end{cases} \qquad
         h_\lambda = -\partial^2_\lambda \sum_s \mathrm{scale}_s \log p_s(y_s \mid u)
 
-    The objective has an optimum in the variance, :math:`\sigma_\lambda^2 = \beta/(\beta/s_\lambda^2 + h_\lambda)`,
-    only for a positive denominator. On single minibatches, it is often negative, which is harmless: the margin m below
-    one then keeps the variance finite. If this happens for a weight in most steps, the weight has no optimal variance:
-    use a positive curvature, such as :class:`Fisher`, or a narrower prior. If the prior is not Normal, negative h are
-    replaced by zero.
+    The objective has an optimum in the variance, :math:`\sigma_\lambda^2 = \beta/(\beta/s_\lambda^2 + h_\lambda)`, only
+    for a positive denominator. On single minibatches, the denominator is often negative, which is harmless, because the
+    margin m < 1 keeps the variance finite. If it is negative for a weight in most steps, the weight has no optimal
+    variance: use a positive curvature, such as :class:`Fisher`, or a narrower prior. If the prior is not Normal,
+    negative h are replaced by zero.
 
     Status: with ``num_probes=None``, the exact second-order expansion of Eq. 20 wherever the optimum exists (one
-    Hessian column per weight, so for small networks only); otherwise Hutchinson's estimate, which is unbiased before
+    Hessian column per weight, so only for small networks); otherwise Hutchinson's estimate, which is unbiased before
     the replacement. Requires third derivatives.
 
     Args:
         num_probes: number of Rademacher probes of Hutchinson's estimator, or None for the exact diagonal.
-        margin: m above, in [0, 1).
+        margin: m, in [0, 1).
 
     Source: Unlu & Aitchison (2021), Eqs. 20-24, "VL (H)"; Hutchinson (1989).
 
@@ -76,7 +76,7 @@ class HessianDiagonal(Curvature):
 
 
 def _diagonal(gradient: Tensor, value: Tensor) -> Tensor:
-    """Exact diagonal of the Jacobian of ``gradient`` in ``value``, differentiable."""
+    """Return the exact diagonal of the Jacobian of ``gradient`` with respect to ``value``, differentiable."""
     flat = gradient.reshape(-1)
     if not flat.requires_grad:
         return torch.zeros_like(value)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Expected Fisher information of a likelihood's own parameters, in factored form.
 
-For a distribution p(y | f(u)) the expected Fisher information in u is :math:`\sum_k (w_k\,\partial_u f_k)^2` summed
+For a distribution p(y | f(u)), the expected Fisher information in u is :math:`\sum_k (w_k\,\partial_u f_k)^2`, a sum
 over a few scalar parameters :math:`f_k` with weights :math:`w_k`. Each rule returns the pairs :math:`(f, w)` with shape
-``[*batch_shape, K]``. Distributions with finite support need no rule: there
-:math:`f_k = \log p(k)` and :math:`w_k = \sqrt{p(k)}`. Parameters with cross terms are replaced by some without: in an
-exponential family, one expectation parameter and the natural parameters of the others (Gamma, Beta).
+``[*batch_shape, K]``. Distributions with finite support need no rule, because :math:`f_k = \log p(k)` and
+:math:`w_k = \sqrt{p(k)}`. Parameters with cross terms are replaced by parameters without: in an exponential family, by
+one expectation parameter and the natural parameters of the others (Gamma, Beta).
 
-Adding a rule: register a function for the distribution class with :func:`information_rule`.
+To add a rule, register a function for the distribution class with :func:`information_rule`.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ _RULES: dict[type, Callable[..., Pairs]] = {}
 
 
 def information_rule(*classes: type) -> Callable[[Callable[..., Pairs]], Callable[..., Pairs]]:
-    """Register the expected information of distribution ``classes`` (subclasses included)."""
+    """Register the expected information of distribution ``classes``, including subclasses."""
     return registering(_RULES, classes)
 
 
@@ -36,7 +36,7 @@ def expected_information(fn: td.Distribution, site: str) -> Pairs:
 
     Args:
         fn: the observed site's distribution.
-        site: its name, for the error message.
+        site: name of the site, for error messages.
 
     Raises:
         UnsupportedError: there is no closed form for this distribution.
@@ -58,17 +58,17 @@ def expected_information(fn: td.Distribution, site: str) -> Pairs:
     rule = next((_RULES[cls] for cls in type(base).__mro__ if cls in _RULES), None)
     pairs = _finite_support(base, site) if rule is None else rule(base)
     shape = fn.batch_shape
-    for mask in masks:  # one set below to_event has more dimensions than one above it
+    for mask in masks:  # masks set before to_event have more dimensions than masks set after it
         keep = mask[(...,) + (None,) * (len(base.batch_shape) - mask.dim())]
         pairs = [(f, w * keep[(...,) + (None,) * (f.dim() - keep.dim())].to(w.device)) for f, w in pairs]
     return [(f.reshape(*shape, -1), w.expand_as(f).reshape(*shape, -1)) for f, w in pairs]
 
 
 def of_site(pairs: Pairs, site: ObservedSite) -> Pairs:
-    """Keep the pairs through which gradients flow, and multiply the site's scale and mask into the weights."""
+    """Keep the pairs through which gradients flow, and include the site's scale and mask in the weights."""
     found = []
     for f, w in pairs:
-        if not f.requires_grad:  # such as a fixed noise scale
+        if not f.requires_grad:  # for example, a fixed noise scale
             continue
         w = w * torch.as_tensor(site.scale, dtype=w.dtype, device=w.device).sqrt().unsqueeze(-1)
         if site.mask is not None and site.mask is not True:
@@ -82,8 +82,8 @@ def _finite_support(fn: td.Distribution, site: str) -> Pairs:
         support = fn.enumerate_support(expand=False)
     except NotImplementedError as error:
         raise UnsupportedError(
-            f"GGN has no closed-form Fisher information for {type(fn).__name__} at site {site!r}: use "
-            "TaylorELBO(curvature=Fisher()), or register one with pyro_dvi.curvature.information.information_rule"
+            f"{type(fn).__name__} at site {site!r} has no closed-form Fisher information: use "
+            "TaylorELBO(curvature=Fisher()), or register a rule with pyro_dvi.curvature.information.information_rule"
         ) from error
     log_prob = fn.log_prob(support).movedim(0, -1)
     return [(log_prob, (0.5 * log_prob).exp())]
@@ -91,7 +91,9 @@ def _finite_support(fn: td.Distribution, site: str) -> Pairs:
 
 def _check_fixed(parameter: Tensor, name: str) -> None:
     if parameter.requires_grad:
-        raise UnsupportedError(f"GGN needs fixed {name}; use Fisher() if they are learned or uncertain")
+        raise UnsupportedError(
+            f"the closed-form Fisher information needs fixed {name}: use Fisher() if they are learned or uncertain"
+        )
 
 
 @information_rule(td.Normal, td.LogNormal)
@@ -156,7 +158,8 @@ def _geometric(fn: td.Geometric) -> Pairs:
 
 @information_rule(td.Gamma)
 def _gamma(fn: td.Gamma) -> Pairs:
-    # The mean is orthogonal to the shape a, which is left with trigamma(a) - 1/a: a difference, hence in float64.
+    # The mean is orthogonal to the shape a, whose information is then trigamma(a) - 1/a. As a difference, it is
+    # computed in float64.
     a = fn.concentration
     wide = a.to(widest(a.device))
     shape = (torch.polygamma(1, wide) - 1 / wide).sqrt().to(a.dtype)
@@ -165,7 +168,7 @@ def _gamma(fn: td.Gamma) -> Pairs:
 
 @information_rule(td.Beta)
 def _beta(fn: td.Beta) -> Pairs:
-    # E log(1 - y) = digamma(b) - digamma(a + b) is orthogonal to a; the differences are taken in float64.
+    # E log(1 - y) = digamma(b) - digamma(a + b) is orthogonal to a; the differences are computed in float64.
     a, b = fn.concentration1, fn.concentration0
     wide = widest(a.device)
     of_a, of_b, of_sum = (torch.polygamma(1, value.to(wide)) for value in (a, b, a + b))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Kronecker factors of the Fisher information, from inputs of a layer and gradients of its outputs.
+r"""Kronecker factors of the Fisher information, from the inputs of a layer and the gradients at its outputs.
 
 .. math::
     G_{\text{layer}} \approx B \otimes A, \qquad A = \sum_{i,t} a_{it} a_{it}^\top, \qquad
@@ -22,12 +22,12 @@ class KroneckerFactors:
     """Factors of dense and convolutional layers that are used once, and the diagonal of all other tensors.
 
     Args:
-        examples: gradients of the first batch, which determine the layers.
+        examples: gradients of the first batch, from which the layers are found.
 
     Attributes:
         layers: the factors.
-        rest: indices of the tensors that belong to no layer.
-        diagonal: sums of squared gradients of the tensors in ``rest``, ``[D]``, zero elsewhere.
+        rest: indices of the tensors outside all layers.
+        diagonal: sums of squared gradients of the tensors in ``rest``, ``[D]``; zero for all others.
     """
 
     def __init__(self, examples: ExampleGradients) -> None:
@@ -58,7 +58,7 @@ class KroneckerLayer:
     r"""Sums for the Kronecker factors :math:`B \otimes A` of the Fisher information of a layer's weights W ``[p, q]``.
 
     Attributes:
-        tensors: index of the weight and, if any, of the bias, whose input is the last of the q inputs.
+        tensors: index of the weight and, if there is one, of the bias, whose input is the last of the q inputs.
         places: positions of W in a flat vector, ``[p, q]``; None if they are not needed.
         inputs: A, the sum of :math:`a a^\top` over examples and positions, ``[q, q]``.
         deltas: the sum of :math:`\delta \delta^\top` over the same terms, ``[p, p]``; B is this sum divided by
@@ -87,21 +87,22 @@ class KroneckerLayer:
 
 
 def nearest_product(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Return r ``[p, 1]`` and c ``[q]`` whose product is the nearest to a positive matrix, in logarithms."""
+    """Return r ``[p, 1]`` and c ``[q]`` whose product is nearest to a positive matrix, in logarithms."""
     logs = matrix.log()
     r = (logs.mean(1, keepdim=True) - logs.mean() / 2).exp()
     return r, (logs.mean(0) - logs.mean() / 2).exp()
 
 
 def damped_factors(rows: Tensor, columns: Tensor, prior: Tensor) -> tuple[Tensor, Tensor]:
-    r"""Return factors whose Kronecker product stands for that of two factors plus a prior precision.
+    r"""Return factors whose Kronecker product approximates :math:`B \otimes A` plus a prior precision.
 
     .. math::
         \Bigl(B + \frac{1}{\pi} \operatorname{diag}(r)\Bigr) \otimes \bigl(A + \pi \operatorname{diag}(c)\bigr), \qquad
         \delta \approx r c^\top, \qquad
         \pi^2 = \frac{\operatorname{tr} A / \sum_j c_j}{\operatorname{tr} B / \sum_i r_i}
 
-    For one prior precision :math:`\delta = \gamma` it is the paper's, with :math:`r = c = \sqrt\gamma`.
+    If all weights have the same prior precision :math:`\gamma`, these are the paper's factors, with
+    :math:`r = c = \sqrt\gamma`.
 
     Args:
         rows: B, ``[p, p]``.
@@ -112,7 +113,7 @@ def damped_factors(rows: Tensor, columns: Tensor, prior: Tensor) -> tuple[Tensor
     """
     r, c = nearest_product(prior)
     r = r.squeeze(-1)
-    tiny = torch.finfo(rows.dtype).tiny ** 0.5  # where no gradient has arrived
+    tiny = torch.finfo(rows.dtype).tiny ** 0.5  # for weights without a gradient
     ratio = (columns.trace() / c.sum()).clamp_min(tiny) / (rows.trace() / r.sum()).clamp_min(tiny)
     pi = ratio.sqrt()
     return rows + (r / pi).diag(), columns + (pi * c).diag()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The linearisation of a model around the posterior mean, and the base class of curvatures.
 
-The ELBO builds a :class:`Linearisation` from one run of guide and model, and a curvature computes from it a penalty for
-the spread of the posterior around its mean. Nothing here depends on Pyro.
+The ELBO constructs a :class:`Linearisation` from one run of guide and model, from which a curvature computes a penalty
+for the spread of the posterior around its mean. This module does not depend on Pyro.
 """
 
 from abc import ABC, abstractmethod
@@ -29,9 +29,9 @@ class ObservedSite:
         name: the site's name.
         fn: its distribution, with parameters that depend on the latent means.
         value: the observed value.
-        scale: the plate's scale, N/M for a minibatch of M out of N.
+        scale: the plate's scale, N/M for a minibatch of M of N examples.
         mask: elements to include, or None.
-        share: the part of the rows of its plates in this minibatch.
+        share: the fraction of the rows of its plates in this minibatch.
     """
 
     name: str
@@ -46,9 +46,7 @@ class ObservedSite:
         log_prob = self.fn.log_prob(value)
         if self.mask is None or self.mask is True:
             return log_prob
-        if (
-            self.mask is False
-        ):  # without a graph, through which NaN from masked elements would reach the parameters
+        if self.mask is False:  # no graph, because masked elements would pass NaN gradients to the parameters
             return torch.zeros_like(log_prob)
         return torch.where(self.mask, log_prob, log_prob.new_zeros(()))
 
@@ -57,7 +55,7 @@ class ObservedSite:
         return (self.log_prob(self.value) * self.scale).sum()
 
     def sample_labels(self) -> Tensor:
-        """Return labels drawn from the model's own predictive distribution at the mean."""
+        """Draw labels from the observed distribution at the posterior mean."""
         try:
             with torch.no_grad():
                 return self.fn.sample()
@@ -70,18 +68,18 @@ class ObservedSite:
 
 @dataclass
 class Linearisation:
-    """The log-likelihood around the posterior mean, as one run of the model recorded it.
+    """The log-likelihood around the posterior mean, from one run of the model.
 
     Attributes:
         names: latent sites whose uncertainty is expanded.
         values: their unconstrained means u; ``values[k]`` is a node of the autograd graph of every site.
         scales: posterior standard deviations, broadcastable to the values.
         sites: the observed sites.
-        precision_limits: returns, for each latent, the precision that its prior contributes to an optimal posterior,
-            kl_weight / s², or None if the prior is not Normal.
+        precision_limits: function that returns, for each latent, the precision that its prior contributes to an optimal
+            posterior, kl_weight / s², or None if the prior is not Normal.
         factors: ``pyro.factor`` terms, which have a log-density but no labels.
         recorder: the result of ``Curvature.recorder`` for this run.
-        model: the model, used by curvatures as a key for what they have verified.
+        model: the model, which curvatures use as a key for cached checks.
     """
 
     names: list[str]
@@ -94,7 +92,7 @@ class Linearisation:
     model: Any = None
 
     def require_labels(self, curvature: str) -> None:
-        """Raise an error for terms of the likelihood from which no labels can be drawn."""
+        """Raise an error if labels cannot be drawn for all terms of the likelihood."""
         if self.factors:
             raise ModelError(
                 f"pyro.factor site {self.factors[0].name!r} has no distribution from which {curvature} could draw "
@@ -103,7 +101,7 @@ class Linearisation:
 
     def gradients(self, scalar: Tensor) -> list[Tensor]:
         """Return the differentiable gradient of ``scalar`` with respect to every latent mean."""
-        if not scalar.requires_grad:  # everything is masked, or no latent reaches the observed sites
+        if not scalar.requires_grad:  # everything is masked, or no latent affects the observed sites
             return [torch.zeros_like(u) for u in self.values]
         return list(torch.autograd.grad(scalar, self.values, create_graph=True, materialize_grads=True))
 
@@ -112,7 +110,7 @@ class Linearisation:
 def twice_differentiated() -> Iterator[None]:
     """Raise an error with a remedy for torch functions without a second (third) derivative, such as ``embedding_bag``.
 
-    Torch has its own message for a transposed convolution with ``output_padding``.
+    For a transposed convolution with ``output_padding``, torch has a message of its own.
     """
     try:
         yield
@@ -121,8 +119,9 @@ def twice_differentiated() -> Iterator[None]:
             raise
         raise UnsupportedError(
             f"{str(error).rstrip('.')}. Variational Laplace and curvatures differentiate the model more than once: "
-            "write it without this function (pyro_dvi.bayesian.smooth_activations_ replaces nn.Hardsigmoid and "
-            "nn.Hardswish, nn.Embedding with a sum nn.EmbeddingBag), or use another curvature than HessianDiagonal"
+            "write the model without this function (pyro_dvi.bayesian.smooth_activations_ replaces nn.Hardsigmoid and "
+            "nn.Hardswish; nn.Embedding followed by a sum replaces nn.EmbeddingBag), or use a curvature other than "
+            "HessianDiagonal"
         ) from error
 
 
@@ -152,17 +151,17 @@ class Curvature(ABC):
         return f"{type(self).__name__}()"
 
     def weight(self, step: int) -> float:
-        """Return the factor of the penalty in training step ``step``; 0 skips its computation."""
+        """Return the factor of the penalty in training step ``step``; if it is 0, the penalty is not computed."""
         return 1.0
 
 
 def half_sum(scales: Sequence[Tensor], curvatures: Sequence[Tensor]) -> Tensor:
-    r""":math:`\tfrac12 \sum \sigma^2 c` for explicit curvatures."""
+    r"""Return :math:`\tfrac12 \sum \sigma^2 c` for explicit curvatures c."""
     return 0.5 * sum_of([(s * s * c).sum() for s, c in zip(scales, curvatures, strict=True)])
 
 
 def half_weighted_squares(scales: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
-    r""":math:`\tfrac12 \sum \sigma^2 g^2`, in as few passes over the weights as possible."""
+    r"""Return :math:`\tfrac12 \sum \sigma^2 g^2`, in as few passes over the weights as possible."""
     total: Tensor = _HalfWeightedSquares.apply(len(scales), *scales, *gradients)  # type: ignore[no-untyped-call]
     return total
 
@@ -175,7 +174,7 @@ def sum_of(terms: Sequence[Tensor]) -> Tensor:
 class _HalfWeightedSquares(Function):
     """½ Σ σ² g² with ∂g = σ² g and ∂σ = σ g².
 
-    Products are recomputed in the backward pass, which takes less time than storing them.
+    Products are recomputed in the backward pass, which is faster than storing them.
     """
 
     @staticmethod

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Products of vectors with the Hessian and the generalised Gauss-Newton matrix of a log-likelihood.
 
-One run of a model leaves a graph from its latents :math:`u` to its observed distributions. With parameters f of these
-distributions and the factors w of their Fisher information (:mod:`pyro_dvi.curvature.information`),
+A run of the model records a graph from its latents :math:`u` to its observed distributions. With parameters f of these
+distributions and the square-root factors w of their Fisher information (:mod:`pyro_dvi.curvature.information`),
 
 .. math::
     G = \sum_k w_k^2\, \nabla f_k \nabla f_k^\top, \qquad G v = J^\top\bigl(w^2 \odot J v\bigr),
 
-where :math:`J v` is the derivative of :math:`J^\top c`, which is linear in c. Only reverse mode is used, so any model
-that can be differentiated twice is supported. Many vectors share one graph.
+where :math:`J v` is the derivative of :math:`J^\top c`, which is linear in c. Only reverse mode is used, so the model
+only needs to be twice differentiable. Many vectors share one graph.
 """
 
 import warnings
@@ -29,9 +29,9 @@ class LinearMap:
     r"""The Jacobian J of outputs f with respect to several tensors, as products with J and its transpose.
 
     Args:
-        outputs: f, of any shape; a node of the graph of ``values``.
+        outputs: f, of any shape, a node of the graph of ``values``.
         values: the tensors u, leaves or nodes.
-        vectors_at_once: how many vectors to push through the graph together; fewer need less memory.
+        vectors_at_once: number of vectors per pass through the graph; fewer need less memory.
     """
 
     def __init__(self, outputs: Tensor, values: Sequence[Tensor], *, vectors_at_once: int = 64) -> None:
@@ -57,26 +57,26 @@ class LinearMap:
             vectors: one tensor ``[S, *value]`` for each value.
 
         Returns:
-            Shape ``[S, *outputs]``.
+            Products of shape ``[S, *outputs]``.
         """
         cotangent, pulled = self._dual
         linear = [(p, v) for p, v in zip(pulled, vectors, strict=True) if p is not None and p.requires_grad]
         count = len(vectors[0])
         if not linear:
             return self.outputs.new_zeros(count, *self.outputs.shape)
-        # One scalar per vector: <J^T c, v>, whose derivative by c is J v.
+        # One scalar <J^T c, v> per vector, whose derivative with respect to c is J v.
         (result,) = batched_gradients(
             [p for p, _ in linear],
             [cotangent],
             [v for _, v in linear],
             self.vectors_at_once,
-            allow_unused=False,  # used, unless a function of the model cannot be differentiated twice
+            allow_unused=False,  # unused only if a function of the model is not twice differentiable
         )
         return result
 
     @cached_property
     def _dual(self) -> tuple[Tensor, list[Tensor | None]]:
-        """A cotangent, and its product with J as a function of it; None for a value that no output depends on."""
+        """A cotangent, and its products with J as functions of it; None for a value without effect on the outputs."""
         cotangent = torch.zeros_like(self.outputs).requires_grad_()
         if not self.outputs.requires_grad:
             return cotangent, [None] * len(self.values)
@@ -90,12 +90,12 @@ class LinearMap:
 def information_pairs(
     sites: Sequence[ObservedSite], draw_labels: Callable[[ObservedSite], Sequence[Tensor]]
 ) -> list[tuple[Tensor, Tensor]]:
-    r"""Return f and w of each site as ``[*batch_shape, K]``.
+    r"""Return f and w of each site, of shape ``[*batch_shape, K]``.
 
     Args:
         sites: the observed sites.
-        draw_labels: draws labels from a site's own distribution, for sites without a closed form; the Fisher
-            information is then estimated from these labels, :math:`f_s = \log p(y_s)`.
+        draw_labels: function that draws labels from a site's distribution; without a closed form, the Fisher
+            information is estimated from these labels, with :math:`f_s = \log p(y_s)`.
     """
     found = []
     for site in sites:
@@ -112,9 +112,9 @@ def information_pairs(
 def batched_gradients(
     outputs: Any, values: Sequence[Tensor], cotangents: Any, vectors_at_once: int, **options: bool
 ) -> list[Tensor]:
-    """Vector-Jacobian products for cotangents with an additional first dimension S, some at a time.
+    """Return vector-Jacobian products for cotangents with an additional first dimension S, some at a time.
 
-    Products of gradients that have a graph are products with the Hessian, :math:`H v`. For the options
+    If the outputs are gradients that have a graph, these are products with the Hessian, :math:`H v`. For the options
     ``create_graph`` and ``allow_unused``, see :func:`gradients_at`.
     """
     found = gradients_at(outputs, values, cotangents, vectors_at_once, **options)
@@ -131,7 +131,7 @@ def gradients_at(
     create_graph: bool = False,
     allow_unused: bool = True,
 ) -> list[Tensor | None]:
-    """Like :func:`batched_gradients`, at tensors or edges of the graph; None if no output depends on one.
+    """Return products as in :func:`batched_gradients`, at tensors or edges of the graph; None if one is unused.
 
     Functions that cannot be vectorised are called once per vector.
     """
@@ -144,7 +144,7 @@ def gradients_at(
 
     def products(vectors: tuple[Tensor, ...], batched: bool) -> list[Tensor | None]:
         with twice_differentiated(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*performance drop.*", category=UserWarning)  # of vmap
+            warnings.filterwarnings("ignore", message=".*performance drop.*", category=UserWarning)  # vmap
             found = torch.autograd.grad(
                 outputs,
                 places,
@@ -175,14 +175,14 @@ def gradients_at(
 
 
 def _joined(parts: list[list[Tensor | None]], join: Callable[[Any], Tensor]) -> list[Tensor | None]:
-    """Join the parts of each position; None if there are none."""
+    """Join the parts for each position; None if there are none."""
     return [None if column[0] is None else join(column) for column in zip(*parts, strict=True)]
 
 
 def vectors_together(saved: int, device: torch.device) -> int:
-    """Return the number of vectors to push together through a graph that saved ``saved`` bytes.
+    """Return the number of vectors per pass through a graph that saved ``saved`` bytes.
 
-    On CPUs, exceeding the cache costs time, and convolutions gain nothing from batching vectors.
+    On CPUs, exceeding the cache costs time, and batching vectors does not speed up convolutions.
     """
     budget = 1 << 22 if device.type == "cpu" else 1 << 28
     return max(1, min(256, budget // max(1, saved)))
@@ -205,15 +205,15 @@ class SavedBytes(saved_tensors_hooks):
         if storage.data_ptr() not in self._seen:
             self._seen.add(storage.data_ptr())
             self.total += storage.nbytes()
-        # Not the tensor itself: a node that saves its own output, like tanh, would keep itself alive.
+        # Do not keep the tensor itself: a node that saves its own output, such as tanh, would keep itself alive.
         return tensor.detach(), tensor._version
 
 
 def _unpack(saved: tuple[Tensor, int]) -> Tensor:
     tensor, version = saved
-    if tensor._version != version:  # with hooks, torch does not check
+    if tensor._version != version:  # torch does not check this with hooks
         raise ModelError(
-            f"the model writes to a tensor of shape {tuple(tensor.shape)} in place, but a gradient needs its old "
-            "values: write to a copy, x.clone(), or use torch.relu(x) instead of x.relu_()"
+            f"the model modifies a tensor of shape {tuple(tensor.shape)} in place, but a gradient needs its old "
+            "values: modify a copy, x.clone(), or use torch.relu(x) instead of x.relu_()"
         )
     return tensor

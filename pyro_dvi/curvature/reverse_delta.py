@@ -1,25 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""The smoothed reverse delta method: output variances that account for shared weights.
 
-Forward propagation of variances treats the elements of a layer as independent, and loses correlations due to skip
-connections, or between positions that share a kernel. Here, each output of each example is differentiated with respect
-to the weights instead:
+Forward propagation of variances treats the elements of a layer as independent. It misses correlations that are due to
+skip connections, and correlations between positions that share a kernel. This method instead differentiates each output
+of each example with respect to the weights:
 
 .. math::
     \mathrm{Var}[f_k] \approx \sum_w \Bigl(\frac{\partial m_k}{\partial \bar w}\Bigr)^2 \mathrm{Var}[w]
         + \sum_y \Bigl(\frac{\partial m_k}{\partial \bar y}\Bigr)^2 \mathrm{Var}_{xw}[y].
 
-The derivatives are those of the *moments*: variances are held constant, and the mean of a layer is a function of the
-mean of the layer before it. For ReLU, this derivative is :math:`\Phi(\mu/\sigma)`, the smoothed step. The second sum
-runs over the functions y that use weights: :math:`\mathrm{Var}_{xw}` is the part of the variance of y due to the
-product of the noise in weights and inputs: :math:`\mathrm{Var}[x]\,\mathrm{Var}[w]` for a product.
+The derivatives are those of the *means*: variances are held constant, and the mean of a layer is a function of the mean
+of the layer before it. For ReLU, the derivative is :math:`\Phi(\mu/\sigma)`, the smoothed step. The second sum is over
+the functions y that use weights. :math:`\mathrm{Var}_{xw}` is the part of the variance of y that is due to the product
+of the noise in weights and inputs, :math:`\mathrm{Var}[x]\,\mathrm{Var}[w]` for a product.
 
-Status: exact for linear models; for all others, first order in the noise, but with derivatives averaged over it. Only
-the noise of weights is included: inputs that are moments themselves are treated as deterministic, except where they are
-combined with a weight.
+Status: exact for linear models; otherwise first order in the noise, but with derivatives averaged over the noise. Only
+the noise of weights is included: inputs that are moments themselves are treated as deterministic, except in products
+with a weight.
 
 Cost: one backward pass per output and, for weights that are shared by positions or used several times, per-example
-gradients with the rules of :mod:`pyro_dvi.curvature.per_example`. A function without such a rule, or whose rows do not
+gradients from the rules of :mod:`pyro_dvi.curvature.per_example`. A function without such a rule, or whose rows do not
 belong to single examples, takes one backward pass per example and output.
 """
 
@@ -40,20 +40,20 @@ from pyro_dvi.curvature.weight_calls import Call, Slot, hold_variances
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.moments.value import GaussianMoments
 
-_BUDGET = 2**24  # elements of per-example gradients at a time
-# Functions of a weight alone that may copy it for each example.
+_BUDGET = 2**24  # maximum number of elements of per-example gradients at a time
+# Functions that may copy a weight for each example.
 _COPYING = (torch.Tensor.expand, torch.Tensor.repeat)
 
 
 @dataclass(frozen=True)
 class Traced:
-    """A call with weights that outputs depend on.
+    """A call with weights on which outputs depend.
 
     Attributes:
         call: the call.
-        uses: by weight, if rules give per-example gradients; otherwise None.
-        noise: variance of the output due to the product of the noise in weights and inputs; None for deterministic
-            inputs.
+        uses: uses by weight, if rules give per-example gradients; otherwise None.
+        noise: variance of the output that is due to the product of the noise in weights and inputs; None if the inputs
+            are deterministic.
     """
 
     call: Call
@@ -61,7 +61,7 @@ class Traced:
     noise: Tensor | None
 
     def arranged(self, slope: Tensor) -> Tensor:
-        """Return the gradient of the output with examples first."""
+        """Return the gradient of the output with the examples in its first dimension."""
         assert self.uses is not None
         return next(iter(self.uses.values())).arranged(slope)
 
@@ -72,9 +72,9 @@ def calls_behind(outputs: Tensor, calls: Sequence[Call], weights: dict[int, Tens
     Args:
         outputs: means of the outputs.
         calls: calls with weights and other arguments.
-        weights: means of the weights, and of functions of weights alone, by identity.
+        weights: means of the weights, and of functions of weights only, by id.
     """
-    # Unequal numbers, so that effects of several outputs on a layer do not cancel by symmetry.
+    # Unequal factors, so that the effects of several outputs on a layer do not cancel by symmetry.
     sums = outputs @ torch.linspace(1, 2, outputs.shape[1], dtype=outputs.dtype, device=outputs.device)
     slopes = gradients_at(calls, sums.sum())
     reached = [call for call, slope in zip(calls, slopes, strict=True) if slope is not None]
@@ -119,7 +119,7 @@ class Pullback:
         self.makers, self.examples = makers, examples
         self.fast = [one for one in traced if one.uses is not None]
         self.slow = [one for one in traced if one.uses is None]
-        # A weight with a single use, whose gradients are outer products of two vectors, needs no per-example gradients.
+        # Weights with a single use whose gradients are outer products of two vectors need no per-example gradients.
         self.contracted = {
             (id(one.call), key): _contracted(use.contribution, self.weights[key].variance)
             for one in self.fast
@@ -155,12 +155,12 @@ class Pullback:
     def _by_gradients(
         self, outputs: Tensor, rest: Sequence[tuple[int, Contribution, Tensor]], part: slice
     ) -> Tensor | float:
-        """Return the remaining variances of some examples, from per-example gradients."""
+        """Return the contributions of the other weights to variances of some examples, from per-example gradients."""
         total: Tensor | float = 0.0
         gradients: dict[int, Tensor] = {}
         for key, share, delta in rest:
             _add(gradients, {key: share.part(part).gradients(delta[part])})
-        if self.slow:  # with a backward pass per example
+        if self.slow:  # these take a backward pass per example
             seeds = torch.eye(self.examples, dtype=outputs.dtype, device=outputs.device)[part]
             slopes = LinearMap(outputs, [one.call.output for one in self.slow]).transposed(seeds)
             for one, slope in zip(self.slow, slopes, strict=True):
@@ -186,7 +186,7 @@ def _is_single(share: Contribution) -> bool:
 
 
 def _contracted(share: Contribution, variance: Tensor) -> Callable[[Tensor], Tensor]:
-    r""":math:`\sum_{pq} (\delta_{ip} a_{iq})^2 \mathrm{Var}[w_{pq}]` as a function of :math:`\delta`."""
+    r"""Return :math:`\sum_{pq} (\delta_{ip} a_{iq})^2 \mathrm{Var}[w_{pq}]` as a function of :math:`\delta`."""
     assert share.outer is not None
     of_output, inputs = share.outer.deltas, share.outer_inputs(slice(None))[:, 0].square()
     inputs_first = share.outer.inputs_first
@@ -196,12 +196,12 @@ def _contracted(share: Contribution, variance: Tensor) -> Callable[[Tensor], Ten
 
 
 class ReverseDeltaRecorder:
-    """Observe a run with moments, then compute the variances of its outputs.
+    """Observes a run with moments, then computes the variances of its outputs.
 
-    Use with :func:`~pyro_dvi.moments.dispatch.observed_by`, with gradients enabled, and only for one run.
+    Use it for one run only, with :func:`~pyro_dvi.moments.dispatch.observed_by` and gradients enabled.
 
     Args:
-        weights: latent weights by name; may be filled while the model runs.
+        weights: latent weights by name; may be added while the model runs.
 
     Example:
         >>> from pyro_dvi.moments.dispatch import observed_by
@@ -216,7 +216,7 @@ class ReverseDeltaRecorder:
 
     def __init__(self, weights: Mapping[str, GaussianMoments]) -> None:
         self._weights = weights
-        self._made: dict[int, GaussianMoments] = {}  # functions of weights alone
+        self._made: dict[int, GaussianMoments] = {}  # functions of weights only
         self._calls: list[Call] = []
         # For each active rule: the number of calls before it, and whether the model records gradients.
         self._starts: list[tuple[int, bool]] = []
@@ -227,7 +227,8 @@ class ReverseDeltaRecorder:
     def entering(self) -> None:
         """Record that a rule is about to be called.
 
-        Weights are uncertain even where the model stops gradients with ``no_grad``, ``detach`` or an autograd.Function.
+        Gradients are enabled, because weights are uncertain even if the model stops gradients with ``no_grad``,
+        ``detach`` or an autograd.Function.
         """
         self._starts.append((len(self._calls), torch.is_grad_enabled()))
         torch.set_grad_enabled(True)
@@ -245,7 +246,7 @@ class ReverseDeltaRecorder:
         known = {id(weight) for weight in self._weights.values()} | self._made.keys()
         weights = {id(a): a for a in tree_leaves((args, kwargs)) if id(a) in known}
         inside = {key for call in self._calls[start:] for key in call.weights}
-        if weights.keys() <= inside or not outputs:  # without weights, or already recorded within its rule
+        if weights.keys() <= inside or not outputs:  # no weights, or already recorded inside its rule
             return result
         del self._calls[start:]
         self._note(func, args, kwargs, result, outputs, weights)
@@ -260,7 +261,7 @@ class ReverseDeltaRecorder:
         outputs: list[GaussianMoments],
         weights: dict[int, Any],
     ) -> None:
-        if func is F.embedding:  # padding rows have noise, but no gradient
+        if func is F.embedding:  # padding rows have noise but no gradient
             args, kwargs = args[:2], {name: a for name, a in kwargs.items() if name in ("input", "weight")}
         copies: dict[int, Any] = {}
 
@@ -286,9 +287,9 @@ class ReverseDeltaRecorder:
             )
 
     def _held(self, argument: Any) -> Any:
-        """Return an argument with its current value, without its history."""
+        """Return a detached copy of an argument with its current value."""
         if isinstance(argument, GaussianMoments):
-            # Its own detach() would be a view.
+            # Its detach() would be a view.
             return GaussianMoments(argument.loc.detach(), argument.variance.detach())
         held = argument.detach()
         self._versions.append((held, held._version))
@@ -298,27 +299,27 @@ class ReverseDeltaRecorder:
 
     @torch.enable_grad()
     def reaches(self, out: GaussianMoments) -> bool:
-        """Return whether the noise of a weight reaches ``out`` through a function with other arguments."""
+        """Return whether a weight affects ``out`` through a function that has other arguments, too."""
         if not out.loc.requires_grad:
             return False
         return any(slope is not None for slope in gradients_at(self._uses(), out.loc.sum()))
 
     @torch.enable_grad()
     def variance(self, out: GaussianMoments, examples: int) -> Tensor:
-        """Return variances of outputs of the run, in their shape.
+        """Return the variances of outputs of the run, in the shape of the outputs.
 
         Args:
-            out: moments computed in the run, or a Gaussian behind them.
-            examples: the dimension of the examples.
+            out: moments computed in the run, or the Gaussian from which they were computed.
+            examples: the dimension of the examples in ``out``.
 
         Raises:
-            UnsupportedError: if a deterministic input of a layer was changed in place after its use, or a weight
-                affects the outputs in a way that was not recorded.
+            UnsupportedError: a deterministic input of a layer was changed in place after its use, or a weight affects
+                the outputs in a way that was not recorded.
         """
         if any(tensor._version != version for tensor, version in self._versions):
             raise UnsupportedError(
-                "the reverse delta method: the input of a layer was changed in place after its use. In the model, "
-                "write x = x + y instead of x += y for the input of a layer."
+                "the reverse delta method does not support layer inputs that are changed in place after their use: in "
+                "the model, write x = x + y instead of x += y."
             )
         loc = out.loc
         if not loc.requires_grad:
@@ -335,18 +336,18 @@ class ReverseDeltaRecorder:
         for trusted in (
             traced,
             [replace(one, uses=None) for one in traced],
-        ):  # else by a pass for each example
+        ):  # otherwise, with a pass per example
             pullback = Pullback(trusted, makers, len(rows))
             variance = torch.stack([pullback.variance(column) for column in rows.unbind(1)], 1)
             if self._is_proved(rows[-1, -1], variance[-1, -1], traced):
                 return variance.reshape(size).movedim(0, examples)
         raise UnsupportedError(
-            "the reverse delta method: a weight affects the outputs in a way that was not recorded, so variances would "
-            "be too small. Predict with Moments(propagation=Independent()) or Samples(n)."
+            "the reverse delta method did not record how a weight affects the outputs, so variances would be too "
+            "small: predict with Moments(propagation=Independent()) or Samples(n)."
         )
 
     def _is_proved(self, output: Tensor, variance: Tensor, traced: Sequence[Traced]) -> bool:
-        """Return whether the plain gradient gives no larger variance of an output; padding has no gradient."""
+        """Return whether the variance of an output is at least its variance from plain gradients (padding has none)."""
         weights = list(self._weights.values())
         places = [*(weight._loc for weight in weights), *(one.call.output for one in traced)]
         spreads = [*(weight.variance for weight in weights), *(one.noise for one in traced)]

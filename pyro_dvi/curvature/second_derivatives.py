@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Convolution and batch normalisation with a fast second derivative.
 
-A squared-gradient penalty is differentiated twice: once for the gradient :math:`\tilde g` itself and once through
-it. PyTorch composes the second derivative of a convolution from further convolutions with unusual strides and
-swapped axes, and takes some twenty passes over the activations for a batch normalisation. The formulas below
-use only the kernels of an ordinary forward and backward pass. Inside :class:`FastSecondDerivatives`, every
-``conv1d/2d/3d`` and training-mode ``batch_norm`` of unmodified user code uses them; values and derivatives are the same
-up to rounding.
+A squared-gradient penalty differentiates twice: once to obtain the gradient :math:`\tilde g`, and once through it.
+PyTorch composes the second derivative of a convolution from further convolutions with unusual strides and swapped axes,
+and takes about twenty passes over the activations for a batch normalisation. The formulas below use only the kernels of
+an ordinary forward and backward pass. Inside :class:`FastSecondDerivatives`, every ``conv1d/2d/3d`` and training-mode
+``batch_norm`` of unmodified user code uses them; values and derivatives are the same up to rounding.
 
-To add a function, write its backward pass as a second :class:`torch.autograd.Function`, and add the wrapper to the
-table at the end; it returns ``NotImplemented`` for arguments better handled by PyTorch.
+To add a function, write its backward pass as a second :class:`torch.autograd.Function`, and add a wrapper to the table
+at the end. The wrapper returns ``NotImplemented`` for arguments that PyTorch should handle.
 """
 
 from collections.abc import Callable
@@ -26,7 +25,7 @@ from pyro_dvi.errors import UnsupportedError
 
 
 class FastSecondDerivatives(TorchFunctionMode):
-    """Run convolutions and batch normalisations with hand-written second derivatives.
+    """A context in which convolutions and batch normalisations have hand-written second derivatives.
 
     Example:
         >>> layer, x = torch.nn.Conv2d(1, 2, 3), torch.ones(1, 1, 3, 3)
@@ -42,7 +41,7 @@ class FastSecondDerivatives(TorchFunctionMode):
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         rule = _REPLACED.get(func)
-        # Custom Functions cannot run inside vmap or jvp; PyTorch's own functions can.
+        # Unlike PyTorch's own functions, custom Functions cannot run inside vmap or jvp.
         if rule is not None and torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active():
             result = rule(*args, **(kwargs or {}))
             if result is not NotImplemented:
@@ -170,8 +169,8 @@ class _BatchNormBackward(Function):
     def backward(ctx: Any, a: Tensor | None, a_gamma: Tensor | None, a_beta: Tensor | None) -> tuple:
         if torch.is_grad_enabled():  # m and r below are constants, so a third derivative would be wrong
             raise UnsupportedError(
-                "batch_norm has no third derivative, here or in PyTorch: do not use create_graph=True for "
-                "the gradient of a squared-gradient penalty, or put batch normalisation in evaluation mode"
+                "batch_norm has no third derivative, neither here nor in PyTorch: do not use create_graph=True for "
+                "the gradient of a squared-gradient penalty, or use batch normalisation in evaluation mode"
             )
         g, x, gamma, m, r, *sums = ctx.saved_tensors
         n = x.numel() // x.shape[1]
@@ -181,7 +180,7 @@ class _BatchNormBackward(Function):
         a_beta = torch.zeros_like(m) if a_beta is None else a_beta
         dg, *sums_of_a = _fused_backward(a, x, gamma, m, r, ctx.eps)
         q, g_bar, p, a_bar = (torch.stack([*sums, *sums_of_a]) / n).unbind()
-        # The same kernel sums n r c for the weight if g stands for the input: one pass over a and g.
+        # With g in place of the input, the same kernel sums n r c for the weight, in one pass over a and g.
         rc = _fused_backward(a, g, None, g_bar, r, ctx.eps, input_too=False)[1] / n
         d_gamma = torch.addcmul(rc, r * p, q, value=-1).mul_(n)
         # ∂x = constant − on_x x − on_a a + on_g g,   ∂g += t x + shift
@@ -203,7 +202,7 @@ class _BatchNormBackward(Function):
 def _fused_backward(
     g: Tensor, x: Tensor, gamma: Tensor | None, m: Tensor, r: Tensor, eps: float, *, input_too: bool = True
 ) -> Any:
-    """Return gx, and the sums of g x̂ and of g for each channel."""
+    """Return gx, and the sums of g x̂ and g for each channel."""
     return torch.ops.aten.native_batch_norm_backward(
         g, x, gamma, None, None, m, r, True, eps, [input_too, True, True]
     )

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Sums of squared per-example gradients, computed with rules for the uses of weights or with more backward passes.
+r"""Sums of squared per-example gradients, from rules for the uses of weights or from additional backward passes.
 
 While the model runs, :class:`SquaredGradients` records each function that uses a latent weight. In the backward pass, a
-hook on its output receives the gradient :math:`\delta_i`, and the squares follow from it and the function's input. A
-linear layer needs one additional product,
+hook on the output of the function receives the gradient :math:`\delta_i`, and the squares follow from this gradient and
+the function's input. A linear layer needs one additional product,
 
 .. math:: \sum_i g_i^2 = (\delta^2)^\top x^2, \qquad g_i = \delta_i x_i^\top .
 
-For a weight that is used several times, per-example gradients are kept until the last use, so that cross terms are
-exact. Every function with a rule in :mod:`pyro_dvi.curvature.per_example` is supported.
+If a weight is used several times, per-example gradients are kept until the last use, so that cross terms are exact.
+Every function with a rule in :mod:`pyro_dvi.curvature.per_example` is supported.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,18 +34,18 @@ from pyro_dvi.curvature.per_example.proof import Finding, Served, examined
 from pyro_dvi.curvature.products import LinearMap, batched_gradients
 from pyro_dvi.errors import GuideError, UnsupportedError
 
-_BUDGET = 1 << 26  # entries of gradients that the vectorised fallback may hold at a time
+_BUDGET = 1 << 26  # maximum number of gradient entries of the vectorised fallback at a time
 # Attributes of a tensor that do not use its values (unless they return a tensor, like ``w.T``).
 _QUESTIONS = {"size", "dim", "numel", "is_floating_point", "is_complex", "stride", "is_contiguous"}
 Deliver = Callable[[int, Tensor], None]
 
 
 class SquaredGradients(WeightRecorder):
-    """Record every use of the given tensors while the model runs, and square per-example gradients.
+    """Records every use of the given tensors while the model runs, and sums squared per-example gradients.
 
     Args:
-        values: the tensors that the model uses; None for a tensor that is transformed first.
-        differentiable: whether squares can be differentiated; if not, hooks do not keep the graph alive.
+        values: the tensors that the model uses; None for a tensor that is transformed before its use.
+        differentiable: whether the squares are differentiable; if not, hooks do not keep the graph alive.
 
     Attributes:
         values: the tensors by index, until :meth:`watch` is called.
@@ -58,7 +58,7 @@ class SquaredGradients(WeightRecorder):
         self.values = {k: v for k, v in enumerate(values) if v is not None}
         self._differentiable = differentiable
         self._uses: Served = {k: [] for k in self.values}
-        self._without_rule: dict[int, str] = {}  # the first function without one
+        self._without_rule: dict[int, str] = {}  # the first function without a rule
         # Batch normalisation in training mode, with its input.
         self._normalised: list[tuple[Node, Tensor]] = []
         for k, value in self.values.items():
@@ -68,7 +68,7 @@ class SquaredGradients(WeightRecorder):
         if not isinstance(output, Tensor):
             if name_of(func) in _QUESTIONS or getattr(func, "__name__", "") == "__get__":
                 return
-        elif not output.requires_grad:  # inside no_grad: a constant of the model
+        elif not output.requires_grad:  # inside no_grad, so a constant of the model
             return
         if func in self.others and (args[5] if len(args) > 5 else kwargs.get("training", False)):
             self._normalised.append((output.grad_fn, args[0] if args else kwargs["input"]))
@@ -87,7 +87,7 @@ class SquaredGradients(WeightRecorder):
         return {k: uses for k, uses in self._uses.items() if uses and k not in self._without_rule}
 
     def served(self, num_examples: int) -> Served:
-        """Return the uses of tensors for which all uses may give per-example gradients."""
+        """Return the uses of tensors all of whose uses may give per-example gradients."""
         return with_rows_of_examples(self.uses(), num_examples)
 
     def obstacle(self, k: int) -> str:
@@ -98,13 +98,14 @@ class SquaredGradients(WeightRecorder):
         names = self._without_rule.get(k) or ", ".join(dict.fromkeys(name_of(use.function) for use in uses))
         if not names:
             return "is not used by any function that records gradients"
-        return f"is used by {names}, which has no rule for per-example gradients there"
+        return f"is used by {names}, which has no rule for per-example gradients with these arguments"
 
     def examined(self, served: Served, outputs: Tensor, seed: int = 0) -> Finding:
         """Find the tensors in ``served`` for which the rules do not give per-example gradients.
 
-        Shapes can be misleading, and uses can be missed: see :func:`~pyro_dvi.curvature.per_example.proof.examined`.
-        For batch normalisation in training mode, which mixes all examples, the statistics are held constant.
+        The check is needed because shapes can be misleading and uses can be missed; see
+        :func:`~pyro_dvi.curvature.per_example.proof.examined`. For batch normalisation in training mode, which mixes
+        all examples, the statistics are held constant.
         """
         with ExitStack() as undo:
             for node, x in self._normalised:
@@ -115,8 +116,8 @@ class SquaredGradients(WeightRecorder):
         """Compute the sums of squares of the tensors in ``served`` in the next backward pass.
 
         Args:
-            served: a part of what :meth:`served` returned.
-            deliver: called with the index of a tensor and its sum of squares after its last use.
+            served: a subset of the result of :meth:`served`.
+            deliver: function that is called with the index of a tensor and its sum of squares, after its last use.
         """
         for k, uses in served.items():
             gathered = _Gathered(len(uses) > 1)
@@ -124,16 +125,16 @@ class SquaredGradients(WeightRecorder):
                 hook = partial(gathered.arrived, [(use.contribution, use.rows)], use.output.output_nr)
                 use.output.node.register_prehook(hook)
             self.values[k].register_hook(partial(gathered.deliver, k, deliver))
-        # Hooks hold only what they need, not their node, so that the graph is not kept alive.
+        # Hooks do not refer to their node, so that the graph is not kept alive.
         self._uses, self.values, self._normalised, self.parts = {}, {}, [], WeightParts()
 
     def measured(self, served: Served, outputs: Tensor, cotangent: Tensor) -> dict[int, Tensor]:
         r"""Return :math:`\sum_i (w_i\,\partial f_i)^2` for the tensors in ``served``, with a separate backward pass.
 
         Args:
-            served: a part of what :meth:`served` returned.
+            served: a subset of the result of :meth:`served`.
             outputs: f, one entry per example.
-            cotangent: w of the same shape.
+            cotangent: w, of the same shape.
         """
         edges = [use.output for uses in served.values() for use in uses]
         if not edges or not outputs.requires_grad:
@@ -162,7 +163,7 @@ def squares_of(uses: Sequence[tuple[Contribution, Tensor]], differentiable: bool
 
 
 class _Gathered:
-    """Squares of a weight with one use, or per-example gradients of a weight with several, accumulated so far."""
+    """The accumulated squares of a weight with one use, or per-example gradients of a weight with several uses."""
 
     def __init__(self, several: bool) -> None:
         self._several = several
@@ -170,10 +171,10 @@ class _Gathered:
 
     @torch.no_grad()
     def arrived(self, waiting: list[Any], place: int, deltas: tuple[Tensor | None, ...]) -> None:
-        """Add a use, and release its tensors from the forward pass, as autograd does."""
+        """Add a use, and release its tensors of the forward pass, as autograd does."""
         if not waiting:
             raise GuideError(
-                "squared gradients are available only in the first backward pass of a loss: evaluate the loss again"
+                "squared gradients are computed only in the first backward pass of a loss: evaluate the loss again"
             )
         (use, rows), delta = waiting.pop(), deltas[place]
         if delta is None:
@@ -183,7 +184,7 @@ class _Gathered:
         self._total = found if self._total is None else self._total + found
 
     def deliver(self, k: int, deliver: Deliver, gradient: Tensor) -> None:
-        """Deliver the sum of squares, once."""
+        """Deliver the sum of squares once."""
         total, self._total = self._total, None
         if total is not None and self._several:
             total = total.square().sum(0)
@@ -191,9 +192,9 @@ class _Gathered:
 
 
 def _divided(x: Tensor, inputs: tuple[Tensor | None, ...], outputs: tuple[Tensor, ...]) -> tuple | None:
-    """Divide the gradient of an output by the standard deviation of its channel, to give the gradient of ``x``.
+    """Return the gradient of ``x``: the gradient of the output divided by the standard deviation of its channel.
 
-    No gradient passes through the statistics, which mix rows, or through the weight.
+    No gradient passes through the statistics, which mix rows, nor through the weight.
     """
     if inputs[0] is None:
         return None
@@ -205,13 +206,13 @@ def _divided(x: Tensor, inputs: tuple[Tensor | None, ...], outputs: tuple[Tensor
 
 
 def squares_without_rules(outputs: Tensor, cotangent: Tensor, values: Sequence[Tensor]) -> list[Tensor]:
-    r"""Return :math:`\sum_i (w_i\,\partial_u f_i)^2` for every value, whatever the model.
+    r"""Return :math:`\sum_i (w_i\,\partial_u f_i)^2` for every value, for any model.
 
-    Takes one backward pass per example, or per element of u if these are far fewer.
+    This takes one backward pass per example, or per element of u if there are far fewer elements.
 
     Args:
         outputs: f, one entry per example.
-        cotangent: w of the same shape.
+        cotangent: w, of the same shape.
         values: the tensors u; ``outputs`` need not depend on all of them.
     """
     totals = [torch.zeros_like(v) for v in values]
@@ -223,7 +224,7 @@ def squares_without_rules(outputs: Tensor, cotangent: Tensor, values: Sequence[T
             basis = torch.eye(values[k].numel()).to(values[k]).reshape(-1, *values[k].shape)
             columns = LinearMap(outputs, [values[k]]).forward([basis])
             totals[k] = (columns * cotangent).square().sum(1).reshape(values[k].shape)
-        except (RuntimeError, UnsupportedError):  # the model cannot be differentiated twice
+        except (RuntimeError, UnsupportedError):  # the model is not twice differentiable
             many = [*many, k]
     if many:
         found = pass_per_example(outputs, cotangent, [values[k] for k in many])
@@ -235,7 +236,7 @@ def squares_without_rules(outputs: Tensor, cotangent: Tensor, values: Sequence[T
 def pass_per_example(
     outputs: Tensor, cotangent: Tensor, values: Sequence[Tensor], *, create_graph: bool = False
 ) -> list[Tensor]:
-    """Like :func:`squares_without_rules`, with a backward pass per example that may be differentiable."""
+    """Return the sums of :func:`squares_without_rules` from one backward pass per example."""
     outputs, cotangent = outputs.reshape(-1), cotangent.reshape(-1)
     totals = [torch.zeros_like(v) for v in values]
     together = max(1, min(64, _BUDGET // max(1, sum(v.numel() for v in values))))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recorded calls of functions with uncertain weights, which can be repeated after the run of the model."""
+"""Recorded calls of functions with uncertain weights, which can be repeated after the model has run."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from pyro_dvi.moments.weight_uses import parts_of
 
 
 def hold_variances(func: Callable, args: tuple, kwargs: dict[str, Any], result: Any) -> list[GaussianMoments]:
-    """Return the moments that a function returned, with variances that are held constant."""
+    """Hold the variances of the moments that a function returned constant, and return these moments."""
     arguments = {id(a) for a in tree_leaves((args, kwargs))}
     parts = [part for part in parts_of(result) if id(part) not in arguments]
     for part in parts:
@@ -30,14 +30,14 @@ def hold_variances(func: Callable, args: tuple, kwargs: dict[str, Any], result: 
 
 
 def _holding_variances(func: Callable, args: tuple, kwargs: dict[str, Any], result: Any) -> Any:
-    """Observe a function that is called again, and hold variances constant."""
+    """Observe a repeated call, and hold its variances constant."""
     hold_variances(func, args, kwargs, result)
     return result
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Placeholder for a weight among the arguments of a call, by the identity of its moments."""
+    """Placeholder for a weight in the arguments of a call, by the id of its moments."""
 
     key: int
 
@@ -48,12 +48,12 @@ class Call:
 
     Attributes:
         func: the function.
-        args: its arguments without history, with a :class:`Slot` in the place of each weight.
-        kwargs: likewise.
-        weights: the weights by their identity, without history.
-        place: index among the moments that the function returned.
+        args: its positional arguments, detached, with a :class:`Slot` in place of each weight.
+        kwargs: its keyword arguments, likewise.
+        weights: the weights by id, detached.
+        place: index of the moments among those that the function returned.
         result: these moments, kept alive so that their id is not reused.
-        output: their means at that time; later in-place operations may change the result.
+        output: the means of the result at the time of the call; later in-place operations may change it.
         alone: whether the result is a function of weights only; it is then treated as a weight.
     """
 
@@ -74,7 +74,7 @@ class Call:
 
     def again(self, of_weight: Callable[[int], Any], of_other: Callable[[GaussianMoments], Any]) -> Any:
         """Repeat the call with other weights and other uncertain arguments."""
-        copies: dict[int, Any] = {}  # the same object stays the same
+        copies: dict[int, Any] = {}  # identical arguments stay identical
 
         def replaced(argument: Any) -> Any:
             if not isinstance(argument, Slot | GaussianMoments):
@@ -96,7 +96,7 @@ class Call:
 
         named: list[tuple[int | str, Any]] = [*enumerate(self.args), *self.kwargs.items()]
         places = {place: a.key for place, a in named if isinstance(a, Slot)}
-        if sorted(places.values()) != sorted(self.weights):  # in a list, or twice
+        if sorted(places.values()) != sorted(self.weights):  # a weight is in a list, or occurs twice
             return {}
         args, kwargs = tree_map(certain, (self.args, self.kwargs))
         arguments, found = Arguments(args, kwargs, tuple(places)), {}
@@ -107,7 +107,7 @@ class Call:
 
     @torch.no_grad()
     def interaction(self) -> Tensor | None:
-        """Return the variance due to products of the noise in weights and other arguments; None if these have no noise.
+        """Return the variance due to products of the noise in weights and in other arguments; None without such noise.
 
         It is the variance minus the variances due to each argument alone.
         """
@@ -128,7 +128,7 @@ class Call:
         """Return gradients ``[m, *weight]`` of each weight.
 
         Args:
-            deltas: gradients ``[m, *output]``, each of all of the output.
+            deltas: m gradients of the whole output, ``[m, *output]``.
         """
         if not self._linearised.outputs.requires_grad:
             return {}

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KL divergence of many Gaussians from Normal priors with few operator calls and few passes over the weights.
+"""KL divergences of many Gaussians from Normal priors, with few operator calls and few passes over the weights.
 
 Sums are computed site by site, so that intermediate results stay in the processor's cache; gradients, which must be
-stored, are computed with torch's foreach operations. A prior shared by the weights of a site is a single number,
-applied after the sum over the site.
+stored, are computed with torch's foreach operations. A prior that all weights of a site share is applied after the sum
+over the site.
 """
 
 import math
@@ -19,22 +19,23 @@ Tensors = Sequence[Tensor]  # one tensor per site
 
 
 def row_norms(x: Tensor) -> Tensor:
-    """Return a tensor of the same norm with fewer elements: torch rounds each partial sum of many squares."""
+    """Return a tensor with the same norm and fewer elements, to reduce rounding errors in torch's sums of squares."""
     return torch.linalg.vector_norm(x.flatten(1), dim=1) if x.dim() > 1 and x.numel() > 1 << 18 else x
 
 
 def normal_divergence(locs: Tensors, scales: Tensors, prior_locs: Tensors, prior_scales: Tensors) -> Tensor:
-    r"""KL divergence of Gaussians from Normal priors, summed over all sites and their elements.
+    r"""Return the KL divergence of Gaussians from Normal priors, summed over all sites and their elements.
 
     .. math:: \sum \tfrac12\Bigl(\frac{\sigma^2 + (\mu - m)^2}{s^2} - 1\Bigr) - \log\frac{\sigma}{s}
 
-    Status: exact. Differentiable once, except in the means of priors.
+    Status: exact. Differentiable once, except with respect to the means of priors.
 
     Args:
-        locs: means of each site (at least one), all of one dtype and device.
+        locs: means of each site (at least one), all with one dtype and device.
         scales: standard deviations, of the same shapes.
-        prior_locs: m of each site, a scalar.
-        prior_scales: s of each site, a scalar; all of one dtype and device, which may be the CPU.
+        prior_locs: mean m of each site's prior, a scalar.
+        prior_scales: standard deviation s of each site's prior, a scalar; all with one dtype and device, which may be
+            the CPU.
 
     Example:
         >>> loc, scale = torch.tensor([0.0, 1.0]), torch.tensor([1.0, 2.0])
@@ -47,11 +48,11 @@ def normal_divergence(locs: Tensors, scales: Tensors, prior_locs: Tensors, prior
 
 
 def minus_log_density(values: Tensors, prior_locs: Tensors, prior_scales: Tensors) -> Tensor:
-    r"""Negative log density of values under Normal priors, summed: the divergence term of point masses.
+    r"""Return the negative log density of values under Normal priors, summed, as the divergence of point masses.
 
     .. math:: \sum \frac{(w - m)^2}{2 s^2} + \log s + \tfrac12\log 2\pi
 
-    Status: exact. Arguments and derivatives as for :func:`normal_divergence`.
+    Status: exact. Arguments and derivatives as in :func:`normal_divergence`.
 
     Example:
         >>> minus_log_density([torch.tensor([0.0, 1.0])], [torch.tensor(0.0)], [torch.tensor(1.0)])
@@ -64,7 +65,7 @@ def minus_log_density(values: Tensors, prior_locs: Tensors, prior_scales: Tensor
 def multiplicative_divergence(
     locs: Tensors, alphas: Tensors, eps: Sequence[float], prior_locs: Tensors, prior_scales: Tensors
 ) -> Tensor:
-    r"""KL divergence of multiplicative noise from Normal priors, summed over all sites and their weights.
+    r"""Return the KL divergence of multiplicative noise from Normal priors, summed over all sites and their weights.
 
     With :math:`v_{ij} = \alpha_j m_{ij}^2 + \varepsilon` and the prior :math:`\mathcal N(m_0, s^2)`,
 
@@ -74,13 +75,13 @@ def multiplicative_divergence(
     Status: exact. Differentiable like :func:`normal_divergence`.
 
     Args:
-        locs: m of each site.
+        locs: means m of each site.
         alphas: relative variances, broadcastable to ``locs``.
         eps: :math:`\varepsilon` of each site.
-        prior_locs: as for :func:`normal_divergence`.
-        prior_scales: likewise.
+        prior_locs: as in :func:`normal_divergence`.
+        prior_scales: as in :func:`normal_divergence`.
 
-    Source: Schmitt & Roth (2021), Eq. 17, there for :math:`m_0 = 0`.
+    Source: Schmitt & Roth (2021), Eq. 17, for :math:`m_0 = 0`.
 
     Example:
         >>> loc, alpha = torch.tensor([[1.0, -2.0]]), torch.tensor([[0.01, 0.25]])
@@ -100,14 +101,14 @@ def _size(values: Tensors) -> int:
 
 def _total(squares: Tensor, logs: Tensor | None, values: Tensors, prior_scales: Tensors) -> Tensor:
     """½ squares / s² + n log s, minus the logarithms, summed over sites."""
-    scales = torch.stack(list(prior_scales)).to(squares.device)  # scalars of a model may be on the CPU
+    scales = torch.stack(list(prior_scales)).to(squares.device)  # scalars may be on the CPU
     volumes = torch._foreach_mul(scales.log().unbind(), [float(value.numel()) for value in values])
     terms = 0.5 * squares / scales.square() + torch.stack(volumes)
     return (terms if logs is None else terms - logs).sum()
 
 
 def _logarithm(scale: Tensor) -> Tensor | None:
-    """Return the parameter of which the scale is the exponential; None for other scales."""
+    """Return the parameter whose exponential is the scale; None for other scales."""
     node = scale.grad_fn
     if node is None or node.name() != "ExpBackward0":
         return None
@@ -119,7 +120,7 @@ def _in_groups(tensors: Sequence[Any], size: int) -> list[list[Any]]:
 
 
 class _GaussianSums(Function):
-    """‖μ − m‖² of each site; with scales ‖μ − m‖² + ‖σ‖², and Σ log σ."""
+    """‖μ − m‖² of each site; if there are scales, ‖μ − m‖² + ‖σ‖² and Σ log σ."""
 
     @staticmethod
     def forward(
@@ -170,7 +171,7 @@ class _MultiplicativeSums(Function):
     @once_differentiable
     def backward(ctx: Any, out: Tensor, of_logs: Tensor) -> tuple[Tensor | None, ...]:
         locs, alphas = _in_groups(ctx.saved_tensors, len(ctx.eps))
-        pulls = torch._foreach_mul(locs, alphas)  # becomes twice the slope in v, times m
+        pulls = torch._foreach_mul(locs, alphas)  # becomes m times twice the derivative with respect to v
         torch._foreach_mul_(pulls, locs)
         torch._foreach_add_(pulls, list(ctx.eps))
         torch._foreach_reciprocal_(pulls)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Gaussians with covariances, and the Gaussian whose standard deviation is proportional to its mean.
+r"""Gaussians with covariances, and Gaussians whose standard deviation is proportional to the mean.
 
 Vectors have the form :math:`w_i = \bar w_i + \sum_r F_{ri}\,\epsilon_r + \sqrt{d_i}\,\delta_i` with standard Gaussian
-:math:`\epsilon, \delta`: dense, low-rank, or dense within each output of a layer, with a separate :math:`\epsilon` for
-each output.
+:math:`\epsilon, \delta`. The covariance is dense, low-rank, or dense within each output of a layer, with a separate
+:math:`\epsilon` for each output.
 """
 
 import math
@@ -16,13 +16,13 @@ from torch.distributions import constraints
 
 
 class RowsNormal(dist.TorchDistribution):
-    r"""Independent Gaussian rows, each with its own covariance, as one vector with permuted elements.
+    r"""A vector whose permuted elements are independent Gaussian rows, each with its own covariance.
 
     .. math:: w = \bar w + \operatorname{order}(L_1\epsilon_1, \dots, L_m\epsilon_m)
 
     Args:
         loc: means ``[n]``, in the order of the vector.
-        scale_tril: Cholesky factors ``[m, k, k]`` with mk = n.
+        scale_tril: Cholesky factors of the rows, ``[m, k, k]`` with mk = n.
         order: index into the concatenated rows for each element of the vector, ``[n]``.
 
     Example:
@@ -71,13 +71,13 @@ class RowsNormal(dist.TorchDistribution):
 
 
 def is_joint(fn: Any) -> bool:
-    """Return whether a distribution is a Gaussian vector with covariances."""
+    """Return whether a distribution is a Gaussian vector with correlated elements."""
     known = isinstance(fn, td.MultivariateNormal | td.LowRankMultivariateNormal | RowsNormal)
     return known and not fn.batch_shape
 
 
 def shared_factor(fn: Any) -> tuple[Tensor, Tensor | None, bool]:
-    r"""Return F ``[R, n]``, d ``[n]`` (None for zeros), and whether outputs of a layer share :math:`\epsilon`."""
+    r"""Return F ``[R, n]``, d ``[n]`` (None if zero), and whether the outputs of a layer share :math:`\epsilon`."""
     if isinstance(fn, RowsNormal):
         return fn.scale_tril.flatten(0, 1)[fn.order].mT, None, len(fn.scale_tril) == 1
     if isinstance(fn, td.LowRankMultivariateNormal):
@@ -86,11 +86,11 @@ def shared_factor(fn: Any) -> tuple[Tensor, Tensor | None, bool]:
 
 
 def total_correlation(fn: Any) -> Tensor:
-    r"""KL divergence of a Gaussian vector from the product of its marginals.
+    r"""Return the KL divergence of a Gaussian vector from the product of its marginals.
 
     .. math:: \sum_i \log\sigma_i - \tfrac12\log\det\Sigma
 
-    Added to the divergences of the marginals from independent priors, it gives the divergence of the vector.
+    Adding it to the divergences of the marginals from independent priors gives the divergence of the vector.
 
     Status: exact.
 
@@ -106,16 +106,19 @@ def total_correlation(fn: Any) -> Tensor:
 
 
 class MatrixNormal(dist.Normal):
-    r"""A matrix whose covariance is a Kronecker product, :math:`W = M + L_r Z L_c^\top` with standard Gaussian Z.
+    r"""A Gaussian matrix :math:`W = M + L_r Z L_c^\top` with standard Gaussian Z.
 
-    To what reads single elements it is the Normal of its marginals; draws and the sum of ``log_prob`` over the elements
-    are those of the matrix.
+    Its covariance is a Kronecker product.
+
+    Its attributes are those of the marginal Normals of single elements; draws, and the sum of ``log_prob`` over the
+    elements, are those of the matrix.
 
     Args:
-        loc: M, ``[*, p, ...]``; dimensions after p are flattened to the q columns.
+        loc: M, ``[*, p, ...]``; the dimensions after p are flattened to q columns.
         rows: :math:`L_r` ``[p, p]``, lower triangular.
-        columns: :math:`L_c` ``[n, n]`` with n of at least q, likewise; the first q columns of a wider matrix are meant.
-        dims: number of dimensions of the matrix in ``loc``; with 1, q is 1.
+        columns: :math:`L_c` ``[n, n]``, lower triangular, with n ≥ q. If n > q, this distribution is that of the first
+            q columns of a wider matrix.
+        dims: number of dimensions of ``loc`` that belong to the matrix; with 1, q is 1.
 
     Example:
         >>> q = MatrixNormal(
@@ -133,7 +136,7 @@ class MatrixNormal(dist.Normal):
 
     @property
     def _own(self) -> Tensor:
-        """The factor of these columns alone."""
+        """The factor of these q columns only."""
         q = self.loc.shape[-self.dims :].numel() // len(self.rows)
         return self.columns[:q, :q]
 
@@ -152,7 +155,7 @@ class MatrixNormal(dist.Normal):
         return values.unflatten(-1, (-1, 1)) if self.dims == 1 else values.flatten(1 - self.dims)
 
     def coloured(self, noise: Tensor) -> Tensor:
-        """Return the deviation from the mean that standard Gaussian noise makes."""
+        """Transform standard Gaussian noise to deviations from the mean."""
         return (self.rows @ self.matrix(noise) @ self._own.mT).reshape(noise.shape)
 
     def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:  # noqa: B008 (as torch's)
@@ -166,22 +169,22 @@ class MatrixNormal(dist.Normal):
             return self.rsample(sample_shape)
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Terms whose sum over the elements is the log density of the matrix."""
+        """Return terms whose sum over the elements is the log density of the matrix."""
         left = torch.linalg.solve_triangular(self.rows, self.matrix(value - self.loc), upper=False)
         noise = torch.linalg.solve_triangular(self._own, left.mT, upper=False).mT
         return 0.5 - 0.5 * noise.reshape(value.shape).square() - self.entropy()
 
     def entropy(self) -> Tensor:
-        """Terms whose sum over the elements is the entropy of the matrix."""
+        """Return terms whose sum over the elements is the entropy of the matrix."""
         logs = self.rows.diagonal().log().mean() + self._own.diagonal().log().mean()
         return (logs + 0.5 * math.log(2 * math.pi * math.e)).expand_as(self.loc)
 
     def next_column(self, loc: Tensor, value: Tensor | None = None) -> "MatrixNormal":
-        """Return the column after these in the wider matrix; conditional where the value of these is given.
+        """Return the next column of the wider matrix, conditional on these columns if their value is given.
 
         Args:
-            loc: its mean ``[p]``.
-            value: of these columns.
+            loc: mean of the next column, ``[p]``.
+            value: value of these columns; None for the marginal.
         """
         q = len(self._own)
         spread = self.columns[q, : q + 1]
@@ -197,22 +200,22 @@ class MultiplicativeNormal(dist.Normal):
 
     .. math:: w_{ij} \sim \mathcal N\bigl(m_{ij},\ \alpha_j m_{ij}^2 + \varepsilon\bigr)
 
-    A deterministic weight has this distribution when its input j is multiplied by noise of mean 1 and variance
+    A deterministic weight has this distribution if its input j is multiplied by noise with mean 1 and variance
     :math:`\alpha_j`, drawn independently for each product. The :math:`\varepsilon` keeps densities and gradients finite
-    if a weight is zero. In the paper, it appears only inside the logarithm of the divergence; as a part of the
-    variance, it adds the constant :math:`\varepsilon / 2 s^2` per weight and makes samples, densities and divergences
-    consistent.
+    if a weight is zero. In the paper, it appears only in the logarithm of the divergence; here, it is a part of the
+    variance, which adds the constant :math:`\varepsilon / 2 s^2` per weight and makes samples, densities and
+    divergences consistent.
 
     Status: exact.
 
     Args:
-        loc: m, of any shape, floating point.
+        loc: means m, floating-point, of any shape.
         alpha: nonnegative relative variance, broadcastable to ``loc``; its shape is kept.
-        eps: :math:`\varepsilon`, in squared units of ``loc``; by default the paper's value, a standard deviation of
-            1e-5.
+        eps: :math:`\varepsilon`, in squared units of ``loc``; by default, the paper's value, which is a standard
+            deviation of 1e-5.
 
     Raises:
-        ValueError: if a mean is not finite or ``alpha`` is negative, and Pyro's validation is enabled.
+        ValueError: a mean is not finite or ``alpha`` is negative, and Pyro's validation is enabled.
 
     Source: Schmitt & Roth (2021), "Sampling-free variational inference for neural networks with multiplicative
     activation noise", Eq. 5, and Appendix A for :math:`\varepsilon`.
@@ -228,7 +231,7 @@ class MultiplicativeNormal(dist.Normal):
         torch.Size([1, 2])
     """
 
-    # The standard deviation follows from these; the moments of a network never need it.
+    # The standard deviation is computed only on demand; moment propagation does not need it.
     arg_constraints = {"loc": constraints.real, "alpha": constraints.nonnegative}  # noqa: RUF012
 
     def __init__(

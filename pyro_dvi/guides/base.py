@@ -33,14 +33,14 @@ class FactorisedGuide(AutoGuide):
 
     .. math:: q(u) = \prod_s q_s(u_s), \qquad \theta_s = T_s(u_s)
 
-    Adding a guide: list the modules that hold the spreads of sites in ``_constraints``, and choose the factor of each
-    site in ``_factor_of``. Everything else is here.
+    To add a guide, list the modules that hold the spread parameters of sites in ``_constraints``, and choose the factor
+    of each site in ``_factor_of``.
 
     Attributes:
         locs: module of means, ``guide.locs.<site>``; ``<Guide>.locs.<site>`` in the parameter store.
     """
 
-    # Constraints of the spreads, by the attribute that stores them.
+    # Constraints of the spread parameters, by the attribute that stores them.
     _constraints: dict[str, Any] = {}  # noqa: RUF012
 
     def __init__(
@@ -49,13 +49,13 @@ class FactorisedGuide(AutoGuide):
         if not callable(model):
             raise TypeError(f"model must be callable, got {type(model).__name__}")
         started: Any = InitMessenger(init_loc_fn)(model)
-        started.__wrapped__ = model  # for who asks for its signature or its weights
+        started.__wrapped__ = model  # gives access to its signature and weights
         super().__init__(started, create_plates=create_plates)
         self.locs = PyroModule()
         for store in self._constraints:
             setattr(self, store, PyroModule())
         self._seen: dict[str, GuideSite] = {}
-        # Sites without loaded parameters are responses that lack an observation.
+        # If true, sites without loaded parameters are treated as observed sites whose observation is missing.
         self._only_loaded = False
 
     @abstractmethod
@@ -64,22 +64,21 @@ class FactorisedGuide(AutoGuide):
 
         Args:
             name: the site's name.
-            site: Pyro's message of the site, from the first look at the model.
+            site: Pyro's message of the site, from the first run of the model.
             loc: its initial mean, in unconstrained space.
         """
 
     def initialize(self, *args: Any, **kwargs: Any) -> None:
-        """Create the parameters from one look at the model with these arguments, if they do not exist yet."""
+        """Run the model once with these arguments and create the parameters, unless they exist."""
         if self.prototype_trace is None:
             with explained_errors(self.model, [], args, kwargs):
                 self._setup_prototype(*args, **kwargs)
 
     def initialize_loaded(self, *args: Any) -> bool:
-        """Look at the model with arguments that may lack observations, after loading a state.
+        """Run the model once after loading a state, with arguments that may lack observations.
 
         Returns:
-            True if there are loaded parameters, and no latents of single examples, which may belong to other examples
-            than the arguments.
+            True if parameters were loaded and there are no local latents, whose values may belong to other examples.
         """
         if self.prototype_trace is None and next(self.parameters(), None) is not None:
             self._only_loaded = True
@@ -95,7 +94,7 @@ class FactorisedGuide(AutoGuide):
         """Draw every latent site once; Pyro calls it with the arguments of the model.
 
         Returns:
-            the draws by site name.
+            Draws by site name.
         """
         self.initialize(*args, **kwargs)
         return self._within_plates(self._sample_site, *args, **kwargs)
@@ -103,7 +102,7 @@ class FactorisedGuide(AutoGuide):
     def _within_plates(
         self, sample: Callable[[GuideSite], Tensor], *args: Any, **kwargs: Any
     ) -> dict[str, Tensor]:
-        """Draw every site by a function, within its plates."""
+        """Draw every site with a function, inside its plates."""
         plates = self._create_plates(*args, **kwargs)
         result = {}
         for site in self._sites():
@@ -123,7 +122,7 @@ class FactorisedGuide(AutoGuide):
     # Reading the posterior ---------------------------------------------------------------------------------------
 
     def get_posterior(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return the posterior marginal of every site, as a distribution over its own (constrained) values."""
+        """Return the posterior marginal of every site, as a distribution over its constrained values."""
         transforms = {site.name: site.transform for site in self._sites()}
         return {
             name: marginal if (t := transforms[name]) is None else dist.TransformedDistribution(marginal, [t])
@@ -135,17 +134,17 @@ class FactorisedGuide(AutoGuide):
         """Draw all sites at once, without running the model.
 
         Args:
-            sample_shape: leading dimensions of the draws; a number of draws, or a shape.
+            sample_shape: leading dimensions of the draws, or their number.
 
         Returns:
-            draws of shape ``[*sample_shape, *site]`` by site name.
+            Draws of shape ``[*sample_shape, *site]`` by site name.
         """
         shape = torch.Size([sample_shape] if isinstance(sample_shape, int) else sample_shape)
         return {name: posterior.sample(shape) for name, posterior in self.get_posterior().items()}
 
     @torch.no_grad()
     def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Return the posterior median of every site; for weights that is the mean."""
+        """Return the posterior median of every site, which for weights is the mean."""
         return {name: value[0] for name, value in self.quantiles([0.5]).items()}
 
     @torch.no_grad()
@@ -154,8 +153,8 @@ class FactorisedGuide(AutoGuide):
 
         Args:
             quantiles: probabilities between 0 and 1.
-            args: ignored; Pyro's guides accept the model's arguments here.
-            kwargs: ignored likewise.
+            args: ignored; accepted for compatibility with Pyro's guides.
+            kwargs: also ignored.
         """
         results = {}
         asked = torch.as_tensor(quantiles)
@@ -169,17 +168,17 @@ class FactorisedGuide(AutoGuide):
         return self._constrained(results)
 
     def _constrained(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the sites' own values, given unconstrained ones."""
+        """Map unconstrained values of all sites to constrained values."""
         return {site.name: site.constrained(values[site.name]) for site in self._sites()}
 
     @torch.no_grad()
     def initial_scales(self) -> dict[str, Tensor]:
-        """Return the posterior standard deviations that training started from, in unconstrained space.
+        """Return the posterior standard deviations at the start of training, in unconstrained space.
 
-        Where they depend on the mean (multiplicative noise), it is the present one.
+        If they depend on the mean (multiplicative noise), the current mean is used.
 
         Returns:
-            Standard deviations by site name; without sites whose spread is not learned.
+            Standard deviations by site name, of the sites whose spread is learned.
         """
         scales = {}
         for site in self._sites():
@@ -187,30 +186,30 @@ class FactorisedGuide(AutoGuide):
                 continue
             loc = site.loc
             prior_scale = prior_scale_of(site.prior, loc)
-            if not broadcasts_to(prior_scale.shape, loc.shape):  # of a batch of a plate
+            if not broadcasts_to(prior_scale.shape, loc.shape):  # it has the shape of one minibatch
                 prior_scale = prior_scale.median()
             spread = site.factor.initial(loc, prior_scale, site.event_dim)
             scales[site.name] = site.factor.distribution(loc, spread).stddev
         return scales
 
     def as_prior(self, *, exclude: str | Iterable[str] = ()) -> PosteriorPrior:
-        """Return the posterior as a prior for the next task: continual learning.
+        """Return the posterior as a prior for the next task, for continual learning.
 
         The variances of a cold posterior are divided by its temperature, so that earlier data count once. The posterior
         is copied, so training this guide further does not change the prior. A new guide for the model with this prior
-        starts from the means of the old guide. Works with every objective: the KL divergence to these Gaussians is
-        exact.
+        starts at the means of the old guide. This works with every objective, because the KL divergence to these
+        Gaussians is exact.
 
         Args:
-            exclude: sites that keep the prior of the model (heads of single tasks, constrained sites), by name or
-                pattern.
+            exclude: names or patterns of sites that keep the prior of the model, such as heads of single tasks and
+                constrained sites.
 
         Returns:
-            a function from models to models.
+            A function that takes a model and returns it with the new prior.
 
         Raises:
-            ArgumentError: ``exclude`` names no site.
-            GuideError: the guide has not seen its model yet.
+            ArgumentError: an entry of ``exclude`` matches no site.
+            GuideError: the guide is not initialised.
             UnsupportedError: a site is constrained, or its posterior is a point mass.
 
         Example:
@@ -231,7 +230,8 @@ class FactorisedGuide(AutoGuide):
     def _sites(self) -> Iterable[GuideSite]:
         if self.prototype_trace is None:
             raise GuideError(
-                f"this {type(self).__name__} has not seen its model yet: call guide.initialize(*args) as the model"
+                f"this {type(self).__name__} is not initialised: call guide.initialize(*args) with the arguments of "
+                "the model"
             )
         return self._seen.values()
 
@@ -248,11 +248,11 @@ class FactorisedGuide(AutoGuide):
                 for name, site in sites.items():
                     site["is_observed"] = name not in loaded
                 sites = {name: sites[name] for name in sites if name in loaded}
-                # Pyro collected frames of responses too
+                # Pyro also collected the plates of observed sites
                 self._prototype_frames = {f.name: f for s in sites.values() for f in s["cond_indep_stack"]}
             if not sites:
                 raise ModelError(
-                    f"{type(self).__name__} found no latent site in the model: use pyro.sample without obs=. "
+                    f"{type(self).__name__} found no latent site in the model: add a pyro.sample without obs=. "
                     f"{AS_A_MODEL}"
                 )
             fresh = [name for name in sites if name not in loaded]
@@ -264,32 +264,34 @@ class FactorisedGuide(AutoGuide):
             self._check_sites(sites)
             self._warn_of_shared_parameters(sites)
             self._seen = {name: self._setup_site(name, site) for name, site in sites.items()}
-            for site in sites.values():  # only shapes are asked for from now on
+            for site in sites.values():  # from now on, only shapes are read
                 site["value"] = site["value"].new_zeros(()).expand(site["value"].shape)
                 if hasattr(site["fn"], "initial_value"):
                     site["fn"] = copy(site["fn"])
                     site["fn"].initial_value = None
         except Exception:
-            self.prototype_trace = None  # so that a corrected call starts anew
+            self.prototype_trace = None  # so that a corrected call starts afresh
             raise
 
     def _check_sites(self, sites: dict[str, Any]) -> None:
         """Raise if options of the guide do not fit the sites of the model."""
 
     def _setup_site(self, name: str, site: Any) -> GuideSite:
-        """Create the parameters of a site unless they were loaded, and note where they are."""
+        """Create the parameters of a site unless they were loaded, and record where they are."""
         fn = site["fn"]
         if getattr(fn.support, "is_discrete", True):
             raise ModelError(
-                f"latent site {name!r} is discrete ({type(strip_event_dims(fn)).__name__}): sum it out, replace it by "
-                "a continuous relaxation, or hide it with pyro.poutine.block. If it is data, pass the observed values"
+                f"latent site {name!r} is discrete ({type(strip_event_dims(fn)).__name__}): marginalise it, replace it "
+                "by a continuous relaxation, or hide it with pyro.poutine.block. If it is observed, pass the observed "
+                "values"
             )
         try:
             transform = unconstraining_transform(fn.support)
-        except NotImplementedError as error:  # a sphere, say
+        except NotImplementedError as error:  # for example a sphere
             raise ModelError(
-                f"latent site {name!r} ({type(strip_event_dims(fn)).__name__}) has a support without a map from the "
-                f"real numbers: reparameterise it, as by poutine.reparam(model, {{{name!r}: ProjectedNormalReparam()}})"
+                f"latent site {name!r} ({type(strip_event_dims(fn)).__name__}) has a support without a transform from "
+                f"unconstrained space: reparameterise it, for example with poutine.reparam(model, {{{name!r}: "
+                "ProjectedNormalReparam()})"
             ) from error
         value = site["value"].detach()
         loc = value if transform is None else transform.inv(value)
@@ -315,7 +317,7 @@ class FactorisedGuide(AutoGuide):
         return GuideSite(name, fn, transform, event_dim, plates, factor, owners["locs"], spreads)
 
     def _owners(self, site: str) -> dict[str, Any]:
-        """Return the modules that hold parameters of a site, by kind."""
+        """Return the modules that hold the parameters of a site, by kind of parameter."""
         owners = {kind: owner_of(getattr(self, kind), site) for kind in ("locs", *self._constraints)}
         return {kind: owner for kind, owner in owners.items() if owner is not None}
 
@@ -326,7 +328,7 @@ class FactorisedGuide(AutoGuide):
         return self._constraints.get(kind, constraints.real)
 
     def __getstate__(self) -> Any:
-        # Pyro drops the reference to the model from this guide, not from the copy, which would end its predictions.
+        # Pyro would drop the model from this guide instead of from the copy, and the guide could no longer predict.
         model, master = self._model, self.master
         try:
             return super().__getstate__()
@@ -341,13 +343,13 @@ class FactorisedGuide(AutoGuide):
         if taken and not pyro.settings.get("module_local_params"):
             warn(
                 f"Pyro's parameter store already holds {taken[0]}: this guide will share it (and {len(taken) - 1} "
-                "other means) with the guide that made it. Call pyro.clear_param_store() first"
+                "other means) with the guide that created it. To avoid this, call pyro.clear_param_store() first"
             )
 
-    # The format version and the prediction rule go along in a state_dict
+    # The state_dict includes the format version and the prediction rule
 
     def get_extra_state(self) -> Any:
-        """Return the format version, the prediction rule that the posterior was trained for, and its temperature."""
+        """Return the format version, the prediction rule and the temperature of the posterior."""
         return encoded(trained_for(self), temperature_of(self))
 
     def set_extra_state(self, state: Tensor) -> None:
@@ -355,10 +357,10 @@ class FactorisedGuide(AutoGuide):
         note_trained_for(self, *decoded(state))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Load a state, as torch's modules do; a guide that has not seen its model yet gets its parameters from it.
+        """Load a state, as torch's modules do; a guide that is not initialised gets its parameters from the state.
 
         Raises:
-            CheckpointError: a later release has written the state.
+            CheckpointError: the state was written by a later release.
             GuideError: the state belongs to another guide or model.
         """
         try:
@@ -367,13 +369,14 @@ class FactorisedGuide(AutoGuide):
             raise
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
             raise GuideError(
-                f"the state does not fit this {type(self).__name__}: build guide and model as they were when it was "
-                f"saved ({error})"
+                f"the state does not fit this {type(self).__name__}: construct the guide and the model as they were "
+                f"when the state was saved ({error})"
             ) from error
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        state_dict.setdefault(f"{prefix}_extra_state", self.get_extra_state())  # a state of parameters alone
-        super()._load_from_state_dict(state_dict, prefix, *args)  # first: it checks the format version
+        # The state may hold parameters only.
+        state_dict.setdefault(f"{prefix}_extra_state", self.get_extra_state())
+        super()._load_from_state_dict(state_dict, prefix, *args)  # must come first: checks the format version
         if self.prototype_trace is None:
             for key, stored in state_dict.items():
                 kind, _, site = key.removeprefix(prefix).partition(".")
@@ -384,7 +387,7 @@ class FactorisedGuide(AutoGuide):
 
 
 def prior_scale_of(prior: Any, loc: Tensor) -> Tensor:
-    """Standard deviation of a prior in unconstrained space, if it is Normal there; 1 otherwise."""
+    """Return the standard deviation of a prior in unconstrained space if it is Normal there, otherwise 1."""
     base = strip_event_dims(prior)
     if isinstance(base, torch.distributions.TransformedDistribution):
         base = strip_event_dims(base.base_dist)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The posterior of one site: its factor, the family of its scales, and where its parameters are stored."""
+"""The posterior of one site: its family, the parameterisation of its scales, and where its parameters are stored."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -21,10 +21,10 @@ from pyro_dvi.errors import ArgumentError, GuideError
 
 
 class _ExpPositive(constraints.greater_than):  # type: ignore[misc]
-    """Positive numbers, of which an optimizer sees the logarithm.
+    """Positive numbers whose logarithm the optimizer updates.
 
-    Torch's own transform to positive numbers adds zero and multiplies by one after the exponential: two passes over all
-    weights in every step, and a third one backwards.
+    Torch's own transform to positive numbers adds zero and multiplies by one after the exponential. This costs two
+    passes over all weights in every step, and a third one in the backward pass.
     """
 
 
@@ -38,27 +38,27 @@ def _to_exp_positive(constraint: _ExpPositive) -> ExpTransform:
 
 
 class ScaleFamily(ABC):
-    """A way to parameterise posterior standard deviations.
+    """A parameterisation of posterior standard deviations.
 
-    To add a family, say in which shape the learned scales of a site are stored, or that they are fixed.
+    To add one, define the shape in which the learned scales of a site are stored, or that they are fixed.
     """
 
     learned: ClassVar[bool] = True
 
     @abstractmethod
     def initial(self, loc: Tensor, prior_scale: Tensor, event_dim: int) -> Tensor:
-        """Return the scales of a site at the start, in the shape in which they are stored.
+        """Return the initial scales of a site, in the shape in which they are stored.
 
         Args:
             loc: the site's initial mean, in unconstrained space.
             prior_scale: standard deviation of its prior, broadcastable to ``loc``.
-            event_dim: number of event dimensions of ``loc``; those to their left belong to plates.
+            event_dim: number of event dimensions of ``loc``; dimensions to their left belong to plates.
         """
 
 
 @dataclass(frozen=True)
 class PerWeight(ScaleFamily):
-    r"""One standard deviation per weight, :math:`\log\sigma = \log s - 3` at the start.
+    r"""One standard deviation per weight, initially :math:`\log\sigma = \log s - 3`.
 
     Args:
         log_offset: initial :math:`\log(\sigma/s)` with the prior's standard deviation s.
@@ -71,7 +71,8 @@ class PerWeight(ScaleFamily):
     def __post_init__(self) -> None:
         if not -20 <= self.log_offset <= 5:
             raise ArgumentError(
-                f"log_offset is log(posterior scale / prior scale) at the start, got {self.log_offset}: try -3"
+                "log_offset, the initial log(posterior scale / prior scale), must be between -20 and 5, got "
+                f"{self.log_offset}: try -3"
             )
 
     def initial(self, loc: Tensor, prior_scale: Tensor, event_dim: int) -> Tensor:
@@ -93,17 +94,17 @@ class PerSite(PerWeight):
 
 @dataclass(frozen=True)
 class SGDStepSize(ScaleFamily):
-    r"""One fixed variance for every weight, as of SGD with this step size: :math:`\sigma^2 = \eta / 2M`.
+    r"""One fixed variance for all weights, the stationary variance of SGD: :math:`\sigma^2 = \eta / 2M`.
 
-    Together with ``TaylorELBO(curvature=MinibatchGradient())`` only the means are learned, on the objective
-    :math:`\tfrac NM[\log p - \tfrac{\eta}{4M}\sum_\lambda g_\lambda^2] - \beta\,\mathrm{(weight\ decay)}` with the
-    summed minibatch gradient g.
+    Together with ``TaylorELBO(curvature=MinibatchGradient())``, only the means are learned. The objective is
+    :math:`\tfrac NM[\log p - \tfrac{\eta}{4M}\sum_\lambda g_\lambda^2] - \beta\,\mathrm{(weight\ decay)}`, where g is
+    the gradient summed over the minibatch.
 
     Args:
         lr: step size :math:`\eta` of SGD on the mean loss.
-        batch_size: M.
+        batch_size: number of examples M in a minibatch.
 
-    Source: Unlu & Aitchison (2021), Eq. 29 (arXiv), there with the mean gradient :math:`g / M`, which is the same.
+    Source: Unlu & Aitchison (2021), Eq. 29 (arXiv), where it is written with the mean gradient :math:`g / M`.
     """
 
     learned: ClassVar[bool] = False
@@ -120,40 +121,40 @@ class SGDStepSize(ScaleFamily):
 
 
 class Factor(ABC):
-    """The posterior of one site in unconstrained space: a mean, and perhaps a parameter of its spread.
+    """The posterior of one site in unconstrained space: a mean and, in most families, a spread parameter.
 
-    To add a factor, say where the spread is stored, how it starts, and which distribution follows.
+    To add a factor, define where its spread is stored, its initial value, and the distribution.
     """
 
     @property
     def store(self) -> str | None:
-        """Attribute of the guide that holds the spread of each site; None if nothing but the mean is learned."""
+        """Attribute of the guide that holds the spread of each site; None if only the mean is learned."""
         return None
 
     def initial(self, loc: Tensor, prior_scale: Tensor, event_dim: int) -> Tensor:
-        """Return the spread at the start, in the shape in which it is stored.
+        """Return the initial spread, in the shape in which it is stored.
 
         Args:
             loc: the initial mean.
             prior_scale: standard deviation of the prior, broadcastable to ``loc``.
-            event_dim: number of event dimensions of ``loc``; those to their left belong to plates.
+            event_dim: number of event dimensions of ``loc``; dimensions to their left belong to plates.
         """
         raise NotImplementedError
 
     @abstractmethod
     def distribution(self, loc: Tensor, spread: Tensor | None) -> Any:
-        """Return the posterior, without event dimensions. Unvalidated: a check of each weight at each step costs."""
+        """Return the posterior, without event dimensions and, to save time in each step, without validation."""
 
 
 @dataclass(frozen=True)
 class MeanField(Factor):
-    r"""Independent Gaussians with standard deviations of their own, :math:`\mathcal N(\mu_\lambda, \sigma_\lambda^2)`.
+    r"""Independent Gaussians :math:`\mathcal N(\mu_\lambda, \sigma_\lambda^2)`.
 
     Args:
-        scale: the covariance family, as for :class:`~pyro_dvi.MeanFieldGuide`.
+        scale: the covariance family, as in :class:`~pyro_dvi.MeanFieldGuide`.
 
     Raises:
-        ArgumentError: ``scale`` is no covariance family.
+        ArgumentError: ``scale`` is not a covariance family.
     """
 
     scale: ScaleFamily = field(default_factory=PerWeight)
@@ -178,18 +179,17 @@ class MeanField(Factor):
 
 @dataclass(frozen=True)
 class Deterministic(Factor):
-    """A point mass: the value is learned, its uncertainty left out. It pays minus its log prior in the ELBO."""
+    """A point mass: only the value is learned. Its term in the ELBO is its log prior."""
 
     def distribution(self, loc: Tensor, spread: Tensor | None) -> dist.Delta:
-        # One zero, where Pyro would make one for each weight.
+        # A single zero; by default, Pyro would make one for each weight.
         return dist.Delta(loc, loc.new_zeros(()), validate_args=False)
 
 
 class TransformedValue(dist.Delta):
-    """The value of a constrained site: a point mass that carries the Jacobian of its transform as its log density.
+    """The value of a constrained site: a point mass whose log density is the log Jacobian of the transform.
 
-    Pyro takes the divergence of a point mass from a prior without its log density, so that ``TraceMeanField_ELBO``
-    would leave the Jacobian out.
+    Pyro's KL divergence of a point mass ignores its log density, so ``TraceMeanField_ELBO`` would omit the Jacobian.
     """
 
 
@@ -204,14 +204,14 @@ class GuideSite:
     """The posterior of one latent site of the model.
 
     Attributes:
-        name: the model's name of the site.
-        prior: its distribution in the first look at the model.
-        transform: from unconstrained values to the site's own; None for the identity.
-        event_dim: event dimensions of an unconstrained value; those to their left belong to plates.
+        name: name of the site in the model.
+        prior: its distribution in the first run of the model.
+        transform: transform from unconstrained to constrained values; None for the identity.
+        event_dim: number of event dimensions of an unconstrained value; dimensions to their left belong to plates.
         plates: names of the plates around the site.
         factor: the family of its posterior.
         means: the module that holds its mean.
-        spreads: the module that holds the parameter of its spread; None if nothing but the mean is learned.
+        spreads: the module that holds its spread parameter; None if only the mean is learned.
     """
 
     name: str
@@ -225,13 +225,13 @@ class GuideSite:
 
     @property
     def loc(self) -> Tensor:
-        """The mean, read by a statement of Pyro's where a handler is around."""
+        """The mean, read through a Pyro statement if a handler is active."""
         value: Tensor = self._read(self.means)
         return value
 
     @property
     def spread(self) -> Any:
-        """The parameter of the spread likewise; None if nothing but the mean is learned."""
+        """The spread parameter, read likewise; None if only the mean is learned."""
         return self._read(self.spreads)
 
     def _read(self, owner: PyroModule | None) -> Any:
@@ -242,7 +242,7 @@ class GuideSite:
         return self.factor.distribution(self.loc, self.spread).to_event(self.event_dim)
 
     def sample(self, posterior: Any) -> Tensor:
-        """Draw the site from a posterior in unconstrained space, by statements of Pyro's; return its own value."""
+        """Sample the site from an unconstrained posterior with Pyro statements; return the constrained value."""
         if self.transform is None:
             return pyro.sample(self.name, posterior)
         u = pyro.sample(f"{self.name}_unconstrained", posterior, infer={"is_auxiliary": True})
@@ -252,13 +252,13 @@ class GuideSite:
         return pyro.sample(self.name, TransformedValue(value, log_density=log_density, event_dim=event_dim))
 
     def constrained(self, u: Tensor) -> Tensor:
-        """Return the site's own value, given an unconstrained one."""
+        """Map an unconstrained value to a constrained one."""
         value: Tensor = u if self.transform is None else self.transform(u)
         return value
 
 
 def owner_of(module: PyroModule, site: str) -> Any:
-    """Return the submodule that holds the parameter of a site, or None."""
+    """Return the submodule that holds the parameter of a site; None if there is none."""
     *path, leaf = site.split(".")
     owner: Any = module
     for part in path:
@@ -269,26 +269,26 @@ def owner_of(module: PyroModule, site: str) -> Any:
 def complete_loaded(
     loaded: Mapping[str, Any], site: str, fresh: Mapping[str, Tensor], event_dim: int, guide: str
 ) -> None:
-    """Give loaded parameters the event dimension that only the model knows.
+    """Give loaded parameters their event dimensions, which only the model knows.
 
     Args:
-        loaded: modules that hold the parameters, by kind (``"locs"``, ``"scales"``).
+        loaded: modules that hold the parameters, by kind of parameter (``"locs"``, ``"scales"``).
         site: name of the site.
-        fresh: its initial parameters by kind, had none been loaded.
-        event_dim: their event dimensions.
-        guide: name of its class.
+        fresh: the parameters by kind that a new guide would start with.
+        event_dim: number of their event dimensions.
+        guide: name of the guide's class.
 
     Raises:
-        GuideError: the loaded parameters belong to another posterior of the site.
+        GuideError: the loaded parameters belong to another kind of posterior.
     """
     leaf = site.rpartition(".")[2]
-    # Means have any shape, as of a plate.
+    # Means may have any shape, for example of another plate size.
     found = {kind: tuple(getattr(owner, leaf).shape) for kind, owner in loaded.items() if kind != "locs"}
     expected = {kind: tuple(value.shape) for kind, value in fresh.items() if kind != "locs"}
     if found != expected:
         raise GuideError(
-            f"the loaded state has spreads of shapes {found} for site {site!r}, where this guide has {expected}: build "
-            f"{guide} with the options that it was saved with"
+            f"the loaded state has spread parameters of shapes {found} for site {site!r}, but this guide has "
+            f"{expected}: construct {guide} with the options with which it was saved"
         )
     for owner in loaded.values():
         constraint, _ = owner._pyro_params[leaf]

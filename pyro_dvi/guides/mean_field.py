@@ -16,20 +16,20 @@ class MeanFieldGuide(FactorisedGuide):
 
     .. math:: q(u) = \prod_\lambda \mathcal N(u_\lambda; \mu_\lambda, \sigma_\lambda^2), \qquad \theta = T(u)
 
-    with Pyro's transform T to the support of each site (the identity for weights). Means start from the weights that a
-    network had before :func:`~pyro_dvi.to_bayesian_`, and scales at :math:`\sigma = e^{-3} s` for a prior with standard
-    deviation s. Running the model to find its sites does not change batch-norm statistics. Unconstrained sites are
-    plain Normal sites of the same name, so Pyro's ``TraceMeanField_ELBO`` uses its analytic KL divergence.
+    with Pyro's transform T to the support of each site (the identity for weights). The means start at the weights that
+    a network had before :func:`~pyro_dvi.to_bayesian_`, and the scales at :math:`\sigma = e^{-3} s` for a prior with
+    standard deviation s. Initialising the guide does not change batch-norm statistics. Unconstrained sites are plain
+    Normal sites of the same name, so Pyro's ``TraceMeanField_ELBO`` uses its analytic KL divergence.
 
     Args:
         model: a Pyro model whose latents are continuous.
-        init_loc_fn: Pyro initialisation strategy of the means.
+        init_loc_fn: Pyro's initialisation strategy for the means.
         scale: the covariance family: ``PerWeight()``, ``PerSite()`` or ``SGDStepSize(lr, batch_size)``.
         create_plates: as in Pyro's guides; returns plates that the guide should subsample.
 
     Attributes:
         locs: module of means, ``guide.locs.<site>``; ``MeanFieldGuide.locs.<site>`` in the parameter store.
-        scales: module of standard deviations, likewise; the optimizer updates their logarithm.
+        scales: module of standard deviations, likewise; the optimizer updates their logarithms.
 
     Raises:
         ModelError: a latent is discrete, or there are no latents.
@@ -54,7 +54,7 @@ class MeanFieldGuide(FactorisedGuide):
         scale: ScaleFamily | None = None,
         create_plates: Callable | None = None,
     ) -> None:
-        scale = MeanField().scale if scale is None else MeanField(scale).scale  # which checks it
+        scale = MeanField().scale if scale is None else MeanField(scale).scale  # checks the type
         super().__init__(model, init_loc_fn=init_loc_fn, create_plates=create_plates)
         self.scale_family = scale
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Laplace's approximation: a mode, and a Gaussian around the mode, with several methods.
+"""Laplace's approximation: a Gaussian around a mode, with several representations of the Gaussian.
 
-The base classes for your own methods, precisions and criteria are in the files of the built-in ones; modes and solvers
-of ``HessianFree`` are in ``hessian_free``.
+The base classes for your own methods, precisions and criteria are in the files of the built-in ones. The training modes
+and solvers of ``HessianFree`` are in ``hessian_free``.
 """
 
 from pyro_dvi.laplace.energy.precision import GGN, Hessian

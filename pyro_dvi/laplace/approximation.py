@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A guide that is a point mass until a Gaussian is fitted around it: predictions, draws, files."""
+"""A guide that is a point mass until a Gaussian is fitted around it: predictions, samples and files."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -22,25 +22,26 @@ from pyro_dvi.laplace.fitted import Fitted, ModelReference, PointMass, rescaled_
 from pyro_dvi.laplace.methods.method import GaussianOutputs, LaplacePosterior
 from pyro_dvi.laplace.mode.convergence import Certificate
 
-_STAY = "predict(model, guide, x, method=Linearised()) stays at the mode."
+_STAY = "predict(model, guide, x, method=Linearised()) linearises the model at the mode."
 DRAWN_WEIGHTS = (
-    "weights are drawn from a Laplace posterior: they are outside the neighbourhood of the mode in which the Gaussian "
-    f"was fitted, and predictions are too wide. {_STAY}"
+    "weights are drawn from a Laplace posterior. They lie outside the neighbourhood of the mode in which the Gaussian "
+    f"is accurate, so predictions are too wide; {_STAY}"
 )
 WIDE_WEIGHTS = (
-    "the variances of a Laplace posterior are propagated through the network: unless it is linear in the weights, like "
-    f"a last layer, predictions can be far too wide. {_STAY}"
+    "the variances of a Laplace posterior are propagated through the network. Unless the network is linear in these "
+    f"weights, like a last layer, predictions can be far too wide; {_STAY}"
 )
 
 
 class GaussianAtMode(FactorisedGuide):
-    """The posterior of a :class:`~pyro_dvi.LaplaceGuide`, as used by Pyro, predictions and files.
+    """The part of :class:`~pyro_dvi.LaplaceGuide` that Pyro, predictions and files use.
 
-    Subclasses find the mode and the Gaussian, and set ``_fitted``, the result of the last fit, ``_certificate``, the
-    record that the mode is a minimum, both None where there is none, and ``_failed`` after a fit that has failed.
+    Subclasses find the mode and the Gaussian. They set ``_fitted`` to the result of the last fit, ``_certificate`` to
+    the record that the mode is a minimum (None if there is no fit or no record), and ``_failed`` to True if a fit
+    fails.
     """
 
-    prediction_rule: Any = "Linearised"  # the name of a rule, or a rule
+    prediction_rule: Any = "Linearised"  # a rule or its name
 
     def __init__(
         self,
@@ -60,7 +61,8 @@ class GaussianAtMode(FactorisedGuide):
         self._fitted: Fitted | None = None
         self._certificate: Certificate | None = None
         self._failed = False
-        self._plain_model = ModelReference(model)  # without the initialisation of means, and no submodule
+        # The model without the wrapper that initialises means; not a submodule.
+        self._plain_model = ModelReference(model)
 
     def _factor_of(self, name: str, site: Any, loc: Tensor) -> Factor:
         return Deterministic()
@@ -76,11 +78,11 @@ class GaussianAtMode(FactorisedGuide):
 
     @torch.no_grad()
     def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Return the mode of every site; in unconstrained space that is the median."""
+        """Return the mode of every site, which in unconstrained space is the median."""
         return self._constrained(self.unconstrained_mode())
 
     def _point_mass(self, batches: Iterable[Any] | None = None) -> PointMass:
-        """Return the present mode, after initialising a new guide with the first batch."""
+        """Return the current mode; a new guide is first initialised with the first batch."""
         if batches is not None:
             device = device_of(self._plain_model.get())
             refuse_torch_modes(device)
@@ -91,43 +93,44 @@ class GaussianAtMode(FactorisedGuide):
         return PointMass(self.unconstrained_mode(), factors, self.kl_weight, self.temperature)
 
     def predictive(self, *inputs: Any, site: str | None = None, joint: bool = False) -> GaussianOutputs:
-        """Return the Gaussian over the outputs for some inputs.
+        """Return the Gaussian of the model's outputs for some inputs.
 
         Args:
-            inputs: positional arguments of the model; observations may be left out.
-            site: an observed site, or one of ``pyro.deterministic``; None for the one observed site.
-            joint: also the covariance between examples, ``joint_covariance`` of shape ``[B k, B k]``.
+            inputs: positional arguments of the model; observations may be omitted.
+            site: name of an observed site, or of a ``pyro.deterministic`` site; None for the only observed site.
+            joint: also compute the covariance between examples, ``joint_covariance`` of shape ``[B k, B k]``.
 
         Raises:
-            GuideError: if there is no fit, or the mode or the model has changed since the fit.
-            DataError: no rows, NaN, or inputs that the model cannot take.
-            ModelError: no such site, or several to choose from.
-            UnsupportedError: a distribution that cannot be linearised, or a method without this covariance.
+            GuideError: the guide is not fitted, or the mode or the model has changed since the fit.
+            DataError: the inputs have no rows, contain NaN, or are not arguments of the model.
+            ModelError: the model has no such site, or has several observed sites and ``site`` is None.
+            UnsupportedError: the distribution cannot be linearised, or the method does not compute this covariance.
         """
         return GaussianOutputs.of(*self._query(inputs, site), joint=joint)
 
     def functions(
         self, count: int, *, seed: int | None = None, site: str | None = None
     ) -> Callable[..., Tensor]:
-        r"""Draw functions from the posterior of the linearised model.
+        r"""Sample functions from the posterior of the linearised model.
 
         .. math:: f_s(x) = f(x; \hat u) + J(x)\,(u_s - \hat u), \qquad u_s \sim \mathcal N(\hat u, P^{-1})
 
-        Each has the same latents at all inputs, so that draws are as smooth as the model, and their covariance between
-        inputs is the ``joint_covariance`` of :meth:`predictive`.
+        Each function has the same latents at all inputs, so the functions are as smooth as the model, and their
+        covariance between inputs is the ``joint_covariance`` of :meth:`predictive`.
 
         Args:
-            count: S, the number of functions; S vectors of all latents are kept.
-            seed: of the draws; by default one from the global generator.
-            site: as for :meth:`predictive`.
+            count: S, the number of functions; S vectors of all latents are stored.
+            seed: random seed; None takes a seed from torch's global generator.
+            site: as in :meth:`predictive`.
 
         Returns:
-            A function of the inputs of the model, for as many calls as needed, with values ``[S, B, ...]``: means of
-            observations or logits, as the ``mean`` of :meth:`predictive`.
+            A function of the model's inputs, for any number of calls. It returns means of observations, or logits, of
+            shape ``[S, B, ...]``, like the ``mean`` of :meth:`predictive`.
 
         Raises:
-            GuideError: not fitted yet; from the function also: the mode has moved, or was fitted again.
-            UnsupportedError: the method of the fit has no draws.
+            GuideError: the guide is not fitted. The function also raises it if the mode has moved or the guide was
+                fitted again.
+            UnsupportedError: the method of the fit cannot draw samples.
         """
         check_count("count", count)
         posterior = self.fitted.posterior
@@ -154,26 +157,27 @@ class GaussianAtMode(FactorisedGuide):
 
     @property
     def posterior(self) -> LaplacePosterior | None:
-        """The Gaussian of the last :meth:`fit`; None before, and after an error."""
+        """The Gaussian of the last :meth:`fit`; None before a fit, and after a fit that raised an error."""
         return None if self._fitted is None else self.fitted.posterior
 
     @property
     def _is_expected(self) -> bool:
-        """A Gaussian was requested; the fit may have failed."""
+        """Whether a Gaussian was requested, even if the fit failed."""
         return self._fitted is not None or self._failed
 
     @property
     def fitted(self) -> Fitted:
-        """The Gaussian with its mode and the sites that it is over.
+        """The Gaussian, with its mode and the sites that it covers.
 
         Raises:
-            GuideError: there is no Gaussian, or the mode has moved since.
+            GuideError: there is no Gaussian, or the mode has moved since the fit.
         """
         fitted = self._fitted
         if fitted is None:
             raise GuideError(
-                "this LaplaceGuide has no Gaussian: call guide.fit(batches, method) after training; after a fit that "
-                "failed, guide.polish(batches) first, or use GGN(). predict(..., method=AtMean()) stays at the mode"
+                "this LaplaceGuide has no Gaussian: call guide.fit(batches, method) after training. If the fit "
+                "failed, call guide.polish(batches) first, or use GGN(). predict(..., method=AtMean()) predicts "
+                "without a Gaussian"
             )
         change = self._point_mass().change_since(fitted.point)
         if change is not None:
@@ -181,7 +185,7 @@ class GaussianAtMode(FactorisedGuide):
         return fitted
 
     def check_model(self, model: Callable[..., Any], plates: bool = False) -> None:
-        """Raise for a model other than the one of the fit, unless there is no Gaussian of the present mode.
+        """Raise if there is a Gaussian of the current mode, and the model is not the model of the fit.
 
         Args:
             model: the model.
@@ -195,7 +199,7 @@ class GaussianAtMode(FactorisedGuide):
 
     @property
     def factorised(self) -> Callable[..., dict[str, Tensor]] | None:
-        """The Gaussian as a guide of independent sites; None where it couples latents."""
+        """The Gaussian as a guide with independent latents; None if its latents are correlated."""
         return self._at_marginals if self.fitted.posterior.independent else None
 
     def _at_marginals(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
@@ -204,20 +208,19 @@ class GaussianAtMode(FactorisedGuide):
         return self._within_plates(lambda site: site.sample(marginals[site.name]), *args, **kwargs)
 
     def predicted_model(self, model: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the model with the scales that :meth:`tune` has set."""
+        """Return the model with the scales that :meth:`tune` set."""
         return rescaled_model(model, self.scale_factors)
 
     def example_latents(self) -> dict[str, Tensor]:
-        """Return the mode, for runs that need some value: not every method has draws."""
+        """Return the mode, for runs that need any value of the latents; not every method can draw samples."""
         return self.median()
 
     def linearised(self, inputs: tuple[Any, ...], read: ReadOutputs) -> GaussianOutputs:
-        """Return the Gaussian over the outputs that a function reads.
+        """Return the Gaussian of the outputs that a function returns.
 
         Args:
             inputs: positional arguments of the model.
-            read: returns the outputs, given unconstrained latents, of which they are a differentiable function, and
-                the number of rows.
+            read: differentiable function from unconstrained latents and the number of rows to the outputs.
         """
         fitted = self.fitted
         query = Query(read, inputs, fitted.point.locs, fitted.layout, read=read)
@@ -226,17 +229,17 @@ class GaussianAtMode(FactorisedGuide):
     # For Pyro, files and devices ----------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Give every latent site a value; Pyro calls it with the arguments of the model.
+        """Sample every latent site; Pyro calls this with the arguments of the model.
 
-        With gradients enabled, as in training, this is the mode. Without (``Predictive``, ``Samples``) and after
-        :meth:`fit` it is a draw from the Gaussian, with a warning.
+        If gradients are enabled, as in training, the values are the mode. If they are disabled (``Predictive``,
+        ``Samples``), the values after :meth:`fit` are a draw from the Gaussian, with a warning.
         """
         self.initialize(*args, **kwargs)
         if torch.is_grad_enabled() or not self._is_expected:
             return super().forward(*args, **kwargs)
         fitted, change = self._fitted, None
         if fitted is None or (change := self._point_mass().change_since(fitted.point)) is not None:
-            change = change or "the last guide.fit ended in an error"
+            change = change or "the last guide.fit raised an error"
             warn(f"{change}: the guide is a point mass until it is fitted again")
             return super().forward(*args, **kwargs)
         warn(DRAWN_WEIGHTS)
@@ -247,17 +250,17 @@ class GaussianAtMode(FactorisedGuide):
 
     @torch.no_grad()
     def sample(self, sample_shape: Sequence[int] | int = ()) -> dict[str, Tensor]:
-        """Draw all sites at once: from the Gaussian after :meth:`fit`, the mode before.
+        """Draw all sites at once, from the Gaussian after :meth:`fit`; before, every draw is the mode.
 
         Args:
-            sample_shape: leading dimensions of the draws; a number of draws, or a shape.
+            sample_shape: leading dimensions of the draws, or their number.
 
         Returns:
-            draws of shape ``[*sample_shape, *site]`` by site name, in their own (constrained) space.
+            Draws of shape ``[*sample_shape, *site]`` by site name, in constrained space.
 
         Raises:
-            GuideError: the mode has moved since the fit, or the fit ended in an error.
-            UnsupportedError: the method of the fit has no draws.
+            GuideError: the mode has moved since the fit, or the fit raised an error.
+            UnsupportedError: the method of the fit cannot draw samples.
         """
         if not self._is_expected:
             return super().sample(sample_shape)
@@ -274,10 +277,10 @@ class GaussianAtMode(FactorisedGuide):
         return marginals
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Return the format version, the Gaussian, tuned scales and the record about the mode, for ``state_dict``.
+        """Return the format version, the Gaussian, the tuned scales and the record about the mode, for ``state_dict``.
 
-        A Gaussian that needs the model and the data to predict (by conjugate gradients, say) is left out, with a
-        warning.
+        A Gaussian that needs the model and the data to predict, such as one with conjugate gradients, is left out with
+        a warning.
         """
         return {
             "version": FORMAT_VERSION,
@@ -291,7 +294,7 @@ class GaussianAtMode(FactorisedGuide):
         """Restore the state that :meth:`get_extra_state` returned.
 
         Raises:
-            CheckpointError: a later release has written the state, or the class of its Gaussian is not known.
+            CheckpointError: the state was written by a later release, or the class of its Gaussian is unknown.
         """
         state = {} if state is None else state
         check_format_version("the state of the guide", state.get("version", 1))
@@ -303,13 +306,13 @@ class GaussianAtMode(FactorisedGuide):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
         self._fitted = None if self._fitted is None else self._fitted.moved(fn)
-        self._certificate = None  # modes are rounded again
+        self._certificate = None  # a new dtype rounds the mode
         return self
 
     def __repr__(self) -> str:
-        """Describe the mode, the evidence that it is a minimum, and the Gaussian."""
+        """Describe the mode, whether it is a minimum, and the Gaussian."""
         if self.prototype_trace is None:
-            return f"{type(self).__name__}(has not seen its model yet)"
+            return f"{type(self).__name__}(not initialised)"
         point, known, found = self._point_mass(), self._certificate, "not known to be a minimum"
         if known is not None and known.is_of(point):
             found = "a minimum" if known.curvature == "Hessian" else "a stationary point"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of a guide: the mode with the U that it minimises, and the Gaussian that a fit puts around it."""
+"""Parts of a guide: the mode with the U that it minimises, and the Gaussian of a fit."""
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
@@ -33,8 +33,8 @@ class PointMass:
         scale_factors: multipliers of the scales of sites in U.
         kl_weight: :math:`\beta`.
         temperature: T.
-        data: checksum of the batches, where something was done with all of them.
-        model: fingerprint of the model at the mode; None where the model could not be run.
+        data: checksum of the batches; None until all batches were used.
+        model: fingerprint of the model at the mode; None if the model could not be run.
     """
 
     locs: Mapping[str, Tensor]
@@ -45,12 +45,12 @@ class PointMass:
     model: Fingerprint | None = None
 
     def state(self) -> dict[str, Any]:
-        """Return tensors and plain values, for files."""
+        """Return the state as tensors and plain values, for files."""
         return {**vars(self), "model": None if self.model is None else self.model.state()}
 
     @staticmethod
     def from_state(state: Mapping[str, Any]) -> "PointMass":
-        """Restore it from :meth:`state`."""
+        """Restore an object from its :meth:`state`."""
         model = None if state["model"] is None else Fingerprint(**state["model"])
         return PointMass(**{**state, "model": model})
 
@@ -58,11 +58,12 @@ class PointMass:
         """Return the latents that vary, in order.
 
         Args:
-            subset: sites by name or pattern, or a mapping of these to masks: True, or a boolean tensor of the shape of
-                the site's unconstrained values. Of several patterns that fit a site the last one counts. None: all.
+            subset: sites by name or pattern, or a mapping from these to masks: True, or a boolean tensor of the shape
+                of the site's unconstrained values. If several patterns match a site, the last one applies. None means
+                all.
 
         Raises:
-            ArgumentError: a pattern fits no site, a mask does not fit its site, or nothing is left.
+            ArgumentError: a pattern matches no site, a mask does not have the shape of its site, or no latent is left.
         """
         if isinstance(subset, Layout):
             return subset
@@ -82,10 +83,10 @@ class PointMass:
         return Layout({name: self.locs[name].shape for name in varying}, varying)
 
     def energy(self, model: Callable, batches: Iterable[Any], subset: Subset | None) -> Energy:
-        """Return U on all the data, for a model with its scales as they are written.
+        """Return U on all the data, for a model with the scales in its code.
 
         Raises:
-            ArgumentError: a scale factor that is not positive, or of a site that the model has not.
+            ArgumentError: a scale factor is not positive, or the model does not have its site.
         """
         model = rescaled_model(model, self.scale_factors)
         energy = Energy(
@@ -100,7 +101,7 @@ class PointMass:
             run = energy.at(energy.start).first.run
             names = [*run.log_priors, *(site.name for site in run.sites)]
             for name in self.scale_factors.keys() - names:
-                raise ArgumentError(f"scale_factors: the model has no site {name!r}; there are {names}")
+                raise ArgumentError(f"scale_factors: the model has no site {name!r}; its sites are {names}")
         return energy
 
     def query(self, model: Callable, inputs: tuple[Any, ...], layout: Layout, site: str | None) -> Query:
@@ -108,12 +109,12 @@ class PointMass:
         return Query(rescaled_model(model, self.scale_factors), inputs, self.locs, layout, site=site)
 
     def seen_with(self, energy: Energy, model: Callable[..., Any], latents: dict[str, Tensor]) -> "PointMass":
-        """Return a copy with the data of U and the sites of the model, given the mode in constrained space."""
+        """Return a copy that records the data of U and the sites of the model; ``latents`` is the constrained mode."""
         fingerprint = Fingerprint.of(model, *energy.passes.first_again(), latents)
         return replace(self, data=energy.passes.checksum, model=fingerprint)
 
     def change_since(self, fit: "PointMass") -> str | None:
-        """Return the difference from the mode of a fit, in words; None if there is none."""
+        """Return a description of the change since the mode of a fit; None if nothing changed."""
         moved = next((name for name, u in self.locs.items() if not torch.equal(u, fit.locs[name])), None)
         if moved is not None:
             return f"site {moved!r} has moved since guide.fit, so the Gaussian belongs to another mode"
@@ -127,7 +128,7 @@ class PointMass:
 
 
 def _entries(name: str, given: Tensor | bool, loc: Tensor) -> Tensor | None:
-    """Return where the entries of a site that vary are in the flattened site; None: all of them vary."""
+    """Return the indices of the entries that vary in a flattened site; None if all entries vary."""
     if given is True:
         return None
     mask = torch.tensor(False) if given is False else given
@@ -139,10 +140,10 @@ def _entries(name: str, given: Tensor | bool, loc: Tensor) -> Tensor | None:
 
 
 def rescaled_model(model: Callable[..., Any], factors: Mapping[str, float]) -> Callable[..., Any]:
-    """Return the model with scales multiplied; the model itself where nothing changes.
+    """Return the model with multiplied scales, or the model itself if no scale changes.
 
     Raises:
-        ArgumentError: a factor that is no positive number.
+        ArgumentError: a factor is not a positive number.
     """
     for name, factor in factors.items():
         scalar = torch.is_tensor(factor) and factor.numel() == 1
@@ -150,15 +151,15 @@ def rescaled_model(model: Callable[..., Any], factors: Mapping[str, float]) -> C
     changed = {name: factor for name, factor in factors.items() if factor != 1}
     if not changed:
         return model
-    # As by Pyro's own handlers, so that the signature stays known.
+    # As in Pyro's own handlers, to keep the signature.
     return functools.update_wrapper(Rescaled(changed)(model), model, assigned=(), updated=())
 
 
 class ModelReference:
-    """Hold a model: copies share it, pickles leave it out, as Pyro's guides do.
+    """A reference to a model that copies share and pickles omit, as in Pyro's guides.
 
     Args:
-        model: a Pyro model; None in what was loaded.
+        model: a Pyro model; None after unpickling.
     """
 
     def __init__(self, model: Callable | None = None) -> None:
@@ -168,7 +169,7 @@ class ModelReference:
         """Return the model.
 
         Raises:
-            GuideError: it was left out of the file that the guide comes from.
+            GuideError: the guide was loaded from a file, which does not contain the model.
         """
         if self._model is None:
             raise GuideError(
@@ -185,14 +186,14 @@ class ModelReference:
 
 @dataclass(frozen=True)
 class Fitted:
-    """The result of ``guide.fit``; nothing changes it, so that copies of a guide share it.
+    """The result of ``guide.fit``; it is immutable, so copies of a guide share it.
 
     Attributes:
         posterior: the Gaussian.
-        layout: order of the latents that vary in its vectors.
-        point: the mode, and the U that it belongs to, with its data and its model.
-        precision: the matrix that the precision of the Gaussian is, or approximates.
-        method: by which it was made; None where it comes from a file.
+        layout: order of the latents in flat vectors.
+        point: the mode, with the U, data and model to which it belongs.
+        precision: the matrix that the precision of the Gaussian equals or approximates.
+        method: the method of the fit; None if the Gaussian was loaded from a file.
     """
 
     posterior: LaplacePosterior
@@ -208,11 +209,11 @@ class Fitted:
         return {**fixed, **self.layout.place(pieces, self.point.locs)}
 
     def marginal_variances(self) -> dict[str, Tensor]:
-        """Return the variance of every unconstrained entry of the sites that vary; zero for entries that do not."""
+        """Return the variances of the unconstrained entries of all sites in the fit; zero for fixed entries."""
         return self.layout.place(self.layout.split(self.posterior.marginal_variance().detach()))
 
     def sampled(self, name: str, event_dims: Mapping[str, int]) -> dict[str, Tensor]:
-        """Draw the flat vector as a Pyro site; return unconstrained values of every site.
+        """Sample the flat vector as a Pyro site; return the unconstrained values of every site.
 
         Leading dimensions belong to plates outside the guide, so the sites' own plates lie to their right.
         """
@@ -224,30 +225,28 @@ class Fitted:
         return values
 
     def check(self, model: Callable[..., Any], latents: dict[str, Tensor], plates: bool = False) -> None:
-        """Raise for a model other than the one of the fit.
+        """Raise if a model is not the model of the fit.
 
         Args:
-            model: the model, with every scale as it is written.
-            latents: the mode, constrained.
-            plates: compare plates and shapes of observed sites too, on which predictions do not depend.
+            model: the model, with the scales in its code.
+            latents: the constrained mode.
+            plates: also compare plates and shapes of observed sites, which do not affect predictions.
 
         Raises:
-            GuideError: a prior, the likelihood or a deterministic part of the model is another one.
-            UnsupportedError: in half precision, which would look like another model.
+            GuideError: a prior, the likelihood or a deterministic part of the model differs.
+            UnsupportedError: autocast is active; half precision would look like another model.
         """
         refuse_torch_modes(self.posterior.mode.device)
         known = self.point.model
         differences = "" if known is None else known.differences(model, latents, plates)
         if differences:
-            what = (
-                f"the model has changed since guide.fit, or is another one ({differences}; at made-up inputs)"
-            )
+            what = f"the model has changed since guide.fit, or is another model ({differences}; at synthetic inputs)"
             raise GuideError(f"{what}: use the model of the fit, with its state, or fit again")
 
-    # In files: tensors and plain values ---------------------------------------------------------------------------
+    # Files: tensors and plain values ---------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any] | None:
-        """Return tensors and plain values, for files; None, with a warning, if the posterior has none."""
+        """Return the state for files; None, with a warning, if the posterior cannot be saved."""
         try:
             posterior = self.posterior.state()
         except UnsupportedError as error:
@@ -263,10 +262,10 @@ class Fitted:
 
     @staticmethod
     def from_state(state: dict[str, Any] | None) -> "Fitted | None":
-        """Restore it from :meth:`state`.
+        """Restore an object from its :meth:`state`.
 
         Raises:
-            CheckpointError: something is missing or unknown, as in files of another version.
+            CheckpointError: the state has missing or unknown entries, as in files of another version.
         """
         if state is None:
             return None
@@ -286,7 +285,7 @@ class Fitted:
             raise CheckpointError(f"{what}: {remedy}") from error
 
     def moved(self, function: Callable[[Tensor], Tensor]) -> "Fitted | None":
-        """Return a copy with ``function`` applied to all tensors; None where :meth:`state` is None."""
+        """Return a copy with ``function`` applied to all tensors; None if :meth:`state` is None."""
         state = mapped(lambda leaf: function(leaf) if torch.is_tensor(leaf) else leaf, self.state())
         return Fitted.from_state(state)
 
@@ -298,11 +297,11 @@ class Fitted:
 
 
 class Draws(dist.TorchDistribution):
-    """The Gaussian over the flat vector, represented by draws.
+    """The Gaussian of the flat vector as a distribution that can only be sampled.
 
     Args:
         posterior: the Gaussian.
-        batch_shape: of independent copies.
+        batch_shape: shape of a batch of independent copies.
     """
 
     arg_constraints: dict[str, Any] = {}  # noqa: RUF012 (as in torch)
@@ -322,11 +321,11 @@ class Draws(dist.TorchDistribution):
         return _draw(self.posterior, shape.numel()).reshape(*shape, -1)
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Raise an error: a method has draws or covariances, but not always a density."""
-        raise UnsupportedError("a LaplaceGuide has no density: compute losses before guide.fit")
+        """Raise an error, because not every method has a density."""
+        raise UnsupportedError("a LaplaceGuide has no density after guide.fit: compute losses before it")
 
 
 def _draw(posterior: LaplacePosterior, count: int) -> Tensor:
-    """Draw flat vectors ``[count, D]`` with random numbers that follow from torch's global generator."""
+    """Draw flat vectors ``[count, D]``, seeded from torch's global generator."""
     generator = torch.Generator(posterior.mode.device).manual_seed(int(torch.randint(2**31 - 1, ())))
     return posterior.draw(count, generator).detach()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The posterior as a Gaussian around its mode."""
+"""``LaplaceGuide``, the posterior as a Gaussian around its mode."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -32,28 +32,28 @@ class LaplaceGuide(GaussianAtMode):
     .. math:: q(u) = \mathcal N(\hat u, P^{-1}), \qquad \hat u = \arg\min_u U(u), \qquad
         U(u) = \tfrac1T\bigl[-\tfrac1\beta\log p(D \mid u) - \log p(u)\bigr]
 
-    During training, the guide is a point mass in unconstrained space, for ``SVI`` with any ELBO; the loss is
-    :math:`\beta T U` up to a constant. :meth:`polish` then finds the minimum, and :meth:`fit` fits the Gaussian, which
+    During training with ``SVI`` and any ELBO, the guide is a point mass in unconstrained space, and the loss is
+    :math:`\beta T U` up to a constant. Then, :meth:`polish` finds the minimum, and :meth:`fit` fits the Gaussian, which
     :meth:`predictive`, ``predict`` and :meth:`log_evidence` use. Predictions linearise the model around the mode.
 
-    Status: exact for linear models with Gaussian noise; elsewhere a local approximation.
+    Status: exact for linear models with Gaussian noise; otherwise a local approximation.
 
     Args:
         model: a Pyro model whose latents are continuous.
-        kl_weight: :math:`\beta`, which tempers the likelihood, :math:`p(D \mid u)^{1/\beta}`. None: the weight in the
-            objective that trains the guide, and 1 without one.
+        kl_weight: :math:`\beta`, which tempers the likelihood, :math:`p(D \mid u)^{1/\beta}`. None means the KL weight
+            of the objective that trains the guide, or 1 if there is none.
         temperature: T, a factor of the covariance; it does not change the mode.
-        init_loc_fn: Pyro initialisation strategy of the mode; by default the weights that a network had before
-            :func:`~pyro_dvi.to_bayesian_`, so a trained network is already a mode.
+        init_loc_fn: Pyro's initialisation strategy for the mode; by default, the weights that a network had before
+            :func:`~pyro_dvi.to_bayesian_`, so the weights of a trained network are already a mode.
         create_plates: as in Pyro's guides.
 
     Attributes:
         locs: module of modes, ``guide.locs.<site>``.
-        scale_factors: multipliers of the scales of sites in U, latent or observed; set by :meth:`tune`, not used in
+        scale_factors: multipliers in U of the scales of latent or observed sites; set by :meth:`tune` and not used in
             training.
 
     Raises:
-        ModelError: a latent is discrete, or there is none.
+        ModelError: a latent is discrete, or the model has no latents.
         ArgumentError: the KL weight or the temperature is not positive.
 
     Source: MacKay (1992); Immer, Korzepa & Bauer (2021) for the linearised predictive.
@@ -79,16 +79,16 @@ class LaplaceGuide(GaussianAtMode):
         return self._point_mass().seen_with(energy, self._plain_model.get(), self.median())
 
     def energy(self, batches: Iterable[Any], *, subset: Subset | None = None) -> Energy:
-        """Return U on all the data, with its gradient and products; see :meth:`fit` for the arguments."""
+        """Return U on all the data, with its gradient and curvature products; see :meth:`fit` for the arguments."""
         return self._point_mass(batches).energy(self._plain_model.get(), batches, subset)
 
     def query(self, *inputs: Any, site: str | None = None, subset: Subset | None = None) -> Query:
-        """Return the outputs at the mode, with Jacobian products, for methods of ``guide.posterior``.
+        """Return the outputs at the mode, with Jacobian products, as input to methods of ``guide.posterior``.
 
         Args:
-            inputs: as for :meth:`predictive`.
-            site: as for :meth:`predictive`.
-            subset: as for :meth:`fit`.
+            inputs: as in :meth:`predictive`.
+            site: as in :meth:`predictive`.
+            subset: as in :meth:`fit`.
         """
         point = self._point_mass()
         return point.query(self._plain_model.get(), inputs, point.layout(subset), site)
@@ -102,24 +102,24 @@ class LaplaceGuide(GaussianAtMode):
         max_gradients: int = 3000,
         progress: bool = True,
     ) -> Polished:
-        r"""Move the mode to the minimum of U, and verify the minimum with products of the true Hessian.
+        r"""Move the mode to a minimum of U, and verify the minimum with products of the true Hessian.
 
-        After Ctrl-C and after any error, the guide keeps the best point so far.
+        After Ctrl-C or an error, the guide keeps the best point so far.
 
-        Status: a local minimum with a positive definite Hessian, as far as 200 Lanczos steps can tell. If U has kinks
-        (ReLU): a point where the decrement of the Gauss-Newton matrix is small, or a warning.
+        Status: finds a local minimum, where the Hessian is positive definite as far as 200 Lanczos steps can tell. If U
+        has kinks (ReLU), finds a point where the Newton decrement of the Gauss-Newton matrix is small, or warns.
 
         Args:
-            batches: all the data, the same in every pass.
-            subset: the latents that may move, as for :meth:`fit`.
-            tolerance: on the Newton decrement :math:`g^\top P^{-1} g`, in squared posterior standard deviations.
-            max_gradients: the search raises an error after this number of full-data gradients.
-            progress: show a progress bar where there is a terminal or notebook.
+            batches: all the data, unchanged between passes.
+            subset: the latents to optimise, as in :meth:`fit`.
+            tolerance: bound on the Newton decrement :math:`g^\top P^{-1} g`, in squared posterior standard deviations.
+            max_gradients: maximum number of full-data gradients in the search, after which an error is raised.
+            progress: show a progress bar in a terminal or notebook.
 
         Raises:
             UnconvergedError: no minimum was found; ``report`` describes the last point.
             NonFiniteError: U is NaN or infinite at the mode.
-            DataError: batches that do not hold all data, or change.
+            DataError: the batches do not hold all data, or change between passes.
         """
 
         def keep(point: Tensor) -> None:
@@ -141,19 +141,21 @@ class LaplaceGuide(GaussianAtMode):
         tolerance: float = 1e-2,
         steps: int = 200,
     ) -> Diagnosis:
-        r"""Check whether the mode is a minimum of U, without moving it; ``print`` the result.
+        r"""Check whether the mode is a minimum of U, without moving it.
 
-        After ``tune``, U has the tuned scales, and a mode that was trained with other scales is not its minimum.
+        ``print`` the result for a summary. After ``tune``, U has the tuned scales, so a mode that was trained with
+        other scales is not its minimum.
 
         Args:
             batches: all the data.
-            subset: as for :meth:`fit`.
-            tolerance: on the Newton decrement :math:`g^\top P^{-1} g`; 0.01 is a tenth of a standard deviation.
-            steps: of the Lanczos recursion, and of conjugate gradients; each costs up to two full-data gradients.
+            subset: as in :meth:`fit`.
+            tolerance: bound on the Newton decrement :math:`g^\top P^{-1} g`; 0.01 means a tenth of a standard
+                deviation.
+            steps: number of Lanczos steps and of conjugate-gradient steps; each costs up to two full-data gradients.
 
         Raises:
-            DataError: batches that do not hold all data, or change.
-            ModelError: the model draws random numbers of its own, or a latent is NaN.
+            DataError: the batches do not hold all data, or change between passes.
+            ModelError: the model draws random numbers in its own code, or a latent is NaN.
             NonFiniteError: U is NaN or infinite.
         """
         energy = self.energy(batches, subset=subset)
@@ -174,28 +176,29 @@ class LaplaceGuide(GaussianAtMode):
         seed: int = 0,
         progress: bool = True,
     ) -> LaplacePosterior:
-        """Fit the Gaussian around the mode and return it; it is also ``guide.posterior``.
+        """Fit the Gaussian around the mode.
 
-        Untuned class probabilities are often far too uncertain: see :meth:`tune`. After :meth:`polish` on the same
-        data, the mode is not checked again. A fit that raises an error leaves no Gaussian.
+        The result is also ``guide.posterior``. Without tuning, class probabilities are often far too uncertain; see
+        :meth:`tune`. After :meth:`polish` on the same data, the mode is not checked again. If a fit raises an error,
+        the guide has no Gaussian.
 
         Args:
-            batches: all the data: a loader or a list of batches, as for :func:`~pyro_dvi.fit`.
-            method: representation of the Gaussian; ``Dense()`` by default.
-            subset: uncertain sites, by name or pattern (``"net.4.*"`` for a last layer), or a mapping of these to True,
-                False or boolean masks of their unconstrained entries; see :func:`~pyro_dvi.laplace.largest_variance`.
-                The rest stays at its mode. None: all.
-            unconverged: policy for a mode that is not a minimum, or if U has kinks (ReLU): ``"refuse"`` raises an error
-                if the precision is the Hessian and warns otherwise; ``"accept"`` does not check.
-            seed: of random numbers.
-            progress: show the work done, in full-data gradients, in a terminal or notebook.
+            batches: all the data, as a loader or a list of batches; see :func:`~pyro_dvi.fit`.
+            method: representation of the Gaussian; by default, ``Dense()``.
+            subset: sites that get a posterior, by name or pattern (``"net.4.*"`` for a last layer), or a mapping from
+                these to True, False or boolean masks of their unconstrained entries; see
+                :func:`~pyro_dvi.laplace.largest_variance`. All other latents stay at the mode. None means all.
+            unconverged: what to do if the mode is not a minimum, or U has kinks (ReLU): ``"refuse"`` raises an error if
+                the precision is the Hessian and warns otherwise; ``"accept"`` does not check.
+            seed: random seed.
+            progress: show the progress, in full-data gradients, in a terminal or notebook.
 
         Raises:
             UnconvergedError: the precision is the Hessian, and the mode is not a minimum or U has kinks (ReLU);
                 ``diagnosis`` states the reason.
-            DataError: batches that do not hold all data, or change, or hold NaN.
-            ModelError: the model draws random numbers of its own.
-            NonFiniteError: the likelihood, or the prior, is NaN or infinite.
+            DataError: the batches do not hold all data, change between passes, or contain NaN.
+            ModelError: the model draws random numbers in its own code.
+            NonFiniteError: the likelihood or the prior is NaN or infinite.
         """
         method = Dense() if method is None else method
         check_policy(unconverged)
@@ -211,9 +214,10 @@ class LaplaceGuide(GaussianAtMode):
         make: Callable[[LocalEnergy], LaplacePosterior],
         progress: bool,
     ) -> LaplacePosterior:
-        """Check that the mode is a minimum, and make the Gaussian by a function of U.
+        """Check that the mode is a minimum, and construct the Gaussian with ``make``.
 
-        A tuned U counts only where the mode was polished since; else the mode belongs to the model as it is written.
+        The check uses tuned scales only if the mode was polished after tuning, otherwise the scales in the model's
+        code.
         """
         point, model, latents = self._point_mass(), self._plain_model.get(), self.median()
         self._fitted, self._failed = None, True
@@ -231,7 +235,7 @@ class LaplaceGuide(GaussianAtMode):
             if found is not None and found.newton_decrement is None and not found.at_saddle:
                 found = distance_by(posterior, found, looked_at)
                 if found.decrement_at_least > found.tolerance:
-                    warn(f"the Gaussian is put around a mode that is no minimum. {found}")
+                    warn(f"the Gaussian is fitted around a mode that is not a minimum. {found}")
         if found is not None and found.near:
             self._certificate = Certificate.of(replace(seen, scale_factors=factors), looked_at, found)
         self._fitted, self._failed = Fitted(posterior, energy.layout, seen, method.precision, method), False
@@ -248,20 +252,21 @@ class LaplaceGuide(GaussianAtMode):
 
         .. math:: \log p(D) \approx -U(\hat u) + \tfrac D2 \log 2\pi - \tfrac12 \log\det P
 
-        Status: exact for linear models with Gaussian noise; elsewhere Laplace's approximation, which counts one mode.
-        With a subset, the evidence is conditional on the fixed sites.
+        Status: exact for linear models with Gaussian noise; otherwise Laplace's approximation, which accounts for a
+        single mode. With a subset, the evidence is conditional on the fixed sites.
 
         Args:
             batches: all the data.
-            determinant: ``ByLanczos(num_probes, steps)``. None: the determinant of the last :meth:`fit`, if its method
-                has one and the batches are the same; otherwise of the matrix up to D = 1,000, and with Lanczos beyond.
-            subset: as for :meth:`fit`; by default the subset of the last fit, or all.
+            determinant: ``ByLanczos(num_probes, steps)``. None means the determinant of the last :meth:`fit`, if its
+                method has one and the batches are the same; otherwise the exact one up to D = 1,000, and Lanczos
+                beyond.
+            subset: as in :meth:`fit`; by default, the subset of the last fit, or all.
 
         Raises:
-            ArgumentError: ``kl_weight`` or ``temperature`` is not 1: a tempered posterior has no evidence.
-            GuideError: the mode, or the model, has changed since the fit, or the fit ended in an error.
-            ModelError: the model draws random numbers of its own.
-            NonFiniteError: the likelihood, or the prior, is NaN or infinite.
+            ArgumentError: ``kl_weight`` or ``temperature`` is not 1, because a tempered posterior has no evidence.
+            GuideError: the mode or the model has changed since the fit, or the fit raised an error.
+            ModelError: the model draws random numbers in its own code.
+            NonFiniteError: the likelihood or the prior is NaN or infinite.
             NotPositiveDefiniteError: the precision is not positive definite.
         """
         fitted = self.fitted if self._failed or (self._fitted and subset is None) else None
@@ -286,35 +291,35 @@ class LaplaceGuide(GaussianAtMode):
         seed: int = 0,
         progress: bool = True,
     ) -> TuningCurve:
-        r"""Choose the scale of priors, or of the noise, after training, and fit again.
+        r"""Choose the scale of the priors or of the noise after training, and fit again.
 
-        The mode does not move, although it is not the minimum of U with another scale (``polish`` moves it there).
+        The mode does not move, although U has another minimum with other scales (``polish`` moves the mode there).
         Values are relative to the scales in the code of the model; several scales are tuned in turn until none changes.
-        Tune classifiers on validation data if you can: with the evidence, their probabilities are under-confident,
-        and there is a warning.
+        If possible, tune classifiers on validation data: tuning with the evidence makes their probabilities
+        under-confident, and there is a warning.
 
         Args:
             batches: all the data.
             scale: ``PriorPrecision()`` for one multiplier of all priors (the default), ``PriorPrecision("net.0.*")``,
-                ``NoiseScale()``; or a list of these, for different sites, to tune together.
+                ``NoiseScale()``, or a list of these for different sites.
             criterion: ``ByEvidence()``, the default, or ``ByValidation(batches)``.
-            method: as for :meth:`fit`; by default the method of the last fit.
-            subset: as for :meth:`fit`; by default the subset of the last fit.
-            values: to try; by default 25 values from 0.001 to 1,000 for a precision, 17 values from 0.1 to 10 for
-                noise.
-            refinements: number of additional values, between the neighbours of the best value.
-            unconverged: as for :meth:`fit`.
-            seed: of random numbers.
+            method: as in :meth:`fit`; by default, the method of the last fit.
+            subset: as in :meth:`fit`; by default, the subset of the last fit.
+            values: values to try; by default, 25 from 0.001 to 1,000 for a prior precision, 17 from 0.1 to 10 for a
+                noise scale.
+            refinements: number of additional values between the neighbours of the best value.
+            unconverged: as in :meth:`fit`.
+            seed: random seed.
             progress: show a progress bar.
 
         Returns:
-            The curve; its ``best`` value is in ``guide.scale_factors``. A warning is given if it is at the edge of the
-            values. For several scales it is the first one's curve, which holds the curves of the ``others``.
+            The scores of all values; the ``best`` one is in ``guide.scale_factors``, with a warning if it is the
+            smallest or largest. For several scales, this is the curve of the first scale, with those of the ``others``.
 
         Raises:
-            ArgumentError: a value is not positive, the posterior is tempered and tuned by the evidence, or two scales
+            ArgumentError: a value is not positive, the criterion is the evidence of a tempered posterior, or two scales
                 belong to the same site.
-            ModelError, UnsupportedError: there is no such scale in the model.
+            ModelError, UnsupportedError: the model has no such scale.
         """
         last = self._fitted
         if last is not None and subset is None:
@@ -348,25 +353,25 @@ class LaplaceGuide(GaussianAtMode):
 
 
 def largest_variance(guide: LaplaceGuide, size: int) -> dict[str, Tensor]:
-    r"""Choose the weights with the largest posterior variances, as masks for ``subset=``.
+    r"""Return masks of the weights with the largest posterior variances, for ``subset=``.
 
     .. math:: S = \arg\max_{|S| = \text{size}} \sum_{i \in S} \sigma_i^2
 
-    Status: for a Gaussian with independent latents, the subset of this size whose posterior, with the other latents at
-    the mode, is closest to the full posterior in Wasserstein distance; a heuristic for other Gaussians. Variances are
-    in squared units of the latents, so weights about which the data say nothing come first.
+    Status: optimal for independent latents: of all subsets of this size, the posterior with the other latents fixed at
+    the mode is closest to the full posterior in Wasserstein distance. A heuristic for other Gaussians. Variances are in
+    squared units of the latents, so weights that the data do not determine come first.
 
     Args:
-        guide: fitted with a method that computes variances: ``Diagonal()`` for large networks.
-        size: how many latents to choose.
+        guide: a guide fitted with a method that computes variances, such as ``Diagonal()`` for large networks.
+        size: number of latents to choose.
 
     Returns:
         For each site of the fit, a boolean mask with the shape of the site's unconstrained values.
 
     Raises:
-        ArgumentError: more latents than the fit has, or none.
-        GuideError: not fitted, or the mode has moved since.
-        UnsupportedError: the method of the fit has no variances.
+        ArgumentError: ``size`` is zero, or more than the number of latents of the fit.
+        GuideError: the guide is not fitted, or its mode has moved since.
+        UnsupportedError: the method of the fit does not compute variances.
 
     Source: Daxberger et al. (2021), "Bayesian Deep Learning via Subnetwork Inference", Section 5.
 
@@ -388,7 +393,9 @@ def largest_variance(guide: LaplaceGuide, size: int) -> dict[str, Tensor]:
     variances, layout = guide.fitted.posterior.marginal_variance(), guide.fitted.layout
     check_count("size", size)
     if size > layout.size:
-        raise ArgumentError(f"size must be at most {layout.size}, the latents of the fit, not {size}")
+        raise ArgumentError(
+            f"size must be at most {layout.size}, the number of latents of the fit, got {size}"
+        )
     chosen = torch.zeros_like(variances, dtype=torch.bool)
     chosen[variances.topk(size).indices] = True
     return layout.place(layout.split(chosen))

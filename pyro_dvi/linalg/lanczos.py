@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Krylov spaces of a symmetric matrix: its smallest eigenvalue, its log determinant and its largest eigenpairs."""
+"""Krylov methods for a symmetric matrix: its smallest eigenvalue, log determinant and largest eigenpairs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,8 +23,8 @@ class LanczosProcess:
 
     Args:
         operator: A.
-        starts: starting vectors as rows, ``[S, D]``, not zero.
-        capacity: the largest number of steps; ``S * capacity * D`` numbers are held.
+        starts: nonzero starting vectors as rows, ``[S, D]``.
+        capacity: maximum number of steps; ``S * capacity * D`` numbers are stored.
     """
 
     def __init__(self, operator: Operator, starts: Tensor, capacity: int) -> None:
@@ -42,7 +42,7 @@ class LanczosProcess:
 
     @property
     def finished(self) -> bool:
-        """Whether no row can advance, because the capacity is used or every space is invariant."""
+        """Whether no row can advance, because the capacity is exhausted or every space is invariant."""
         return self.steps == self.capacity or not len(self.active)
 
     def advance(self) -> None:
@@ -71,7 +71,7 @@ class LanczosProcess:
     def tridiagonal(self, row: int = 0) -> Tensor:
         r"""Return the matrix T of a row, ``[k, k]``, in :math:`A Q = Q T + \rho\, q e_k^\top`.
 
-        If the Krylov space ended early, k is smaller than the number of steps, and :math:`\rho` is zero.
+        If the Krylov space became invariant, k is smaller than the number of steps, and :math:`\rho` is zero.
         """
         k = int(self.lengths[row])
         beside = self.off_diagonal[row, : k - 1]
@@ -86,7 +86,7 @@ class Eigenpair:
     r"""An eigenvalue and its eigenvector.
 
     Attributes:
-        value: :math:`\lambda`, the Rayleigh quotient of the vector. It is never below the smallest eigenvalue, so a
+        value: :math:`\lambda`, the Rayleigh quotient of the vector. It is at least the smallest eigenvalue, so a
             negative value proves that the matrix is not positive definite.
         vector: v, ``[D]``, of norm one.
         residual: :math:`|A v - \lambda v|`; some eigenvalue lies within this distance of the value.
@@ -100,14 +100,14 @@ class Eigenpair:
 
     @property
     def resolution(self) -> float:
-        """Smallest magnitude at which an eigenvalue of the matrix is distinguishable from zero in this dtype."""
+        """Smallest magnitude of an eigenvalue that can be distinguished from zero in this dtype."""
         return 8 * torch.finfo(self.vector.dtype).eps * self.norm
 
 
 def smallest_eigenpair(
     operator: Operator, like: Tensor, *, steps: int = 200, tolerance: float = 1e-2
 ) -> Eigenpair:
-    r"""Return the algebraically smallest eigenvalue, from the Lanczos recursion with a random start.
+    r"""Return the algebraically smallest eigenpair, from the Lanczos recursion with a random start.
 
     Status: the value is an upper bound on the smallest eigenvalue and converges to it: after m steps, the error is
     about :math:`(\lambda_{\max} - \lambda_{\min})\,(\log D / m)^2` in the worst case, and much smaller if the
@@ -116,11 +116,12 @@ def smallest_eigenpair(
     Args:
         operator: A, symmetric.
         like: vector ``[D]`` with the dtype and device to use.
-        steps: maximal number of applications to one vector; ``steps * D`` numbers are held, at most 20 steps or 2 GiB.
-        tolerance: bound on the residual relative to ``|value|``; below one, the sign of the eigenvalue is certain.
+        steps: maximum number of applications to one vector; ``steps * D`` numbers are stored, at most 20 steps or 2
+            GiB.
+        tolerance: bound on the residual relative to ``|value|``; below 1, the sign of some eigenvalue is certain.
 
     Raises:
-        ArgumentError: a count is not positive.
+        ArgumentError: a number of steps or probes is not positive.
 
     Source: Kuczynski & Wozniakowski (1992) for random starts.
 
@@ -137,7 +138,7 @@ def smallest_eigenpair(
         process.advance()
         if process.steps < next_look and not process.finished:
             continue
-        next_look = process.steps + 1 + process.steps // 10  # so that the small decompositions cost little
+        next_look = process.steps + 1 + process.steps // 10  # limits the cost of the small decompositions
         values, vectors = torch.linalg.eigh(process.tridiagonal())
         value, norm = float(values[0]), float(values.abs().max())
         residual = float(process.off_diagonal[0, len(values) - 1] * vectors[-1, 0].abs())
@@ -149,7 +150,7 @@ def smallest_eigenpair(
 
 @dataclass(frozen=True)
 class TraceEstimate:
-    """An average over probes.
+    """An estimate of a trace, averaged over probes.
 
     Attributes:
         value: the estimate.
@@ -167,7 +168,7 @@ class SpectralQuadrature:
 
     Attributes:
         nodes: Ritz values, ``[probes, steps]``, in float64 on the CPU.
-        weights: weights of the nodes, ``[probes, steps]``; each row sums to one, with zeros if a Krylov space ended
+        weights: weights of the nodes, ``[probes, steps]``; each row sums to 1, with zeros if a Krylov space ended
             early.
         dim: D.
     """
@@ -178,7 +179,7 @@ class SpectralQuadrature:
 
     def trace(self, function: Callable[[Tensor], Tensor]) -> TraceEstimate:
         """Return the estimate of tr f(A) for an elementwise ``function``, without further applications."""
-        # Padding may lie outside f's domain.
+        # Padding may be outside the domain of f.
         nodes = torch.where(self.weights > 0, self.nodes, self.nodes[:, :1])
         per_probe = self.dim * (self.weights * function(nodes)).sum(-1)
         several = len(per_probe) > 1
@@ -188,12 +189,13 @@ class SpectralQuadrature:
     def log_determinant(self, shift: float = 0.0) -> TraceEstimate:
         r"""Return the estimate of :math:`\log\det(A + cI) = \operatorname{tr}\log(A + cI)` for a shift c.
 
-        For a posterior precision G + c D with a diagonal prior precision D, use the quadrature of :math:`A = D^{-1/2} G
-        D^{-1/2}`: adding ``D.log().sum()`` gives log det(G + c D) for every multiplier c of the prior. The number of
-        steps should be about the square root of the condition number of A + cI.
+        For a posterior precision G + c D with a diagonal prior precision D, use the quadrature of
+        :math:`A = D^{-1/2} G D^{-1/2}`; adding ``D.log().sum()`` to this estimate then gives log det(G + c D) for any
+        multiplier c of the prior. The number of steps should be about the square root of the condition number of A +
+        cI.
 
         Raises:
-            NotPositiveDefiniteError: if A + cI has an eigenvalue that is not positive.
+            NotPositiveDefiniteError: A + cI has an eigenvalue that is not positive.
 
         Source: Ubaru, Chen & Saad (2017), Section 3.
 
@@ -207,8 +209,8 @@ class SpectralQuadrature:
         """
         lowest = float(self.nodes[self.weights > 0].min()) + shift
         if lowest <= 0:
-            found = f"log det(A + c I) with c = {shift:.6g}: an eigenvalue of A + c I is at most {lowest:.3g}"
-            remedy = "reach a minimum first (guide.polish), or use GGN(), or a larger c"
+            found = f"A + c I, with c = {shift:.6g}, has an eigenvalue of at most {lowest:.3g} and no log det"
+            remedy = "run guide.polish(batches) first, or use GGN() or a larger c"
             raise NotPositiveDefiniteError(f"{found}: {remedy}", curvature=lowest)
         return self.trace(lambda nodes: (nodes + shift).log())
 
@@ -216,7 +218,7 @@ class SpectralQuadrature:
 def trace_of_function(
     operator: Operator, like: Tensor, generator: torch.Generator, *, num_probes: int = 8, steps: int = 40
 ) -> SpectralQuadrature:
-    r"""Prepare tr f(A) for any f with stochastic Lanczos quadrature.
+    r"""Prepare estimates of tr f(A) for any f, with stochastic Lanczos quadrature.
 
     .. math::
         \operatorname{tr} f(A) = \mathbb{E}\,z^\top f(A)\,z \approx \frac{D}{P} \sum_p \sum_j w_{pj}\,f(\theta_{pj}),
@@ -225,20 +227,21 @@ def trace_of_function(
     with Rademacher probes z and the eigenpairs :math:`(\theta, u)` of the tridiagonal matrix of each probe.
 
     Status: unbiased over the probes, up to the error of the Gauss quadrature, which is zero for polynomials of degree
-    below ``2 * steps``, and if ``steps >= dim``. For a diagonal matrix, the estimate does not depend on the probes.
+    below ``2 * steps`` and for ``steps >= dim``. For a diagonal matrix, the estimate does not depend on the probes.
 
     Args:
         operator: A, symmetric.
         like: vector ``[D]`` with the dtype and device of the probes.
         generator: random generator for the probes.
-        num_probes: P; as many as fit into memory are applied together.
-        steps: Lanczos steps. ``steps * D`` numbers per probe are held, for as many probes as fit into 2 GiB.
+        num_probes: P, the number of probes; as many as fit into memory are applied together.
+        steps: number of Lanczos steps; ``steps * D`` numbers per probe are stored, for as many probes as fit into 2
+            GiB.
 
     Returns:
-        The nodes and weights; ``.trace(torch.log)`` is the estimate for one function.
+        The nodes and weights; ``.trace(torch.log)``, for example, is the estimate for the logarithm.
 
     Raises:
-        ArgumentError: a count is not positive.
+        ArgumentError: a number of steps or probes is not positive.
 
     Source: Ubaru, Chen & Saad (2017), Alg. 1; Hutchinson (1989).
 
@@ -267,7 +270,7 @@ def trace_of_function(
 
 
 _BLOCK = 16  # vectors applied together
-_BUDGET = 400  # applications, and 20 for each pair
+_BUDGET = 400  # number of applications, plus 20 per pair
 
 
 @dataclass(frozen=True)
@@ -275,10 +278,10 @@ class Eigenpairs:
     r"""The eigenpairs found, with :math:`A v_i \approx \lambda_i v_i` and orthonormal :math:`v_i`.
 
     Attributes:
-        values: ``[k]``, descending.
+        values: eigenvalues ``[k]``, in descending order.
         vectors: the rows v, ``[k, D]``.
         residuals: :math:`|A v_i - \lambda_i v_i|`, ``[k]``; an eigenvalue lies within this distance of each value.
-        converged: every residual is within the tolerance.
+        converged: whether every residual is within the tolerance.
     applications: number of vectors to which the operator was applied.
     """
 
@@ -292,12 +295,12 @@ class Eigenpairs:
 def top_eigenpairs(operator: Operator, like: Tensor, k: int, *, tolerance: float = 1e-4) -> Eigenpairs:
     r"""Return the k algebraically largest eigenvalues of a symmetric matrix and their eigenvectors.
 
-    The space V grows by blocks Q, the part of :math:`A Q_-` that is orthogonal to it; the pairs are the eigenpairs of
-    :math:`H = V A V^\top`. Both V and :math:`A V` are kept, so that residuals need no further application. When V is
-    full, it restarts from its best vectors, which are kept exactly.
+    The space V grows by blocks Q, the part of :math:`A Q_-` that is orthogonal to V, where :math:`Q_-` is the previous
+    block. The pairs are the eigenpairs of :math:`H = V A V^\top`. Both V and :math:`A V` are stored, so residuals need
+    no further application. When V is full, it restarts from its best vectors.
 
-    Status: exact to the tolerance if ``converged``; the error of a well-separated value is its squared residual divided
-    by the gap. Copies of an eigenvalue with multiplicity above 16 may be missed.
+    Status: exact up to the tolerance if ``converged``; the error of a well-separated value is its squared residual
+    divided by the gap. Copies of an eigenvalue with multiplicity above 16 may be missed.
 
     Args:
         operator: A, symmetric; positive semi-definite in the usual case of a Gauss-Newton matrix.
@@ -332,7 +335,7 @@ def top_eigenpairs(operator: Operator, like: Tensor, k: int, *, tolerance: float
         if converged or len(basis) == dim or applications >= budget:
             return Eigenpairs(top, found[:k], residuals, converged or len(basis) == dim, applications)
         following = _orthonormal(product, basis, scale)
-        # The space is invariant, but too small or possibly without the largest eigenvalues: add random directions.
+        # The space is invariant, but it is too small or may lack the largest eigenvalues: add random directions.
         if not len(following):
             following = _orthonormal(gaussian_rows(block, dim, like, generator), basis, 0.0)
         if len(basis) + len(following) > capacity and len(basis) > keep:

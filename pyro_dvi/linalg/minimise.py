@@ -18,11 +18,11 @@ from pyro_dvi.linalg.lanczos import Eigenpair, smallest_eigenpair
 from pyro_dvi.linalg.operator import conjugate_gradients
 
 _DECREASE, _SLOPE = 1e-4, 0.9  # Wolfe's conditions
-_TRIALS = 12  # per line search
+_TRIALS = 12  # trials per line search
 
 
 class SmoothFunction(Protocol):
-    """A function U of ``[D]``; the same U at each call."""
+    """A deterministic function U of a vector ``[D]``."""
 
     def value_and_gradient(self, x: Tensor, /) -> tuple[Tensor, Tensor]:
         """Return U(x) and its gradient ``[D]``."""
@@ -33,13 +33,14 @@ class SmoothFunction(Protocol):
 
 @dataclass(frozen=True)
 class InMetric:
-    r"""The function :math:`y \mapsto U(x_0 + R^{-1} y)`, whose coordinates have the norm of M.
+    r"""The function :math:`y \mapsto U(x_0 + R^{-1} y)`, in coordinates with the metric M.
 
     Attributes:
         problem: U.
-        metric: M, close to the Hessian of U in scale: ``coloured(rows)`` returns :math:`R^{-1} y`, a displacement of x,
-            for each row y, and ``whitened(rows)`` the gradient :math:`R^{-\top} g` with respect to y.
-        origin: :math:`x_0`, ``[D]``; displacements from it avoid rounding error.
+        metric: M, similar to the Hessian of U: ``coloured(rows)`` returns the displacement of x, :math:`R^{-1} y`, for
+            each row y, and ``whitened(rows)`` returns the gradient with respect to y, :math:`R^{-\top} g`, for each row
+            g.
+        origin: :math:`x_0`, ``[D]``; displacements from it have smaller rounding errors.
     """
 
     problem: SmoothFunction
@@ -47,7 +48,7 @@ class InMetric:
     origin: Tensor
 
     def x(self, y: Tensor) -> Tensor:
-        """Return the point itself."""
+        """Return the point x for the coordinates y."""
         return self.origin + self.metric.coloured(y.unsqueeze(0))[0]
 
     def value_and_gradient(self, y: Tensor, /) -> tuple[Tensor, Tensor]:
@@ -67,9 +68,9 @@ class Descent:
     Attributes:
         x: the point, ``[D]``.
         value: U there.
-        fallen: decrease of U, estimated from the slopes if rounding hides it.
+        fallen: decrease of U; estimated from the slopes if rounding hides it.
         steps: number of steps.
-        stuck: no step along the last direction decreased U.
+        stuck: whether no step along the last direction decreased U.
     """
 
     x: Tensor
@@ -87,23 +88,23 @@ def descend(
     max_steps: int = 30,
     callback: Callable[[float, float], None] | None = None,
 ) -> Descent:
-    r"""Take BFGS steps, in coordinates where the Hessian of U is about the identity.
+    r"""Minimise U with BFGS steps, in coordinates in which its Hessian is close to the identity.
 
     .. math:: x \leftarrow x - t\,B\,g, \qquad B_{+} = (1 - \rho s y^\top) B (1 - \rho y s^\top) + \rho s s^\top
 
-    with initial :math:`B = 1`, the step s, the change y of the gradient along it, :math:`\rho = 1/s^\top y`, and t
+    with initial :math:`B = 1`, the step s, the change y of the gradient along s, :math:`\rho = 1/s^\top y`, and t
     chosen by Wolfe's conditions. If rounding hides the change of U, it is estimated from the two slopes with the
     trapezoidal rule.
 
-    Status: U decreases at every step, up to rounding; convergence is superlinear near a minimum. Saddle points are not
+    Status: U decreases in every step, up to rounding; convergence is superlinear near a minimum. Saddle points are not
     detected.
 
     Args:
-        problem: see :class:`SmoothFunction`; products are not used.
-        start: ``[D]``; U must be finite there.
+        problem: U; products are not used.
+        start: starting point ``[D]``, at which U must be finite.
         target: stop when :math:`|g|^2` is at most this value.
-        max_steps: maximal number of steps; ``2 * max_steps * D`` numbers are held.
-        callback: called after each step with U and :math:`|g|^2`.
+        max_steps: maximum number of steps; ``2 * max_steps * D`` numbers are stored.
+        callback: function that is called after each step with U and :math:`|g|^2`.
 
     Source: Nocedal & Wright (2006), Alg. 7.4 and Section 3.1.
 
@@ -142,14 +143,14 @@ class Minimum:
     Attributes:
         x: the point, ``[D]``.
         value: U there.
-        newton_decrement: :math:`g^\top P^{-1} g`, the squared distance to the minimum in posterior standard deviations:
-            either before the last step, including :math:`|r|^2/\lambda_{\min}` for the residual r of that step, or the
-            bound :math:`|g|^2/\lambda_{\min}` after it if this is smaller; infinite if negative curvature was found.
-        smallest_eigenvalue: smallest eigenvalue of the Hessian there, with the residual of the pair; None if the search
-            ended before it was computed.
+        newton_decrement: :math:`g^\top P^{-1} g`, the squared distance to the minimum in posterior standard deviations.
+            It is the smaller of the value before the last step, including :math:`|r|^2/\lambda_{\min}` for the residual
+            r of that step, and the bound :math:`|g|^2/\lambda_{\min}` after the last step; infinite if negative
+            curvature was found.
+        smallest_eigenvalue: smallest eigenpair of the Hessian at x; None if the search ended before it was computed.
         steps: number of steps.
-        converged: the decrement is within the tolerance, and the Hessian positive definite as far as the Lanczos
-            recursion from a random start shows.
+        converged: whether the decrement is within the tolerance, and the Hessian is positive definite as far as the
+            Lanczos recursion from a random start shows.
         reason: why the search ended, as a sentence.
     """
 
@@ -171,28 +172,28 @@ def minimise_newton(
     krylov_steps: int = 200,
     callback: Callable[[float, float], None] | None = None,
 ) -> Minimum:
-    r"""Find a local minimum with positive definite Hessian, matrix-free.
+    r"""Find a local minimum with a positive definite Hessian, without forming matrices.
 
     .. math:: x \leftarrow x - t\,s, \qquad |P s - g| \le \eta\,|g|
 
     Conjugate gradients determine the step s, and Wolfe's conditions its length t. If conjugate gradients encounter a
-    direction of negative curvature, the search follows it. At a stationary point, the Lanczos recursion searches for
-    negative curvature from a random start; if it finds any, the search continues along it.
+    direction of negative curvature, the search follows this direction. At a stationary point, the Lanczos recursion
+    searches for negative curvature from a random start; if it finds any, the search continues in that direction.
 
-    Status: superlinear convergence to a local minimum, which depends on the start. A negative eigenvalue can be missed
-    if ``krylov_steps`` of the Lanczos recursion do not reveal it.
+    Status: converges superlinearly to a local minimum, which depends on the start. ``krylov_steps`` Lanczos steps can
+    miss a negative eigenvalue.
 
     Args:
         problem: see :class:`SmoothFunction`.
-        start: ``[D]``; its dtype and device are used.
+        start: starting point ``[D]``, which determines dtype and device.
         tolerance: bound on the Newton decrement :math:`g^\top P^{-1} g`, in squared posterior standard deviations.
-        max_steps: maximal number of steps.
-        krylov_steps: steps of the Lanczos recursion, which holds ``krylov_steps * D`` numbers; conjugate gradients may
-            take ten times as many steps.
-        callback: called after each step with the value after it and the Newton decrement before it.
+        max_steps: maximum number of steps.
+        krylov_steps: number of Lanczos steps, for which ``krylov_steps * D`` numbers are stored; conjugate gradients
+            may take ten times as many steps.
+        callback: function that is called after each step with U after the step and the Newton decrement before it.
 
     Raises:
-        NonFiniteError: if the value or gradient at the start, or a product, is NaN or infinite.
+        NonFiniteError: the value or gradient at the start, or a product, is NaN or infinite.
 
     Source: Nocedal & Wright (2006), Alg. 7.1.
 
@@ -217,12 +218,12 @@ def minimise_newton(
         return problem.product(x, vectors)
 
     first = float(gradient.norm())
-    decrement, lowest, reason, steps = math.inf, None, f"{max_steps} steps did not suffice", 0
-    floor = math.inf  # the smallest eigenvalue, once computed
+    decrement, lowest, reason, steps = math.inf, None, f"{max_steps} steps were not enough", 0
+    floor = math.inf  # smallest eigenvalue, once computed
     while steps < max_steps:
         size, steps, lowest = float(gradient.norm()), steps + 1, None
         direction, decrement, residual = _newton_direction(product, gradient, first, krylov_steps)
-        # Rounding hides the decrease along such a step, and shorter steps would not help.
+        # Rounding hides the decrease for such a step, and shorter steps would not help.
         trials = 1 if 0.5 * decrement <= _resolution(x, value) else _TRIALS
         found = _line_search(problem, x, value, gradient, direction, trials) if size else None
         if found is not None:
@@ -239,7 +240,7 @@ def minimise_newton(
                 continue
             reason = "negative curvature remains, but rounding hides the decrease along it; use float64"
         elif lowest.value <= lowest.resolution:
-            reason = "the Hessian is numerically singular: some direction has no curvature"
+            reason = "the Hessian is numerically singular"
         else:
             floor = max(lowest.value - lowest.residual, 0.5 * lowest.value)
             decrement = min(decrement + residual**2 / floor, float(gradient.norm()) ** 2 / floor)
@@ -249,7 +250,7 @@ def minimise_newton(
                 lowest = None
                 continue
             else:
-                reason = f"rounding in {x.dtype} hides further progress; use float64 or a larger tolerance"
+                reason = f"rounding in {x.dtype} prevents further progress; use float64 or a larger tolerance"
         break
     converged = decrement <= tolerance and lowest is not None and lowest.value > lowest.resolution
     return Minimum(x, value, decrement, lowest, steps, converged, reason)
@@ -258,7 +259,7 @@ def minimise_newton(
 def _newton_direction(
     product: Callable[[Tensor], Tensor], gradient: Tensor, first: float, krylov_steps: int
 ) -> tuple[Tensor, float, float]:
-    """Return a descent direction (of negative curvature, if any), the Newton decrement and the residual."""
+    """Return a descent direction (one of negative curvature, if found), the Newton decrement and the residual."""
     size = float(gradient.norm())
     if size == 0:
         return gradient, 0.0, 0.0
@@ -288,7 +289,7 @@ def _resolution(x: Tensor, value: float) -> float:
 
 
 def _direction(pairs: list[tuple[Tensor, Tensor]], gradient: Tensor) -> Tensor:
-    """Return -B g by the two-loop recursion."""
+    """Return -B g, computed with the two-loop recursion."""
     direction, weights = -gradient, []
     for step, change in reversed(pairs):
         weights.append((step @ direction) / (step @ change))
@@ -307,9 +308,10 @@ def _line_search(
     trials: int = _TRIALS,
     strict: bool = False,
 ) -> tuple[Tensor, float, float, Tensor] | None:
-    """Return a step that meets Wolfe's conditions, the decrease of U, and U and its gradient there; None if none does.
+    """Return a step that meets Wolfe's conditions, with the decrease of U, U and its gradient; None if there is none.
 
-    After the last trial, return the longest step that decreases U; with ``strict``, only if U still decreases there.
+    After the last trial, the longest step that decreases U is returned; with ``strict``, only if U still decreases
+    there.
     """
     slope = float(gradient @ direction)
     low, high, length, longest = 0.0, math.inf, 1.0, None
@@ -328,7 +330,7 @@ def _line_search(
             low = length
         if high == math.inf:
             length = 2 * length
-        elif low == 0 and math.isfinite(decrease):  # the minimum of the parabola through the known values
+        elif low == 0 and math.isfinite(decrease):  # minimum of the parabola through the known values
             length *= min(0.5, max(0.1, -0.5 * slope * length / -(decrease + slope * length)))
         else:
             length = 0.5 * (low + high)

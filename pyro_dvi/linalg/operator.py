@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrices that are available only as products: vectors to multiply with, and linear solves A X = B."""
+"""Matrices that are available only as products with vectors, and linear solves A X = B with such matrices."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,17 +10,17 @@ from torch import Tensor
 from pyro_dvi.errors import NonFiniteError, NotPositiveDefiniteError
 
 Operator = Callable[[Tensor], Tensor]
-"""A symmetric matrix A as a function of rows: ``[S, D] -> [S, D]``, each row v to A v.
+"""A symmetric matrix A as a function ``[S, D] -> [S, D]`` that maps each row v to A v.
 
-It is called in the gradient mode of the caller; an operator that differentiates must use ``torch.enable_grad``.
+It is called in the caller's gradient mode; an operator that differentiates must use ``torch.enable_grad``.
 """
 
 
 def apply(operator: Operator, vectors: Tensor) -> Tensor:
-    """Return the products ``[S, D]`` with the rows of ``vectors``, and check that they are finite.
+    """Return the products ``[S, D]`` with the rows of ``vectors``, after checking that they are finite.
 
     Raises:
-        NonFiniteError: if a product is NaN or infinite.
+        NonFiniteError: a product is NaN or infinite.
     """
     products = operator(vectors).detach()
     if not bool(products.sum().isfinite()) and not bool(products.isfinite().all()):
@@ -38,10 +38,10 @@ def identity_rows(like: Tensor, at_once: int = 256) -> Iterator[Tensor]:
 
 
 def gaussian_rows(count: int, dim: int, like: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Return standard normal rows ``[count, dim]`` with dtype and device of ``like``.
+    """Return standard normal rows ``[count, dim]`` with the dtype and device of ``like``.
 
-    They are drawn on the device of the generator, so that one seed gives the same rows everywhere. Without a generator,
-    the seed is fixed: the rows only need to be generic, and equal calls give equal results.
+    They are drawn on the device of the generator, so that one seed gives the same rows on any device. Without a
+    generator, the seed is fixed, so that equal calls give equal results; the rows then only need to be generic.
     """
     if generator is None:
         generator = torch.Generator().manual_seed(0)
@@ -51,12 +51,12 @@ def gaussian_rows(count: int, dim: int, like: Tensor, generator: torch.Generator
 
 @dataclass(frozen=True)
 class Solution:
-    """Solutions found by :func:`conjugate_gradients`.
+    """Result of :func:`conjugate_gradients`.
 
     Attributes:
         x: the solutions, ``[S, D]``.
-        iterations: calls of the operator within the recursion.
-        residuals: ``|b - A x| / |b|`` of each row, ``[S]``, recomputed from x; zero if b is zero.
+        iterations: number of calls of the operator in the recursion.
+        residuals: relative residual ``|b - A x| / |b|`` of each row, ``[S]``, recomputed from x; zero if b is zero.
         converged: every residual is within the tolerance.
     """
 
@@ -71,33 +71,33 @@ def conjugate_gradients(
 ) -> Solution:
     r"""Solve :math:`A x_s = b_s` for symmetric positive definite A with block conjugate gradients.
 
-    With :math:`Q C = B` orthonormalised, S = Q, and as columns of matrices
+    Starting from the QR factorisation :math:`Q C = B` and S = Q, with vectors as columns of matrices,
 
     .. math::
         \Xi = (S^\top A S)^{-1}, \quad X \leftarrow X + S\,\Xi\,C, \quad
         Q\,Z \leftarrow Q - A S\,\Xi \;\text{ (QR)}, \quad S \leftarrow Q + S Z^\top, \quad C \leftarrow Z C .
 
-    The columns of C have the norms of the residuals. If the matrix is the identity except in some directions, such as a
-    prior precision plus the information in the data, S right-hand sides take about 1/S of the iterations of one.
-    Right-hand sides may be linearly dependent. Each iteration costs :math:`O(S^2 D)` besides the products.
+    The norms of the columns of C are those of the residuals. If the matrix is the identity except in some directions,
+    such as a prior precision plus the information in the data, S right-hand sides take about 1/S of the iterations of a
+    single one. Right-hand sides may be linearly dependent. Each iteration costs :math:`O(S^2 D)` in addition to the
+    products. In finite precision, the recursion's residual drifts away from :math:`b - A x`. When the recursion ends,
+    the residual is therefore recomputed (one more application), and rows above the tolerance restart from their x, as
+    long as each restart at least halves their residuals.
 
-    The recursion's residual drifts away from :math:`b - A x` in finite precision. When the recursion ends, the residual
-    is recomputed (one more application), and rows above the tolerance restart from their x, as long as each restart at
-    least halves their residuals.
-
-    Status: exact to the tolerance if ``converged``.
+    Status: exact up to the tolerance if ``converged``.
 
     Args:
         operator: A, symmetric positive definite.
         rhs: the rows b, ``[S, D]``; they determine dtype and device.
-        tolerance: bound on ``|b - A x| / |b|`` of each row. The attainable value is about ``eps |A| |x| / |b|``: in
-            float32, 1e-5 rather than 1e-6 for a condition number of 1,000.
-        max_iterations: ``min(10 D, 1000)`` by default; D suffice in exact arithmetic.
+        tolerance: bound on ``|b - A x| / |b|`` of each row. The attainable value is about ``eps |A| |x| / |b|``; in
+            float32, this is 1e-5 rather than 1e-6 for a condition number of 1,000.
+        max_iterations: maximum number of iterations; by default, ``min(10 D, 1000)``. In exact arithmetic, D are
+            enough.
 
     Raises:
-        NotPositiveDefiniteError: if a direction has a curvature that is negative or not larger than the rounding error;
-            the error carries ``direction`` and ``curvature``.
-        NonFiniteError: if a right-hand side or a product is NaN or infinite.
+        NotPositiveDefiniteError: the curvature in some direction is negative, or not larger than the rounding error;
+            the error has ``direction`` and ``curvature``.
+        NonFiniteError: a right-hand side or a product is NaN or infinite.
 
     Source: Hestenes & Stiefel (1952); O'Leary (1980) for blocks; Dubrulle (2001) for the form with QR factorisations,
         which does not break down.
@@ -146,13 +146,13 @@ def _recursion(operator: Operator, residual: Tensor, targets: Tensor, limit: int
 
 
 def _factor(matrix: Tensor, rounding: Tensor, directions: Tensor) -> Tensor:
-    """Return the Cholesky factor of a matrix that is positive definite beyond rounding."""
+    """Return the Cholesky factor of a matrix, or raise if it is not positive definite beyond rounding."""
     _, failed = torch.linalg.cholesky_ex(matrix - rounding)
     if not bool(failed):
         return torch.linalg.cholesky_ex(matrix).L
     values, vectors = torch.linalg.eigh(matrix)
     direction = directions @ vectors[:, 0]
     curvature = float(values[0] / direction.square().sum())
-    met = f"conjugate gradients met d'A d / d'd = {curvature:.3g}, not above the rounding error of {matrix.dtype}"
-    remedy = "reach a minimum first, or use a positive definite matrix (such as Gauss-Newton), or float64"
+    met = f"conjugate gradients found d'A d / d'd = {curvature:.3g}, not above the rounding error of {matrix.dtype}"
+    remedy = "reach a minimum first, or use a positive definite matrix such as Gauss-Newton, or float64"
     raise NotPositiveDefiniteError(f"{met}: {remedy}", direction=direction, curvature=curvature)

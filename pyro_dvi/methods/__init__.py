@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Methods in one object each: guide, objective, optimizer and prediction rule, from a network to its posterior."""
+"""One object per method: guide, objective, optimizer and prediction rule, from a network to its posterior."""
 
 from pyro_dvi.methods.ensemble import Ensemble
 from pyro_dvi.methods.laplace import Laplace

@@ -19,11 +19,11 @@ from pyro_dvi.training.random_state import preserve_random_state
 
 @dataclass(frozen=True)
 class Ensemble:
-    """The same method several times, each from its own random weights; predictions are averaged.
+    """Several posteriors of one method, each trained from its own random weights; predictions are averaged.
 
     Args:
-        member: the method.
-        num_members: how many.
+        member: the method that trains each posterior.
+        num_members: number of posteriors.
 
     Example:
         >>> import torch, pyro_dvi as dvi
@@ -42,14 +42,15 @@ class Ensemble:
         """Train all members.
 
         Args:
-            net: a torch module, whose copies get new random weights by ``reset_parameters()`` of its layers.
+            net: a torch module. Each member is a copy with new random weights, from ``reset_parameters()`` of its
+                layers.
             loader: as for :meth:`Method.fit`.
-            epochs: of each training.
-            seed: of the first training; the others have the following ones.
-            **options: of :func:`~pyro_dvi.fit`.
+            epochs: number of epochs of each training run.
+            seed: random seed of the first training run; the others use the following integers.
+            **options: further arguments of :func:`~pyro_dvi.fit`.
 
         Raises:
-            ArgumentError: a Pyro model, or a network whose layers cannot reset their weights.
+            ArgumentError: ``net`` is a Pyro model, or no layer of it has ``reset_parameters()``.
         """
         members = [
             self.member.fit(_with_new_weights(net, k), loader, epochs, seed=k, **options)
@@ -60,11 +61,14 @@ class Ensemble:
 
 
 def _with_new_weights(net: Any, seed: int) -> Any:
-    """Return a copy of a network with weights from a seed."""
+    """Return a copy of a network with new random weights."""
     fresh = copy.deepcopy(net) if is_network(net) else None
     layers = [] if fresh is None else [m for m in fresh.modules() if hasattr(m, "reset_parameters")]
     if not layers:
-        raise ArgumentError("members need a network with reset_parameters(); else use dvi.train_ensemble")
+        raise ArgumentError(
+            "an ensemble needs a torch network whose layers have reset_parameters(); for other models, use "
+            "dvi.train_ensemble"
+        )
     with preserve_random_state():
         pyro.set_rng_seed(seed)
         for layer in layers:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Laplace's approximation of a network that is trained already, in one call."""
+"""Laplace's approximation for a trained network, in one call."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,19 +22,22 @@ from pyro_dvi.variational_laplace import TaylorELBO
 
 @dataclass(frozen=True, kw_only=True)
 class Laplace(Method):
-    """A Gaussian around trained weights, by :class:`~pyro_dvi.LaplaceGuide`: polish, fit, and tune the prior.
+    """Laplace's approximation around trained weights, with :class:`~pyro_dvi.LaplaceGuide`.
+
+    ``fit`` polishes the mode, fits the Gaussian and, if there are validation data, tunes the prior scale.
 
     Args:
-        layers: the uncertain ones: "last" for the last ``Linear``, None for all, else a ``subset`` as for
+        layers: layers that get a posterior: "last" for the last ``Linear``, None for all, or a ``subset`` as in
             :meth:`LaplaceGuide.fit <pyro_dvi.LaplaceGuide.fit>`.
-        covariance: a method of :mod:`pyro_dvi.laplace`; None for ``Dense()``.
-        unconverged: as for :meth:`LaplaceGuide.fit <pyro_dvi.LaplaceGuide.fit>`.
-        lr: of the training, if there is one.
-        prior_scale: of a network without priors.
-        noise_scale: of a network whose targets are numbers. A ``LearnedScale``, the default, is set to the root mean
-            square of the residuals if the network is trained already.
-        kl_weight: of a training that has led to these weights.
-        temperature: multiplies the covariance.
+        covariance: a method of :mod:`pyro_dvi.laplace`; None means ``Dense()``.
+        unconverged: what to do if the mode is not a minimum, as in
+            :meth:`LaplaceGuide.fit <pyro_dvi.LaplaceGuide.fit>`.
+        lr: step size of Adam, used only if ``fit`` trains the network first.
+        prior_scale: standard deviation of the priors of a network without priors.
+        noise_scale: standard deviation of the noise, for a regression network. A ``LearnedScale``, the default, is set
+            to the root mean square of the residuals if ``fit`` does not train the network.
+        kl_weight: KL weight with which the network was trained.
+        temperature: factor of the covariance.
 
     Example:
         >>> import torch, pyro_dvi as dvi
@@ -60,24 +63,24 @@ class Laplace(Method):
     temperature: float = 1.0
 
     def guide(self, model: Any) -> LaplaceGuide:
-        """Return a guide at the weights that the network has."""
+        """Return a guide centred at the network's weights."""
         return LaplaceGuide(model, kl_weight=self.kl_weight, temperature=self.temperature)
 
     def elbo(self) -> TaylorELBO:
-        """Return the objective of a training that goes before."""
+        """Return the objective for training the network first."""
         return TaylorELBO(kl_weight=self.kl_weight)
 
     def fit(
         self, model: Any, loader: Any, epochs: int = 0, *, validation: Any = None, **options: Any
     ) -> Posterior:
-        """Put a Gaussian around the weights of a copy of a trained network.
+        """Fit a Gaussian around the weights of a copy of a trained network.
 
         Args:
             model: a trained torch module, or a Pyro model; see :meth:`Method.fit`.
-            loader: all the data.
-            epochs: of a training that goes before; 0 for a network that is trained.
-            validation: inputs with observations, or a loader, on which the scale of the prior is tuned, if given.
-            **options: ``seed``, and those of :func:`~pyro_dvi.fit`.
+            loader: batches of all training data.
+            epochs: number of epochs to train the network first; 0 if it is already trained.
+            validation: inputs with observations, or a loader; if given, the prior scale is tuned on them.
+            **options: ``seed`` and further arguments of :func:`~pyro_dvi.fit`.
         """
         return super().fit(model, loader, epochs, validation=validation, **options)
 
@@ -105,5 +108,7 @@ class Laplace(Method):
         modules = model.named_modules() if isinstance(model, nn.Module) else ()
         names = [name for name, module in modules if isinstance(module, nn.Linear)]
         if not names:
-            raise ArgumentError('layers="last" finds no Linear layer: name the sites, or pass layers=None')
+            raise ArgumentError(
+                'layers="last" needs a network with a Linear layer: pass names of sites as layers, or None for all'
+            )
         return f"{names[-1]}.*"

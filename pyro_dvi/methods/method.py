@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base class of methods: what they have in common from the network to the posterior."""
+"""The base class of methods, from a network to its posterior."""
 
 import os
 from abc import ABC, abstractmethod
@@ -22,16 +22,17 @@ from pyro_dvi.training.random_state import preserve_random_state
 
 @dataclass(frozen=True, kw_only=True)
 class Method(Tunable, ABC):
-    """Guide, objective and optimizer that go together.
+    """A guide, an objective and an optimizer that belong together.
 
-    To add a method, write ``guide`` and ``elbo``, and ``optimizer`` where it is not Adam.
+    To add a method, implement ``guide`` and ``elbo``, and ``optimizer`` if it is not Adam.
 
     Args:
-        lr: step size of Adam for means, which falls to zero as a cosine; posterior scales have ten times that.
-        prior_scale: of a network without priors, as for :func:`~pyro_dvi.to_bayesian_`.
-        noise_scale: of a network whose targets are numbers, as for :func:`~pyro_dvi.regressor`.
-        kl_weight: of the objective.
-        temperature: of the objective; below 1 the posterior is narrower. None: 0.1 for a network, 1 for a Pyro model.
+        lr: initial step size of Adam for the posterior means, with cosine decay to zero; ten times this for the scales.
+        prior_scale: standard deviation of the priors of a network without priors, as in :func:`~pyro_dvi.to_bayesian_`.
+        noise_scale: standard deviation of the noise, for a regression network, as in :func:`~pyro_dvi.regressor`.
+        kl_weight: factor of the KL divergence in the objective.
+        temperature: temperature of the objective; below 1, the posterior is narrower. None means 0.1 for a network and
+            1 for a Pyro model.
     """
 
     lr: float = 0.01
@@ -49,40 +50,41 @@ class Method(Tunable, ABC):
         """Return the objective."""
 
     def optimizer(self, epochs: int) -> Any:
-        """Return the optimizer of Pyro for a training of so many epochs."""
+        """Return the Pyro optimizer for a training run of ``epochs`` epochs."""
         return Adam(self.lr, scheduler=partial(CosineAnnealingLR, T_max=max(epochs, 1)))
 
     def svi(self, model: Any, loader: Loader, epochs: int) -> SVI:
-        """Return Pyro's SVI for a network or a Pyro model, before the first step."""
+        """Return Pyro's SVI for a network or a Pyro model, not yet trained."""
         method = self.settled(model)
-        with preserve_random_state(loader):  # which shuffles
+        with preserve_random_state(loader):  # the loader may shuffle
             model = as_model(model, loader, self.prior_scale, self.noise_scale)
         return SVI(model, method.guide(model), method.optimizer(epochs), loss=method.elbo())
 
     def settled(self, model: Any) -> Self:
-        """Return the method with the temperature that it has for a model."""
+        """Return the method with its temperature set for a model."""
         is_given = self.temperature is not None
         return self if is_given else replace(self, temperature=0.1 if is_network(model) else 1.0)
 
     def fit(self, model: Any, loader: Loader, epochs: int, *, seed: int = 0, **options: Any) -> Posterior:
-        """Train a copy of a network, or of a Pyro model.
+        """Train a copy of a network or of a Pyro model.
 
         Args:
-            model: a torch module, which gets priors and the likelihood of its data (labels where targets are integers,
-                else numbers with Normal noise); or a Pyro model. A module is copied and stays as it is.
-            loader: minibatches, a ``DataLoader`` or a list, whose number of examples is that of the data.
-            epochs: of training.
-            seed: of the training. Global random numbers and Pyro's parameter store are left alone.
-            **options: of :func:`~pyro_dvi.fit`, as ``validate``, ``early_stopping``, ``device`` and ``progress``.
+            model: a Pyro model, or a torch module, which gets priors and a likelihood (``classifier`` for integer
+                targets, otherwise ``regressor``). A module is copied and stays unchanged.
+            loader: minibatches of the training data: a ``DataLoader``, or a list of all batches.
+            epochs: number of epochs.
+            seed: random seed. Global random states and Pyro's parameter store stay unchanged.
+            **options: further arguments of :func:`~pyro_dvi.fit`, such as ``validate``, ``early_stopping``, ``device``
+                and ``progress``.
 
         Raises:
-            DataError: batches of a network that are not (inputs, targets).
+            DataError: ``model`` is a network, and a batch is not (inputs, targets).
         """
         train = partial(self._train, loader=loader, epochs=epochs, **options)
         return self._posterior(model, loader, epochs, seed, train)
 
     def _posterior(self, model: Any, loader: Loader, epochs: int, seed: int, run: Any) -> Posterior:
-        """Return what ``run``, which trains or reads a file, makes of a new SVI."""
+        """Run ``run``, which trains or reads a file, on a new SVI and return the resulting posterior."""
         done: dict[str, Any] = {}
 
         def train() -> tuple[Any, Any]:
@@ -96,15 +98,15 @@ class Method(Tunable, ABC):
         return fit(svi, loader, epochs, **options)
 
     def load(self, path: str | os.PathLike[str], model: Any, loader: Loader, **options: Any) -> Posterior:
-        """Read what :meth:`Posterior.save` wrote.
+        """Load a posterior that :meth:`Posterior.save` wrote.
 
         Args:
-            path: of the file.
-            model: as it was given to :meth:`fit`.
-            loader: the training data, or others of the same kind and number.
-            **options: of :func:`~pyro_dvi.load`, as ``map_location``.
+            path: file name.
+            model: the model as it was passed to :meth:`fit`.
+            loader: the training data, or data of the same kind and size.
+            **options: further arguments of :func:`~pyro_dvi.load`, such as ``map_location``.
 
         Raises:
-            CheckpointError: the file is none, or is that of another model or method.
+            CheckpointError: the file was not written by ``save``, or belongs to another model or method.
         """
         return self._posterior(model, loader, 1, 0, partial(load, path, restore_random=False, **options))

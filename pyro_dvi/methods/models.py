@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Pyro model of a network and its data."""
+"""The Pyro model for a network and its data."""
 
 import copy
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ Loader = Iterable[Any]
 
 
 def is_network(model: Any) -> bool:
-    """Return whether a model is a torch module without a likelihood, with or without priors."""
+    """Return whether a model is a torch module without a likelihood; it may have priors."""
     is_model = isinstance(model, LikelihoodModule) or (
         isinstance(model, PyroModule) and not was_converted(model)
     )
@@ -29,7 +29,7 @@ def is_network(model: Any) -> bool:
 def as_model(model: Any, loader: Loader, prior_scale: Any, noise_scale: Any) -> Any:
     """Return a Pyro model: a copy of the given model, or of a network with priors and a likelihood for its targets.
 
-    Integer targets are labels; other targets get Normal noise.
+    Integer targets are treated as labels; other targets get Normal noise.
     """
     model = copy.deepcopy(model) if isinstance(model, nn.Module) else model
     if not is_network(model):
@@ -39,7 +39,7 @@ def as_model(model: Any, loader: Loader, prior_scale: Any, noise_scale: Any) -> 
     targets = [_target(batch) for batch in (loader if size is None else islice(loader, 1))]
     if not targets or not all(isinstance(target, Tensor) and target.dim() for target in targets):
         raise DataError(
-            "a network needs batches (inputs, targets), ((a, b), targets) for several inputs, or mappings of its "
+            "a network needs batches (inputs, targets), ((a, b), targets) for several inputs, or mappings with its "
             "arguments and 'labels'; for other data, pass a Pyro model, def model(x, y=None), instead of the network"
         )
     if not was_converted(model):
@@ -51,6 +51,6 @@ def as_model(model: Any, loader: Loader, prior_scale: Any, noise_scale: Any) -> 
 
 
 def _target(batch: Any) -> Any:
-    """Return the targets of a batch of a network; None if there are none, or several."""
+    """Return the targets of a batch; None unless there is exactly one."""
     args, named = arguments(batch, None)
     return named.get("labels", named.get("y")) if named else args[1] if len(args) == 2 else None

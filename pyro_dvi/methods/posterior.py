@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a method returns: model and posterior, with the calls that one makes of them."""
+"""The result of a method: a model and its posterior, with methods to predict, export and save."""
 
 import os
 from dataclasses import dataclass, field
@@ -16,20 +16,20 @@ from pyro_dvi.training.ensemble import TrainedPosterior
 
 @dataclass(frozen=True, eq=False)
 class Posterior(TrainedPosterior):
-    """A model with its trained guide, and what one does with the two.
+    """A model with its trained guide, and methods to predict, export and save.
 
-    Pyro's parameter store holds its parameters only while one of these methods runs, so that several posteriors do not
-    meet there. To go on by hand, work inside ``with posterior.in_store():``. To train on, make an SVI with an optimizer
-    of your own: the step size of the one here has fallen to zero.
+    Pyro's parameter store holds its parameters only while one of these methods runs, so several posteriors do not
+    clash. Your own calls belong inside ``with posterior.in_store():``. To continue training, make an SVI with a new
+    optimizer, because the step size of this one has decayed to zero.
 
     Attributes:
-        model: the Pyro model: a copy of what was given to the method, where that is a module.
+        model: the Pyro model; a copy if a module was passed to the method.
         guide: the trained guide.
-        store: the parameters, as a state of Pyro's store.
-        method: the method, with the settings that it was trained with.
-        svi: Pyro's SVI; None for an ensemble.
-        history: of the training.
-        tuned: the table of trainings that settings were chosen from; None without a choice.
+        store: the parameters, as a state of Pyro's parameter store.
+        method: the method, with the settings used in training.
+        svi: the ``SVI`` of the training; None for an ensemble.
+        history: the record of the training.
+        tuned: the table of the training runs of ``tune``; None if the settings were not tuned.
 
     Example:
         >>> import torch, pyro_dvi as dvi
@@ -53,12 +53,12 @@ class Posterior(TrainedPosterior):
         return None if self.svi is None else self.svi.loss.__self__
 
     def predict(self, data: Any, method: PredictionRule | None = None, **options: Any) -> Prediction:
-        """Predict inputs, by the rule of the method unless ``method`` names another; see :func:`~pyro_dvi.predict`."""
+        """Predict with the rule of the method, or with ``method`` if given; see :func:`~pyro_dvi.predict`."""
         with self.in_store():
             return predict(self.model, self.guide, data, method, **options)
 
     def to_arviz(self, data: Any, **options: Any) -> Any:
-        """Return an object of ArviZ; see :func:`~pyro_dvi.to_arviz`."""
+        """Export posterior samples and predictions to ArviZ; see :func:`~pyro_dvi.to_arviz`."""
         with self.in_store():
             return to_arviz(self.model, self.guide, data, **options)
 
@@ -68,12 +68,14 @@ class Posterior(TrainedPosterior):
             return predictor(self.model, self.guide, example, method, **options)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a file that ``load`` of the same method reads.
+        """Write a file that the method's ``load`` reads.
 
         Raises:
-            UnsupportedError: it is an ensemble.
+            UnsupportedError: the posterior is an ensemble.
         """
         if self.svi is None:
-            raise UnsupportedError("an ensemble is saved with torch.save(posterior.guide.state_dict(), path)")
+            raise UnsupportedError(
+                "save() does not support ensembles: use torch.save(posterior.guide.state_dict(), path)"
+            )
         with self.in_store():
             save(path, self.svi, history=self.history)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Methods that train the posterior of all weights, and the point estimate to compare them with."""
+"""Methods that train a posterior of all weights, and MAP estimation as a baseline."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,15 +19,15 @@ from pyro_dvi.variational_laplace import TaylorELBO
 
 @dataclass(frozen=True, kw_only=True)
 class VariationalLaplace(Method):
-    """:class:`~pyro_dvi.TaylorELBO` with a :class:`~pyro_dvi.MeanFieldGuide`; predicts at the mean.
+    """:class:`~pyro_dvi.TaylorELBO` with a :class:`~pyro_dvi.MeanFieldGuide`; predicts at the posterior mean.
 
     Args:
-        curvature: as for ``TaylorELBO``; None for its default.
-        lr: as for every :class:`~pyro_dvi.methods.Method`, like the rest.
-        prior_scale: of a network without priors.
-        noise_scale: of a network whose targets are numbers.
-        kl_weight: of the objective.
-        temperature: of the objective.
+        curvature: as in ``TaylorELBO``; None means its default.
+        lr: initial step size of Adam for the posterior means, with cosine decay to zero; ten times this for the scales.
+        prior_scale: standard deviation of the priors of a network without priors.
+        noise_scale: standard deviation of the noise, for a regression network.
+        kl_weight: factor of the KL divergence in the objective.
+        temperature: temperature of the objective. None means 0.1 for a network and 1 for a Pyro model.
 
     Example:
         >>> import torch, pyro_dvi as dvi
@@ -55,16 +55,16 @@ class VariationalLaplace(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class MomentPropagation(Method):
-    """:class:`~pyro_dvi.MomentPropagationELBO`; predicts by moments.
+    """:class:`~pyro_dvi.MomentPropagationELBO`; predicts with propagated moments.
 
     Args:
-        posterior: class of the guide, or a function of the model: :class:`~pyro_dvi.MultiplicativeNoiseGuide` (MNVI),
-            or :class:`~pyro_dvi.MeanFieldGuide`.
-        lr: as for every :class:`~pyro_dvi.methods.Method`, like the rest.
-        prior_scale: of a network without priors.
-        noise_scale: of a network whose targets are numbers.
-        kl_weight: of the objective.
-        temperature: of the objective.
+        posterior: class of the guide, such as :class:`~pyro_dvi.MultiplicativeNoiseGuide` (MNVI) or
+            :class:`~pyro_dvi.MeanFieldGuide`, or a function that makes a guide from the model.
+        lr: initial step size of Adam for the posterior means, with cosine decay to zero; ten times this for the scales.
+        prior_scale: standard deviation of the priors of a network without priors.
+        noise_scale: standard deviation of the noise, for a regression network.
+        kl_weight: factor of the KL divergence in the objective.
+        temperature: temperature of the objective. None means 0.1 for a network and 1 for a Pyro model.
     """
 
     posterior: Callable[[Any], Any] = MultiplicativeNoiseGuide
@@ -80,17 +80,17 @@ class MomentPropagation(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class NaturalGradients(Method):
-    """:class:`~pyro_dvi.NaturalGradientELBO` with a natural-gradient optimizer; predicts by draws.
+    """:class:`~pyro_dvi.NaturalGradientELBO` with a natural-gradient optimizer; predicts with sampled weights.
 
     Args:
-        by: ``VOGN``, ``OGN``, ``IVON`` or ``NoisyKFAC``, the functions that construct them for SVI. The guide is a
-            :class:`~pyro_dvi.KroneckerGuide` with ``NoisyKFAC``, else a :class:`~pyro_dvi.NaturalGradientGuide`.
-        max_step: of the optimizer.
-        lr: not used; the length of steps is ``max_step``.
-        prior_scale: of a network without priors.
-        noise_scale: of a network whose targets are numbers.
-        kl_weight: of the objective.
-        temperature: of the objective.
+        by: the optimizer: ``VOGN``, ``OGN``, ``IVON`` or ``NoisyKFAC``. The guide is a
+            :class:`~pyro_dvi.KroneckerGuide` for ``NoisyKFAC``, otherwise a :class:`~pyro_dvi.NaturalGradientGuide`.
+        max_step: maximum step size of the optimizer.
+        lr: not used; ``max_step`` sets the step size.
+        prior_scale: standard deviation of the priors of a network without priors.
+        noise_scale: standard deviation of the noise, for a regression network.
+        kl_weight: factor of the KL divergence in the objective.
+        temperature: temperature of the objective. None means 0.1 for a network and 1 for a Pyro model.
     """
 
     by: Callable[[dict[str, Any]], Any] = VOGN
@@ -111,27 +111,27 @@ class NaturalGradients(Method):
         return NaturalGradientELBO(kl_weight=self.kl_weight, temperature=self.temperature)
 
     def optimizer(self, epochs: int) -> Any:
-        """Return the optimizer, which learns the length of training from ``fit``."""
+        """Return the optimizer; ``fit`` tells it the number of steps."""
         return self.by({"max_step": self.max_step})
 
 
 @dataclass(frozen=True, kw_only=True)
 class MAP(Method):
-    """The most probable weights, by ``AutoDelta`` and :class:`~pyro_dvi.SampledELBO`: what to compare with.
+    """MAP estimation with ``AutoDelta`` and :class:`~pyro_dvi.SampledELBO`, as a baseline.
 
     Args:
-        lr: step size of Adam.
-        prior_scale: of a network without priors, which acts as weight decay.
-        noise_scale: of a network whose targets are numbers.
-        kl_weight: of the objective.
-        temperature: without effect on a point.
+        lr: initial step size of Adam, with cosine decay to zero.
+        prior_scale: standard deviation of the priors of a network without priors; the prior acts as weight decay.
+        noise_scale: standard deviation of the noise, for a regression network.
+        kl_weight: factor of the KL divergence in the objective.
+        temperature: has no effect on a point estimate.
     """
 
     temperature: float = 1.0
     space: ClassVar = {"lr": (0.003, 0.01, 0.03), "prior_scale": (0.3, 1.0, 3.0)}
 
     def guide(self, model: Any) -> AutoDelta:
-        """Return an untrained guide, at the weights that the network has."""
+        """Return an untrained guide that starts at the network's weights."""
         return AutoDelta(model, init_loc_fn=init_to_module)
 
     def elbo(self) -> SampledELBO:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choice of a method's settings on validation data."""
+"""Tuning the settings of a method on validation data."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
@@ -16,7 +16,7 @@ from pyro_dvi.training import History
 
 
 class Tunable:
-    """The part of :class:`~pyro_dvi.methods.Method` that tries several settings."""
+    """Mixin of :class:`~pyro_dvi.methods.Method` that tunes its settings."""
 
     space: ClassVar[Mapping[str, tuple[float, ...]]] = {
         "lr": (0.003, 0.01, 0.03),
@@ -38,24 +38,26 @@ class Tunable:
         """Train with several settings, and return the posterior that predicts validation data best.
 
         Args:
-            model: as for :meth:`fit`.
-            loader: as for :meth:`fit`.
-            epochs: of each training.
-            validation: inputs with observations, which are not in ``loader``.
-            space: values of arguments of this method; by default of step size, scale of the prior and temperature.
-            seed: of each training.
-            **options: of :func:`~pyro_dvi.tune`, as ``max_trainings``, ``storage`` and ``progress``.
+            model: as in :meth:`fit`.
+            loader: as in :meth:`fit`.
+            epochs: number of epochs of each training run.
+            validation: inputs with observations, held out from ``loader``.
+            space: values to try for each argument of this method; by default, of the step size, the prior scale and the
+                temperature.
+            seed: random seed of each training run.
+            **options: further arguments of :func:`~pyro_dvi.tune`, such as ``max_trainings``, ``storage`` and
+                ``progress``.
 
         Returns:
-            The posterior; its ``method`` has the chosen settings, and ``tuned`` is the table of trainings.
+            The posterior; its ``method`` has the chosen settings, and its ``tuned`` is the table of training runs.
 
         Raises:
-            ArgumentError: the space has a name that is no argument of this method.
+            ArgumentError: ``space`` has a name that is not an argument of this method.
         """
         space, known = self.space if space is None else space, {one.name for one in fields(self)}
         if unknown := sorted(space.keys() - known):
             raise ArgumentError(
-                f"{type(self).__name__} has no {unknown[0]!r} to tune; it has {sorted(known)}"
+                f"{type(self).__name__} has no setting {unknown[0]!r} to tune; choose from {sorted(known)}"
             )
         histories: dict[tuple[Any, ...], History] = {}
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Sampling-free variational inference: means and variances flow through the model in one pass."""
+r"""Sampling-free variational inference: means and variances are propagated through the model in one pass."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -31,21 +31,20 @@ from pyro_dvi.runs.uncertain import rebuilt, refuse_moments, uncertain_likelihoo
 
 @dataclass(frozen=True)
 class VarianceWeighted:
-    r"""Weight each observation by a power of its noise variance, with mean one over the batch.
+    r"""Weights of observations in proportion to a power of their noise variance, with mean 1 over the batch.
 
     .. math:: w_i \propto \sigma_i^{2\gamma_t}
 
-    A network that predicts its own noise learns slowly where it predicts large noise, since gradients of the mean are
-    divided by :math:`\sigma^2`; it may then explain the data as noise. The weights undo the division. Let the exponent
-    decay to 0, so that training ends with the plain objective.
+    A network that predicts its own noise scale learns slowly where it predicts large noise, because the gradients of
+    the mean are divided by :math:`\sigma^2`; it may then explain the data as noise. The weights undo this division. Let
+    the exponent decay to 0, so that training ends with the plain objective.
 
-    Status: with an exponent other than 0, the loss is not a bound. The mean over the batch includes masked
-    observations.
+    Status: if the exponent is not 0, the loss is not a bound. The mean over the batch includes masked observations.
 
     Args:
-        exponent: :math:`\gamma` (the paper's :math:`\beta`), a number or a schedule of the step: 0 for no weighting, 1
-            for squared errors.
-        dim: dimension of the batch over which weights have mean one; None for all dimensions.
+        exponent: :math:`\gamma` (the paper's :math:`\beta`), a number or a schedule of the step; 0 means no weighting,
+            1 corresponds to squared errors.
+        dim: dimension of the batch over which weights have mean 1; None means all dimensions.
 
     Source: Seitzer et al. (2022), "On the pitfalls of heteroscedastic uncertainty estimation", Eq. 5.
 
@@ -61,7 +60,7 @@ class VarianceWeighted:
 
     def __post_init__(self) -> None:
         if not callable(self.exponent) and not 0 <= self.exponent <= 1:
-            raise ArgumentError(f"the exponent should lie between 0 and 1, got {self.exponent!r}")
+            raise ArgumentError(f"exponent must be between 0 and 1, got {self.exponent!r}")
 
     def __call__(self, fn: Any, step: int) -> Tensor:
         exponent = self.exponent(step) if callable(self.exponent) else self.exponent
@@ -71,7 +70,7 @@ class VarianceWeighted:
             variance: Tensor = fn.variance.detach()
         except (NotImplementedError, AttributeError) as error:
             raise ModelError(
-                f"{type(fn).__name__} has no variance to weight observations by: drop the weighting"
+                f"{type(fn).__name__} has no variance with which to weight observations: leave out weighting="
             ) from error
         for _ in fn.event_shape:
             variance = variance.mean(-1)
@@ -81,7 +80,7 @@ class VarianceWeighted:
 
 
 class MomentPropagationELBO(Objective):
-    r"""Objective of moment propagation: means and variances of the weights pass through the network instead of draws.
+    r"""Objective of moment propagation: means and variances of the weights, not draws, pass through the network.
 
     .. math::
         \mathrm{loss} = -\sum_s \mathrm{scale}_s\, \mathrm E_{f \sim \mathcal N(m_f, v_f)}[\log p_s(y_s \mid f)]
@@ -89,41 +88,42 @@ class MomentPropagationELBO(Objective):
 
     Each Gaussian latent enters the model as a mean and a variance. Every function of the model propagates them
     (:mod:`pyro_dvi.moments`), and the log-likelihood is averaged over the Gaussian outputs
-    (:mod:`pyro_dvi.expectations`). The model is not rewritten. One pass costs two to three times a deterministic pass.
+    (:mod:`pyro_dvi.expectations`). The code of the model does not change. A pass costs two to three times as much as a
+    deterministic pass.
 
     Status: as in the paper, units are treated as independent Gaussians, unless ``full_covariance=True``. This is exact
     if every weight enters each output once: for linear models ``x @ w``, and for the moments of networks with one
-    hidden layer. Deeper networks, kernels that act at many positions and weights that are used twice lose covariances,
-    and with them part of the variance; :func:`~pyro_dvi.diagnostics.compare_with_sampling` measures how much. Write
-    ``(a - b) @ w``, not ``a @ w - b @ w``. Not a bound. The KL divergence is exact for Normal priors. Latents that set
-    the prior of other latents, and latents with a constrained support (such as a positive noise scale), are sampled
-    with reparameterisation.
+    hidden layer. In deeper networks, and if kernels act at many positions or weights are used twice, covariances and
+    thus part of the variance are lost; :func:`~pyro_dvi.diagnostics.compare_with_sampling` measures how much. Write
+    ``(a - b) @ w``, not ``a @ w - b @ w``. The objective is not a bound. The KL divergence is exact for Normal priors.
+    Latents on which the prior of other latents depends, and latents with a constrained support (such as a positive
+    noise scale), are sampled with reparameterisation.
 
-    Needs a guide of independent Gaussians: :class:`~pyro_dvi.MultiplicativeNoiseGuide` (MNVI),
+    The guide must consist of independent Gaussians: :class:`~pyro_dvi.MultiplicativeNoiseGuide` (MNVI),
     :class:`~pyro_dvi.MeanFieldGuide`, Pyro's ``AutoNormal`` or ``AutoDiagonalNormal`` (mean-field), or hand-written
-    Normal sites. The last layer may have covariances: :class:`~pyro_dvi.LastLayerGuide`, or Pyro's
+    Normal sites. Only the last layer may have covariances, with :class:`~pyro_dvi.LastLayerGuide` or Pyro's
     ``AutoMultivariateNormal`` over its sites. Predict with :class:`~pyro_dvi.Moments`.
 
     Args:
         kl_weight: :math:`\beta` (the paper's :math:`\kappa`), a float or a schedule of the completed training steps.
-        temperature: T of a cold posterior, see :class:`~pyro_dvi.objectives.Objective`.
-        estimator: of the expected log-normaliser of classes; ``Sobol(64)`` by default. ``TiltedBound()`` needs no
-            points.
+        temperature: temperature T of the posterior; see :class:`~pyro_dvi.objectives.Objective`.
+        estimator: estimator of the expected log-normaliser of class probabilities; by default, ``Sobol(64)``.
+            ``TiltedBound()`` needs no quadrature points.
         weighting: weights of the log-likelihood of single observations: ``VarianceWeighted()``, or a function of an
-            observed site's distribution at the mean parameters and of the completed training steps; None: equal
+            observed site's distribution at the mean parameters and of the completed training steps. None means equal
             weights.
-        full_covariance: propagate the covariances between the activations of an example (DVI; without them dDVI),
-            through dense ReLU networks only. Memory and time grow with the square of the width.
+        full_covariance: propagate the covariances between the activations of an example (the paper's DVI; without them,
+            dDVI). Only dense ReLU networks are supported, and memory and time grow with the square of the width.
         variance_floor: smallest variance of the inputs of nonlinearities; the paper uses 1e-5 (Appendix A).
         num_data: size of the data set, compared with the plate's scale; None skips the check.
-        num_particles: runs to average if some latents are sampled.
+        num_particles: number of runs to average if some latents are sampled.
 
     Attributes:
         terms: detached "loss", "log_likelihood", "kl" and "kl_weight" of the last evaluation.
 
     Raises:
         GuideError: the guide is not a factorised Gaussian (except for a last layer).
-        ModelError: nothing is observed, or a latent site is missing in the guide.
+        ModelError: nothing is observed, or a latent site is missing from the guide.
         UnsupportedError: a function or distribution of the model has no rule, or the model is a mixture.
         NonFiniteError: the loss is NaN or infinite; no update is made.
 
@@ -169,7 +169,7 @@ class MomentPropagationELBO(Objective):
         if estimator is not None:
             check_choice("estimator", estimator, LogitEstimator, "Sobol(64) or TiltedBound()")
         if isinstance(weighting, type) or not (weighting is None or callable(weighting)):
-            raise ArgumentError(f"weighting must be an object such as VarianceWeighted(), not {weighting!r}")
+            raise ArgumentError(f"weighting must be an object such as VarianceWeighted(), got {weighting!r}")
         if variance_floor is not None and not variance_floor >= 0:
             raise ArgumentError(f"variance_floor must not be negative, got {variance_floor}")
         self.estimator = estimator
@@ -184,7 +184,7 @@ class MomentPropagationELBO(Objective):
         if self.weighting is None or isinstance(exponent, (int, float)):
             return ()
         if not isinstance(self.weighting, VarianceWeighted):
-            raise UnsupportedError("a weighting of your own may depend on the number of steps")
+            raise UnsupportedError("a custom weighting may depend on the number of steps")
         return exponent(self._step)  # type: ignore[misc]
 
     def evaluate(self, call: Call, kl_weight: float, training: bool) -> dict[str, Tensor]:
@@ -219,22 +219,22 @@ class MomentPropagationELBO(Objective):
 
 
 def _check_shape(site: ObservedSite, expected: torch.Size | None) -> None:
-    """Compare with the run on tensors, which takes other branches where the model asks for the type."""
+    """Compare the shape with that of a run on tensors, which differs if the model branches on the type."""
     shape = site.fn.batch_shape + site.fn.event_shape
     if expected is not None and shape != expected:
         raise ModelError(
-            f"observed site {site.name!r} has the shape {tuple(expected)} when latents are tensors, and {tuple(shape)} "
-            'when they are moments, for which torch.is_tensor is False: ask hasattr(x, "shape") in the model'
+            f"observed site {site.name!r} has the shape {tuple(expected)} if latents are tensors, but {tuple(shape)} "
+            'if they are moments, for which torch.is_tensor is False: use hasattr(x, "shape") in the model'
         )
 
 
 def _warn_of_shared_outputs(site: ObservedSite) -> None:
-    """Find outputs that enter two parameters of a distribution, which are taken as independent."""
+    """Warn if two parameters of a distribution, which are treated as independent, depend on the same outputs."""
     part = uncertain_part(site.fn)
     parameters = part.parameters if part else {}
     behind = {k: gaussian_of(p) for k, p in parameters.items() if isinstance(p, GaussianMoments)}
     if has_covariances(*behind.values()) or not are_distinct(behind.values()):
-        return  # averaged together
+        return  # they are averaged jointly
     means = [g.loc.sum() for g in behind.values() if g.loc.requires_grad]
     for root in map(_root, behind.values()) if len(means) > 1 else ():
         found = [torch.autograd.grad(m, root, retain_graph=True, allow_unused=True)[0] for m in means]
@@ -242,19 +242,19 @@ def _warn_of_shared_outputs(site: ObservedSite) -> None:
         if len(used) > 1 and bool((torch.stack(used).sum(0) > 1).any()):
             return warn(
                 f"observed site {site.name!r}: {' and '.join(behind)} depend on the same outputs, as in Normal(f + g, "
-                "softplus(g)), and are taken as independent. Give each outputs of its own, or train with TaylorELBO"
+                "softplus(g)), but are treated as independent. Use separate outputs for each, or train with TaylorELBO"
             )
 
 
 def _root(gaussian: GaussianMoments) -> Tensor:
-    """Return the whole tensor of means that a Gaussian's means were taken from, before a shift or scaling."""
+    """Return the tensor of means from which a Gaussian's means were taken, before a shift or scaling."""
     while gaussian.origin is not None:
         gaussian = gaussian.origin.inner
     return gaussian.loc if gaussian.loc._base is None else gaussian.loc._base
 
 
 def _check_reached(call: Call, log_likelihood: Tensor, latents: list[Latent], structure: Structure) -> None:
-    """Find functions that drop the gradients of moments, which they take for something other than tensors."""
+    """Raise if a function drops the gradients of moments because they are not tensors."""
     locs = {latent.source.name: latent.source.loc for latent in latents if latent.source is not None}
     trainable = {name for name, loc in locs.items() if loc.requires_grad}
     missing = trainable - reached_by(log_likelihood, locs) - structure.sampled.keys()
@@ -265,7 +265,7 @@ def _check_reached(call: Call, log_likelihood: Tensor, latents: list[Latent], st
     lost = sorted(missing & structure.reached)
     if lost:
         raise ModelError(
-            f"gradients of the likelihood do not reach latent site {lost[0]!r} when it enters as moments. A custom "
-            "torch.autograd.Function or a reentrant checkpoint drops them: call torch functions directly (or write a "
-            "moment rule for a function that calls yours), and use checkpoint(..., use_reentrant=False)."
+            f"gradients of the likelihood do not reach latent site {lost[0]!r} if it enters as moments, because a "
+            "custom torch.autograd.Function or a reentrant checkpoint drops them: call torch functions directly (or "
+            "write a moment rule for a function that calls yours), and use checkpoint(..., use_reentrant=False)."
         )

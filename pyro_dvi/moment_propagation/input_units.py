@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The axes of a weight that count input units: from its uses in a run of the model, or from the user."""
+"""The axes of a weight that index input units, from the uses of the weight in a run of the model or from the user."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,43 +14,43 @@ from pyro_dvi.core.weight_parts import Part, Places, WeightRecorder, name_of
 from pyro_dvi.errors import ArgumentError
 
 Axes = int | tuple[int, ...] | None
-"""An axis, several, or None for a site that is no weight."""
+"""An axis, several axes, or None for a site that is not a weight."""
 
 
 @dataclass(frozen=True)
 class InputUnits:
-    """The layout of one number per input unit of a weight.
+    """The layout of a parameter with one number per input unit of a weight.
 
     Args:
-        axes: axes of the weight along which input units are counted, not negative.
-        groups: number of groups of a convolution, whose weight ``[out, in / groups, *kernel]`` repeats the second
-            axis for each; its first axis is divided among the groups.
+        axes: nonnegative axes of the weight that index input units.
+        groups: number of groups of a convolution. In its weight ``[out, in / groups, *kernel]``, the first axis is
+            divided among the groups, and the second axis indexes different inputs for each group.
     """
 
     axes: tuple[int, ...]
     groups: int = 1
 
     def shape(self, weight: torch.Size) -> tuple[int, ...]:
-        """Return the shape of the stored numbers: the weight's shape, with 1 for axes that share a number."""
+        """Return the shape of the stored numbers: the weight's shape, with 1 for axes that do not index input units."""
         first = (self.groups,) if self.groups > 1 else ()
         kept = [size if axis in self.axes else 1 for axis, size in enumerate(weight)]
         return (*first, *kept[len(first) :])
 
     def along(self, numbers: Tensor, weight: torch.Size) -> Tensor:
-        """Return stored numbers in a shape that broadcasts to the weight."""
+        """Reshape stored numbers such that they broadcast to the weight."""
         return numbers if self.groups == 1 else numbers.repeat_interleave(weight[0] // self.groups, 0)
 
 
 def chosen_units(input_axis: Mapping[str, Axes], name: str, dims: int) -> InputUnits | None | bool:
-    """Return the user's choice for a site: a layout, None for no weight, or False for no choice.
+    """Return the user's choice for a site: a layout, None if it is not a weight, or False without a choice.
 
     Args:
-        input_axis: the option of the guide.
+        input_axis: the argument of the guide.
         name: the site's name.
         dims: number of dimensions of its value.
 
     Raises:
-        ArgumentError: the choice is no axis of the site.
+        ArgumentError: the choice is not an axis of the site.
     """
     chosen = [axes for pattern, axes in input_axis.items() if fnmatchcase(name, pattern)]
     if not chosen or chosen[0] is None:
@@ -60,13 +60,13 @@ def chosen_units(input_axis: Mapping[str, Axes], name: str, dims: int) -> InputU
     valid = [a % dims for a in several if type(a) is int and -dims <= a < dims]
     if not several or len(set(valid)) < len(several):
         raise ArgumentError(
-            f"input_axis of site {name!r} is {axes!r}, but its values have {dims} dimensions: say an axis, a tuple of "
-            "different axes, or None for no weight"
+            f"input_axis of site {name!r} is {axes!r}, but its values have {dims} dimensions: pass an axis, a tuple of "
+            "different axes, or None if the site is not a weight"
         )
     return InputUnits(tuple(sorted(valid)))
 
 
-# Place of the weight among the arguments, and its axes that count inputs.
+# Position of the weight among the arguments, and its axes that index inputs.
 _LAYERS: dict[str, tuple[int, tuple[int, ...]]] = {
     "linear": (1, (-1,)),
     "bilinear": (2, (1, 2)),
@@ -75,22 +75,22 @@ _LAYERS: dict[str, tuple[int, tuple[int, ...]]] = {
     **{f"conv{d}d": (1, (1,)) for d in (1, 2, 3)},
     **{f"conv_transpose{d}d": (1, (0,)) for d in (1, 2, 3)},
 }
-# Their weights with two axes have one row for each output.
+# Weights of these modules that have two axes have one row per output.
 _RECURRENT = frozenset(
     f"{name}{end}" for name in ("lstm", "gru", "rnn_tanh", "rnn_relu") for end in ("", "_cell")
 )
 _NORMALISATIONS = frozenset("batch_norm instance_norm layer_norm group_norm rms_norm".split())
-# Place of the first of two factors.
+# Position of the first of two factors.
 _MATRIX_PRODUCTS = {"matmul": 0, "mm": 0, "bmm": 0, "mv": 0, "addmm": 1, "addmv": 1, "baddbmm": 1}
 
 
 class WeightProducts(WeightRecorder):
-    """Record the products that latent values take part in: linear layers, convolutions, look-ups, matmul, einsum.
+    """Records the products in which latent values are used: linear layers, convolutions, look-ups, matmul, einsum.
 
-    A value is recognised in another order or shape of its elements, and after functions that keep its shape.
+    A value is also recognised if its elements are reordered or reshaped, and after functions that keep its shape.
 
     Attributes:
-        units: by site name, the layouts that its uses ask for; None stands for a use other than as a weight.
+        units: layouts inferred from the uses of each site, by name; None for a use other than as a weight.
     """
 
     def __init__(self) -> None:
@@ -120,7 +120,7 @@ class WeightProducts(WeightRecorder):
 
 
 class FollowedStart:
-    """An initialisation strategy of Pyro whose values are known as weights to a record of products."""
+    """A Pyro initialisation strategy whose values are registered as weights in a record of products."""
 
     def __init__(self, init_loc_fn: Callable) -> None:
         self.init_loc_fn = init_loc_fn
@@ -136,7 +136,7 @@ class FollowedStart:
 def _factors(
     function: str, args: tuple, kwargs: Mapping[str, Any]
 ) -> list[tuple[Any, tuple[int, ...], int]] | None:
-    """Factors of a product, each with its dimensions that the others share and its groups; None if it is none."""
+    """Return the factors of a product, each with its contracted dimensions and groups; None if it is not a product."""
     if function in _LAYERS:
         place, dims = _LAYERS[function]
         weight = kwargs.get("weight", args[place] if len(args) > place else None)
@@ -162,7 +162,7 @@ def _einsum_factors(equation: str, operands: list[Any]) -> Iterator[tuple[Any, t
 
 
 def _axes_along(part: Part, dim: int) -> set[int]:
-    """Return the axes of a weight whose index changes along a dimension of one of its parts."""
+    """Return the axes of a weight along which a dimension of one of its parts runs."""
     if part.places is None:
         return {dim % len(part.shape)}
     places = part.places.movedim(dim, -1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The posterior of a last layer with covariances, beside any other posterior of the rest."""
+"""A posterior with covariances for the last layer, combined with any posterior for all other sites."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -28,10 +28,10 @@ from pyro_dvi.runs.sites import is_latent
 
 @dataclass(frozen=True)
 class LayerCovariance:
-    r"""The covariances between weights and biases of a layer.
+    r"""Choice of the covariances between the weights and biases of a layer.
 
     Args:
-        log_offset: :math:`\log(\sigma/s)` at the start, with the prior's standard deviation s of each weight.
+        log_offset: initial :math:`\log(\sigma/s)`, with the prior's standard deviation s of each weight.
     """
 
     log_offset: float = field(default=-3.0, kw_only=True)
@@ -40,20 +40,20 @@ class LayerCovariance:
 class PerOutput(LayerCovariance):
     """A dense covariance for the weights and the bias of each output; outputs are independent.
 
-    A layer ``[out, in]`` has ``out (in + 1)²`` numbers, and costs ``in`` times its matrix product.
+    A layer ``[out, in]`` needs ``out (in + 1)²`` numbers and ``in`` times the cost of its matrix product.
     """
 
 
 class AllOutputs(LayerCovariance):
-    """One dense covariance for the whole layer: the square of its number of weights."""
+    """One dense covariance for the whole layer, whose size is the square of the number of weights."""
 
 
 @dataclass(frozen=True)
 class LowRank(LayerCovariance):
-    """A diagonal plus a matrix of low rank over all weights of the layer.
+    """A diagonal plus low-rank covariance of all weights of the layer.
 
     Args:
-        rank: rank of the matrix.
+        rank: rank of the low-rank matrix.
     """
 
     rank: int = 4
@@ -63,23 +63,23 @@ class LowRank(LayerCovariance):
 
 
 class LastLayerGuide(AutoGuideList):
-    r"""A Gaussian with covariances over the last layer, and another posterior over all other sites.
+    r"""A Gaussian with covariances for the last layer, and another posterior for all other sites.
 
     .. math:: q(w) = \mathcal N(w_{\mathrm{last}};\, \mu, \Sigma)\; q_{\mathrm{rest}}(w_{\mathrm{rest}})
 
     With point masses for all other sites, the default, this is the posterior of variational Bayesian last layers. With
     :class:`~pyro_dvi.MomentPropagationELBO`, the outputs then have exact means and covariances, and the loss is a bound
-    on the evidence given the other sites (except for the expected log-normaliser of classes, which is averaged over
-    points). If the other sites are uncertain, the loss is as exact as the input moments of the layer. Predict with
-    :class:`~pyro_dvi.Moments`.
+    on the evidence given the other sites (except for classification, where the expected log-normaliser is averaged over
+    quadrature points). If the other sites are uncertain, the loss is as accurate as the moments of the layer's inputs.
+    Predict with :class:`~pyro_dvi.Moments`.
 
     Args:
         model: a Pyro model.
-        layer: the last layer: the name of a module or site, a pattern of sites, or a list of these.
+        layer: the last layer, as the name of a module or site, a pattern of sites, or a list of these.
         covariance: ``PerOutput()``, ``AllOutputs()`` or ``LowRank(rank)`` of :mod:`pyro_dvi.moment_propagation`, or
             ``MeanField()`` of :mod:`pyro_dvi.guides` for independent weights.
-        rest: builds the guide of the model without the layer: ``MeanFieldGuide``, ``MultiplicativeNoiseGuide``, or any
-            other function of the model; by default point masses at the mode, given the posterior of the layer.
+        rest: class or function that makes the guide for the model without the layer, such as ``MeanFieldGuide`` or
+            ``MultiplicativeNoiseGuide``; by default, point masses at the mode, given the posterior of the layer.
 
     Raises:
         ArgumentError: no site belongs to ``layer``, or ``covariance`` is not a covariance object; or, with one
@@ -115,7 +115,7 @@ class LastLayerGuide(AutoGuideList):
         self.covariance, self.rest = covariance, _PointMasses if rest is None else rest
 
     def initialize(self, *args: Any, **kwargs: Any) -> None:
-        """Create the parameters from one look at the model with these arguments, if they do not exist yet."""
+        """Run the model once with these arguments and create the parameters, unless they exist."""
         if self.prototype_trace is None:
             self._setup_prototype(*args, **kwargs)
 
@@ -127,7 +127,9 @@ class LastLayerGuide(AutoGuideList):
             inside = [self._is_inside(name) for name in names]
             try:
                 if not any(inside):
-                    raise ArgumentError(f"layer={self.layer} has no site; the sites of the model are {names}")
+                    raise ArgumentError(
+                        f"layer={self.layer} matches no site: the sites of the model are {names}"
+                    )
                 if len(self) == 0:
                     if not all(inside):
                         self.append(self.rest(poutine.block(self.model, hide_fn=self._is_layer)))
@@ -137,7 +139,7 @@ class LastLayerGuide(AutoGuideList):
                     if part.prototype_trace is None:
                         part._setup_prototype(*args, **kwargs)
             except Exception:
-                self.prototype_trace = None  # so that a corrected call starts anew
+                self.prototype_trace = None  # so that a corrected call starts afresh
                 raise
 
     def _of_layer(self, model: Callable) -> AutoGuide:
@@ -158,7 +160,7 @@ class LastLayerGuide(AutoGuideList):
 
 
 class _PointMasses(FactorisedGuide):
-    """The mode of all sites."""
+    """Point masses at the mode of all sites."""
 
     def __init__(self, model: Callable) -> None:
         super().__init__(model, init_loc_fn=init_to_module)
@@ -168,7 +170,7 @@ class _PointMasses(FactorisedGuide):
 
 
 def _initial_scales(guide: AutoContinuous, log_offset: float) -> Tensor:
-    """Return scales that are a fraction of the prior's, in the order of the joint vector."""
+    """Return scales that are a fraction of the prior scales, in the order of the joint vector."""
     trace: Any = guide.prototype_trace
     scales = [
         prior_scale_of(site["fn"], site["value"]).expand_as(site["value"]).flatten()
@@ -178,7 +180,7 @@ def _initial_scales(guide: AutoContinuous, log_offset: float) -> Tensor:
 
 
 class _RowsGuide(AutoContinuous):
-    """A dense covariance of all numbers of a layer, or of the numbers of each output."""
+    """A dense covariance of all weights of a layer, or of the weights of each output."""
 
     def __init__(self, model: Callable, covariance: LayerCovariance) -> None:
         start = FollowedStart(init_to_module)
@@ -196,18 +198,16 @@ class _RowsGuide(AutoContinuous):
         rows = {shape[0] if shape else 1 for shape in shapes.values()} if self.per_output else {1}
         inputs = [name for name, units in products.units.items() if any(0 in unit.axes for unit in units)]
         if len(rows) > 1 or (self.per_output and inputs):
-            found = (
-                f", and the model multiplies inputs with the first dimension of {inputs}" if inputs else ""
-            )
+            found = f", and the model contracts inputs with the first dimension of {inputs}" if inputs else ""
             raise ArgumentError(
-                f"PerOutput() needs sites whose first dimension counts the outputs of the layer; their shapes are "
+                "PerOutput() needs sites whose first dimension indexes the outputs of the layer; the shapes are "
                 f"{ {name: tuple(shape) for name, shape in shapes.items()} }{found}. Use AllOutputs() or LowRank(rank)."
             )
         loc = self._init_loc()
         places = torch.arange(len(loc), device=loc.device).split([s.numel() for s in shapes.values()])
         table = torch.cat(
             [place.reshape(*rows, -1) for place in places], -1
-        )  # the rows' elements in the vector
+        )  # indices of the rows' elements in the vector
         self.register_buffer("order", table.flatten().argsort(), persistent=False)
         self.loc = nn.Parameter(loc)
         self.scale = PyroParam(_initial_scales(self, self.log_offset), exp_positive)
@@ -226,7 +226,7 @@ class _RowsGuide(AutoContinuous):
 
 
 class _LowRankGuide(AutoLowRankMultivariateNormal):
-    """Pyro's low-rank guide, with scales that start at a fraction of the prior's scales."""
+    """Pyro's low-rank guide, with initial scales that are a fraction of the prior scales."""
 
     def __init__(self, model: Callable, covariance: LowRank) -> None:
         super().__init__(model, init_loc_fn=init_to_module, rank=covariance.rank)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The posterior of weights with multiplicative noise, one variance per input unit."""
+"""The posterior of weights with multiplicative noise, with one relative variance per input unit."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -27,51 +27,51 @@ from pyro_dvi.runs.sites import sites_named
 
 
 class MultiplicativeNoiseGuide(FactorisedGuide):
-    r"""Gaussian weights whose variance is proportional to their squared mean, one factor per input unit.
+    r"""Gaussian weights whose variance is proportional to their squared mean, with one factor per input unit.
 
     .. math::
         q(w_{ij}) = \mathcal N\bigl(m_{ij},\ \alpha_j m_{ij}^2 + \varepsilon\bigr), \qquad
         \alpha_j = \log(1 + e^{\rho_j}),
 
-    as if input j of the layer were multiplied by noise of mean 1 and variance :math:`\alpha_j`. The posterior adds one
-    number per input unit, about :math:`\sqrt n` for a network of n weights, whereas a mean-field posterior adds n. For
-    a prior :math:`\mathcal N(0, s^2)`, the KL divergence is
+    as if input j of the layer were multiplied by noise with mean 1 and variance :math:`\alpha_j`. The posterior adds
+    one parameter per input unit, about :math:`\sqrt n` for a network with n weights, whereas a mean-field posterior
+    adds n. For a prior :math:`\mathcal N(0, s^2)`, the KL divergence is
 
     .. math::
         \mathrm{KL} = \sum_{ij} \tfrac12\Bigl(\frac{(1 + \alpha_j) m_{ij}^2 + \varepsilon}{s^2} - 1
             - \log\frac{\alpha_j m_{ij}^2 + \varepsilon}{s^2}\Bigr).
 
-    A latent counts as a weight if it is real, has two or more dimensions, and is not inside a plate. When the guide
-    first runs the model, it finds the input axis of a weight from the functions that use the weight: the columns of
+    A latent is treated as a weight if it is real, has two or more dimensions, and is not inside a plate. When the guide
+    first runs the model, it infers the input axis of a weight from the functions that use the weight: the columns of
     linear, attention and recurrent layers; the input channels of convolutions, separately for each group; the rows of
-    embeddings and look-ups; the dimension that ``x @ w`` or einsum sums over. If these functions do not determine the
-    axis, the guide takes axis 1 and warns. ``input_axis`` overrides the result. ``biases`` chooses the posterior of
+    embeddings and look-ups; the dimension over which ``x @ w`` or einsum sums. If these functions do not determine the
+    axis, the guide uses axis 1 and warns. ``input_axis`` overrides the inferred axis. ``biases`` sets the posterior of
     biases, normalisation parameters and other real latents. Latents inside plates, and latents with a constrained
     support (such as a noise scale), are mean-field Gaussians in unconstrained space.
 
     Status: a family of posteriors. Moment propagation uses :math:`\alpha_j m_{ij}^2` without :math:`\varepsilon`;
-    samples and the KL divergence include :math:`\varepsilon`. The paper adds it in the logarithm only, which changes
-    the KL by the constant :math:`\varepsilon / 2 s^2` per weight and leaves the gradients the same.
+    samples and the KL divergence include :math:`\varepsilon`. The paper adds it only in the logarithm, so the KL
+    divergence differs by the constant :math:`\varepsilon / 2 s^2` per weight, with the same gradients.
 
     Args:
         model: a Pyro model whose latents are continuous.
-        init_loc_fn: Pyro initialisation strategy of the means; by default the weights that a network had before
+        init_loc_fn: Pyro's initialisation strategy for the means; by default, the weights that a network had before
             :func:`~pyro_dvi.to_bayesian_`.
         initial_rho: initial :math:`\rho`; -3 means :math:`\alpha = 0.0486`, a relative noise of 22 %.
         biases: posterior of other real latents: ``Deterministic()`` point masses or ``MeanField()``. Use
-            ``MeanField()`` if such a latent sets the prior of other latents.
-        input_axis: the axes of the inputs of weights, by site name or pattern (the first match decides): ``{"w": 0}``,
-            or ``{"w": (0, 1)}`` for a batch of nets ``[K, in, out]``. None instead of an axis means that a site is not
-            a weight; an axis makes any real latent a weight, even a vector or a latent inside a plate.
+            ``MeanField()`` if the prior of other latents depends on such a latent.
+        input_axis: the input axes of weights, by site name or pattern (the first match applies): ``{"w": 0}``, or
+            ``{"w": (0, 1)}`` for a batch of networks ``[K, in, out]``. None instead of an axis means that a site is not
+            a weight. An axis makes any real latent a weight, even a vector or a latent inside a plate.
         create_plates: as in Pyro's guides; returns plates that the guide should subsample.
         eps: :math:`\varepsilon`, in squared units of the weights.
 
     Attributes:
         locs: module of means, ``guide.locs.<site>``; ``MultiplicativeNoiseGuide.locs.<site>`` in the parameter store.
-        alphas: module of relative variances likewise, ``[1, in]`` for a weight ``[out, in]``
-            (``[groups, in / groups, 1, 1]`` for grouped convolutions); the optimizer updates :math:`\rho`, with the
-            learning rate of scales if :func:`~pyro_dvi.optim.learning_rates` sets one.
-        scales: module of standard deviations of mean-field sites; the optimizer updates their logarithm.
+        alphas: module of relative variances, of shape ``[1, in]`` for a weight ``[out, in]`` (``[groups, in / groups,
+            1, 1]`` for grouped convolutions). The optimizer updates :math:`\rho`, with the learning rate of scales if
+            :func:`~pyro_dvi.optim.learning_rates` sets one.
+        scales: module of standard deviations of mean-field sites; the optimizer updates their logarithms.
 
     Raises:
         ModelError: a latent is discrete, there are no latents, or ``input_axis`` names a latent that is not a weight.
@@ -116,14 +116,16 @@ class MultiplicativeNoiseGuide(FactorisedGuide):
         is_number = isinstance(initial_rho, int | float) and not isinstance(initial_rho, bool)
         if not is_number or not -30 <= initial_rho <= 10:
             raise ArgumentError(
-                f"initial_rho, inverse softplus of the relative variance, must lie in [-30, 10], got {initial_rho!r}"
+                f"initial_rho, the inverse softplus of the relative variance, must be in [-30, 10], got {initial_rho!r}"
             )
         biases = Deterministic() if biases is None else biases
         if not isinstance(biases, Factor) or biases.store not in (None, "scales"):
             raise TypeError(f"biases must be Deterministic() or MeanField(), got {biases!r}")
         input_axis = {} if input_axis is None else input_axis
         if not isinstance(input_axis, Mapping) or not all(isinstance(name, str) for name in input_axis):
-            raise ArgumentError(f"input_axis maps site names to axes, as {{'w': 0}}; got {input_axis!r}")
+            raise ArgumentError(
+                f"input_axis must be a mapping from site names to axes, such as {{'w': 0}}, got {input_axis!r}"
+            )
         check_positive("eps", eps)
         start = FollowedStart(init_loc_fn)
         super().__init__(model, init_loc_fn=start, create_plates=create_plates)
@@ -137,7 +139,7 @@ class MultiplicativeNoiseGuide(FactorisedGuide):
         with WeightProducts() as self._start.products:
             try:
                 super()._setup_prototype(*args, **kwargs)
-            finally:  # a guide must not keep values of the run
+            finally:  # the guide must not keep values of the run
                 self._start.products = None
 
     def _check_sites(self, sites: dict[str, Any]) -> None:
@@ -150,7 +152,8 @@ class MultiplicativeNoiseGuide(FactorisedGuide):
         if isinstance(units, InputUnits):
             if constrained:
                 raise ModelError(
-                    f"input_axis makes a weight of site {name!r}, whose support {site['fn'].support} is constrained"
+                    f"input_axis makes site {name!r} a weight, but its support {site['fn'].support} is constrained: "
+                    "remove it from input_axis"
                 )
             return MultiplicativeNoise(units, self.initial_rho, self.eps)
         if local or constrained:
@@ -162,28 +165,28 @@ class MultiplicativeNoiseGuide(FactorisedGuide):
         return self.biases
 
     def _units_of(self, name: str, loc: Tensor) -> InputUnits | None:
-        """Return the layout of a weight, by its uses in the model."""
+        """Return the layout of a weight, inferred from its uses in the model."""
         assert self._start.products is not None
         seen = list(self._start.products.units.get(name, set()))
         if len(seen) == 1:
             return seen[0]
-        axes = f"several, {[units and units.axes for units in seen]}" if seen else "none"
+        axes = f"the axes {[units and units.axes for units in seen]}" if seen else "no axis"
         warn(
-            f"which axis of site {name!r}, of shape {tuple(loc.shape)}, counts the inputs of a layer? The products in "
-            f"the model say {axes}; its noise is per entry of axis 1. Say input_axis={{{name!r}: 0}}, the axis that is "
-            "right, or None in its place if the site is no weight."
+            f"the input axis of site {name!r}, of shape {tuple(loc.shape)}, is unclear: the products in the model "
+            f"suggest {axes}, and axis 1 is used. Pass the correct axis, as in input_axis={{{name!r}: 0}}, or None "
+            "instead of 0 if the site is not a weight."
         )
         return InputUnits((1,))
 
 
 @dataclass(frozen=True)
 class MultiplicativeNoise(Factor):
-    """The posterior of a weight.
+    """The posterior of a weight with multiplicative noise.
 
     Args:
-        units: where its input units are.
-        initial_rho: inverse softplus of the relative variance at the start.
-        eps: added to the variances.
+        units: layout of its input units.
+        initial_rho: initial inverse softplus of the relative variance.
+        eps: number that is added to the variances.
     """
 
     units: InputUnits

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One run of guide and model at draws of the weights, and its measurements for the optimizer."""
+"""One run of guide and model at draws of the weights, and its curvature measurements for the optimizer."""
 
 from collections.abc import Collection, Sequence
 from copy import copy
@@ -30,15 +30,15 @@ _MANY_PASSES = 32
 
 @dataclass(eq=False)
 class Measurement:
-    """The curvature that the backward pass of a draw gives to the precisions of its site.
+    """The curvature from the backward pass of a draw, which becomes the gradient of the precisions of its site.
 
-    It holds no draw, whose graph would otherwise hold itself.
+    It does not refer to the draw, whose graph would otherwise keep itself alive.
 
     Attributes:
-        estimate: of the curvature.
-        shift: deviation of the draw from the mean, where the estimate needs it.
-        precision: precisions of the draw, likewise.
-        added: the sum of what the estimate has found so far.
+        estimate: the estimate of the curvature.
+        shift: deviation of the draw from the mean; None unless the estimate needs it.
+        precision: precisions of the posterior, likewise.
+        added: sum of the curvature that the estimate has added so far.
     """
 
     estimate: Estimate
@@ -47,13 +47,13 @@ class Measurement:
     added: Tensor | None = None
 
     def add(self, curvature: Tensor) -> None:
-        """Add curvature."""
+        """Add to the curvature."""
         self.added = curvature if self.added is None else self.added + curvature
 
 
 @dataclass
 class Drawn(GaussianSite):
-    """A Gaussian site with a draw of it.
+    """A Gaussian site, with a draw.
 
     Attributes:
         leaf: the parameter of the means.
@@ -67,7 +67,7 @@ class Drawn(GaussianSite):
 
 
 class _Draw(Function):
-    """A draw, whose noise is a constant of the graph."""
+    """A draw whose noise is a constant of the graph."""
 
     @staticmethod
     def forward(
@@ -91,7 +91,7 @@ class _Draw(Function):
 
 
 class _Draws(GuideRun):
-    """Draw the Gaussian sites of a guide whose precisions are parameters."""
+    """A run of a guide whose precisions are parameters, with draws of its Gaussian sites."""
 
     def __init__(self, guide: Any, estimate: Estimate) -> None:
         super().__init__()
@@ -101,23 +101,23 @@ class _Draws(GuideRun):
         leaves = [base.loc] if base.loc.is_leaf else leaves_of([base.loc])
         if len(leaves) != 1 or not base.loc.requires_grad:
             raise GuideError(
-                f"the mean of guide site {name!r} is no parameter that requires gradients: use NaturalGradientGuide, "
-                "with parameters that are not frozen"
+                f"the mean of guide site {name!r} is not a parameter that requires gradients: use "
+                "NaturalGradientGuide, and do not freeze its parameters"
             )
         precision = self.guide.precision_parameter(name.removesuffix("_unconstrained"))
         measurement, constant = Measurement(self.estimate), copy(base)
-        constant.loc = base.loc.detach()  # the divergence moves parameters of priors only
+        constant.loc = base.loc.detach()  # the divergence has gradients only for parameters of priors
         value = _Draw.apply(base.loc, precision, constant, measurement)
         return Drawn(name, value, constant, transforms, False, leaves[0], precision, measurement)
 
 
 @dataclass(frozen=True)
 class DrawnRun(PosteriorRun):
-    """The traces of one run, with the uses of the draws.
+    """The traces of one run, with the recorded uses of the draws.
 
     Attributes:
-        guide: the guide's run; its ``gaussians`` are :class:`Drawn` sites by name.
-        recorder: the uses of the draws.
+        guide: the run of the guide; its ``gaussians`` are :class:`Drawn` sites by name.
+        recorder: recorder of the uses of the draws.
     """
 
     guide: _Draws
@@ -130,12 +130,12 @@ class DrawnRun(PosteriorRun):
 
     @classmethod
     def measuring(cls, estimate: Estimate, call: Call) -> "DrawnRun":
-        """Run the guide, then the model with what the guide drew, to measure a curvature."""
+        """Run the guide, then the model with the guide's draws, to measure a curvature."""
         draws = _Draws(call.guide, estimate)
         return cls.of(call, draws, lambda draws: SquaredGradients(draws.used_values()))
 
     def with_idle_draws(self, log_likelihood: Tensor, graph: set[Any]) -> Tensor:
-        """Give latents that no observation depends on a gradient too, zero: their posterior becomes the prior."""
+        """Give a zero gradient to latents without effect on observations, so that their posterior becomes the prior."""
         idle = [one.value.sum() * 0 for one in self.drawn if one.value.grad_fn not in graph]
         return log_likelihood + sum_of(idle) if idle else log_likelihood
 
@@ -143,7 +143,7 @@ class DrawnRun(PosteriorRun):
         """Return the guide's sites with their priors.
 
         Raises:
-            ModelError: a prior is not Normal, another latent sets it, or it is scaled or masked.
+            ModelError: a prior is not Normal, depends on another latent, or is scaled or masked.
         """
         latents: list[Any] = [latent for latent in self.latents if latent.source is not None]
         priors = [self._checked_prior(latent) for latent in latents]
@@ -163,14 +163,16 @@ class DrawnRun(PosteriorRun):
             parents = enters([one.value for one in self.drawn], [prior.loc, prior.scale])
             if any(parents):
                 raise ModelError(
-                    f"natural gradients need priors with fixed parameters; the prior of site {latent.name!r} depends "
-                    f"on site {self.drawn[parents.index(True)].name!r}: learn it (LearnedScale), or use TaylorELBO"
+                    f"natural gradients need priors with fixed parameters, but the prior of site {latent.name!r} "
+                    f"depends on site {self.drawn[parents.index(True)].name!r}: make this site a learned parameter "
+                    "(LearnedScale), or use TaylorELBO"
                 )
         whole = latent.mask is None or latent.mask is True
         if torch.is_tensor(latent.plate_scale) or latent.plate_scale != 1 or not whole:
             raise ModelError(
-                f"latent site {latent.name!r} is scaled or masked, as by a subsampled plate around it, but natural "
-                "gradients move every element in every step: use the whole data set in each step, or TaylorELBO"
+                f"latent site {latent.name!r} is scaled or masked, for example by a subsampled plate around it, but "
+                "natural gradients update every element in every step: use the whole data set in each step, or "
+                "TaylorELBO"
             )
         return prior
 
@@ -183,9 +185,9 @@ class _Term:
     """An observed site or factor of a run.
 
     Attributes:
-        run: of the guide and the model.
+        run: the run of guide and model.
         site: the site.
-        log_prob: its log-probabilities.
+        log_prob: the log-probabilities of the site.
     """
 
     run: DrawnRun
@@ -194,24 +196,24 @@ class _Term:
 
     @property
     def root(self) -> Tensor:
-        """The square root of the scale of each entry."""
+        """Square root of the scale of each entry."""
         return (self.log_prob.new_ones(()) * self.site.scale**0.5).expand_as(self.log_prob)
 
     def columns(self, values: Tensor, axis: int) -> Tensor:
-        """Arrange values by the entries of a batch dimension, which are taken as examples."""
+        """Arrange values by the entries of a batch dimension, which are treated as examples."""
         return values.movedim(axis, 0).reshape(values.shape[axis], -1)
 
 
 class SquareMeasurement:
-    """Measures squared gradients; knows which layers keep examples apart, and about which sites it has warned.
+    """Measures squared gradients, and records which layers separate examples and which warnings were issued.
 
-    With one observed site whose examples form one dimension, squares come out of the backward pass of the loss. With
-    several sites, or weights for single examples, every site gets a backward pass of its own; with more batch
-    dimensions, every index of the others does. Latents that no layer with a rule uses get a pass per example, or per
-    element.
+    For a single observed site whose examples form one dimension, the squares are computed in the backward pass of the
+    loss. With several sites, or weights of single examples, every site takes a backward pass of its own; with further
+    batch dimensions, so does every index of these. Latents that are used outside layers with a rule take a pass per
+    example, or per element.
 
     Args:
-        num_particles: K; squares are averaged over the draws, and gradients of the loss carry 1/K.
+        num_particles: K; squares are averaged over K draws, and gradients of the loss contain a factor 1/K.
     """
 
     def __init__(self, num_particles: int) -> None:
@@ -220,31 +222,31 @@ class SquareMeasurement:
         self._warned: set[str] = set()
 
     def measure(self, run: DrawnRun, sites: Sequence[ObservedSite], without: Collection[int] = ()) -> None:
-        """Add the squares of one draw to its measurements, now or in the next backward pass of the loss.
+        """Add the squares for one draw to its measurements, now or in the next backward pass of the loss.
 
         Args:
-            run: of the guide and the model.
+            run: the run of guide and model.
             sites: observed sites and factors.
-            without: numbers of draws whose curvature is measured otherwise.
+            without: indices of draws whose curvature is measured in another way.
 
         Raises:
             UnsupportedError: the model uses reentrant checkpointing.
-            ModelError: the model mixes examples now, and did not before.
+            ModelError: the model mixes examples now but did not in an earlier step.
         """
         drawn = run.drawn
         terms = [_Term(run, site, site.log_prob(site.value)) for site in sites]
         graphs = [graph_of([term.log_prob]) for term in terms]
         if any(type(node).__name__ == "CheckpointFunctionBackward" for node in set().union(*graphs)):
             raise UnsupportedError(
-                "the model uses torch.utils.checkpoint.checkpoint(..., use_reentrant=True), which hides what its "
-                "function does with weights: pass use_reentrant=False"
+                "the model uses torch.utils.checkpoint.checkpoint(..., use_reentrant=True), which hides the uses of "
+                "weights in its function: pass use_reentrant=False"
             )
         wanted = {k: drawn[k] for k in range(len(drawn)) if k not in without}
         for one in wanted.values():
-            if not any(one.value.grad_fn in graph for graph in graphs):  # no observation depends on it
+            if not any(one.value.grad_fn in graph for graph in graphs):  # it has no effect on observations
                 one.measurement.add(torch.zeros_like(one.value))
         (site, *others) = sites
-        # Squares follow from the gradients of the loss where examples form one dimension and have one weight.
+        # Squares follow from the gradients of the loss if examples form one dimension and have equal weights.
         plain = len(site.fn.batch_shape) == 1 and not torch.is_tensor(site.scale) and site.scale > 0
         for term, graph in zip(terms, graphs, strict=True):
             reached = {k for k, one in wanted.items() if one.value.grad_fn in graph}
@@ -255,9 +257,10 @@ class SquareMeasurement:
             self._without_rules(term, reached - served.keys())
         if others or not plain:
             return
-        # The gradients that come by carry scale/K. Squares shall carry the scale once, and be a mean over K draws.
+        # Gradients of the loss have the factor scale/K. Squares must contain the scale once, and be averaged over K
+        # draws.
         weight = self.num_particles / float(site.scale)
-        # Hooks that held the draws would keep their graph alive.
+        # Hooks that refer to the draws would keep their graph alive.
         measurements = [one.measurement for one in drawn]
 
         def arrived(k: int, squares: Tensor) -> None:
@@ -266,16 +269,16 @@ class SquareMeasurement:
         run.recorder.watch(served, arrived)
 
     def _by_passes(self, term: _Term, served: Served, axis: int) -> None:
-        """Measure the squares of a site by backward passes of its own."""
+        """Measure the squares for a site with separate backward passes."""
         columns = [term.columns(values, axis).unbind(1) for values in (term.log_prob, term.root)]
-        advice = f"if a row is one example, as an image is, write .to_event({term.log_prob.dim() - 1})"
+        advice = f"if a row, such as an image, is one example, write .to_event({term.log_prob.dim() - 1})"
         self._warn_of_passes(term, len(columns[0]), advice)
         for log_prob, root in zip(*columns, strict=True):
             for k, squares in term.run.recorder.measured(served, log_prob, root).items():
                 term.run.drawn[k].measurement.add(squares / self.num_particles)
 
     def _served(self, term: _Term, reached: set[int], graph: set[Any], axis: int) -> Served:
-        """Keep the latents whose rules give the gradients of single examples, the entries of a batch dimension."""
+        """Return the uses of latents whose rules give the gradients of single examples along a batch dimension."""
         recorder, outputs = term.run.recorder, term.columns(term.log_prob, axis).sum(1)
         uses = {k: calls for k, calls in recorder.uses().items() if k in reached}
         uses = {k: [use for use in calls if use.output.node in graph] for k, calls in uses.items()}
@@ -289,10 +292,10 @@ class SquareMeasurement:
         if not rest:
             return
         ordered, drawn = sorted(rest), term.run.drawn
-        # Latents of few elements take a pass for each of these instead.
+        # Latents with few elements take a pass per element instead.
         slow = [k for k in ordered if 8 * drawn[k].value.numel() > term.log_prob.numel()]
         if slow and term.log_prob.requires_grad:
-            advice = "use layers such as F.linear, write a per_example_rule, or take smaller minibatches"
+            advice = "use layers such as F.linear, write a per_example_rule, or use smaller minibatches"
             reason = f"{drawn[slow[0]].name.removesuffix('_unconstrained')!r} {term.run.recorder.obstacle(slow[0])}"
             self._warn_of_passes(term, term.log_prob.numel(), f"{reason}; {advice}")
         values = [drawn[k].value for k in ordered]
@@ -306,5 +309,5 @@ class SquareMeasurement:
             self._warned.add(site)
             warn(
                 f"observed site {site!r}: squared gradients take {passes} backward passes in each step, which is exact "
-                f"but slow: {advice}; or train with IVON"
+                f"but slow. To avoid this, {advice}; or train with IVON"
             )

@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Estimates of the curvature, and the step through which objective and optimizer share an estimate.
+r"""Estimates of the curvature, and the record through which objective and optimizer share a step.
 
-The backward pass leaves :math:`\partial\,\mathrm{loss}/\partial\mu` as the ``grad`` of the means, and the measured
+The backward pass writes :math:`\partial\,\mathrm{loss}/\partial\mu` to the ``grad`` of the means, and the measured
 curvature, such as
 
 .. math:: \sum_i g_i^2 \quad\text{or}\quad g\,\frac{\epsilon}{\sigma},
 
-as the ``grad`` of the precisions, summed over the data set. ``zero_grad`` and sums over processes therefore treat it
-like all gradients, and precisions with a gradient are measurements that no optimizer has used yet. All other
-information is in one :class:`NaturalStep`, which the guide owns.
+to the ``grad`` of the precisions, summed over the data set. Therefore ``zero_grad`` and sums over processes treat it
+like all gradients, and a precision with a gradient is a measurement that no optimizer has used yet. All other
+information is in a :class:`NaturalStep`, which belongs to the guide.
 
-Adding an estimate: pass an instance of a subclass of :class:`Estimate` to an optimizer, as in
-``VOGN({"estimate": Mine()})``. The subclass overrides ``curvature`` if the gradient of the loss is enough, and
-``measure`` otherwise.
+To add an estimate, pass an instance of a subclass of :class:`Estimate` to an optimizer, as in ``VOGN({"estimate":
+Mine()})``. The subclass overrides ``curvature`` if the gradient of the loss is enough, and ``measure`` otherwise.
 """
 
 from collections.abc import Iterable, Sequence
@@ -29,16 +28,18 @@ if TYPE_CHECKING:
 
 
 class Estimate:
-    """Curvature that the backward pass writes to the precisions; equal estimates measure the same.
+    """Choice of the curvature that the backward pass writes to the precisions.
 
-    Its sum over the data set, averaged over the K draws of a step, is stored as the ``grad`` of the precisions. Divide
-    what ``measure`` adds by ``squares.num_particles``. The gradient that ``curvature`` receives contains a factor of
-    1/K: do not rescale terms that are linear in the gradient, and multiply the square of the gradient by K.
+    The curvature, summed over the data set and averaged over the K draws of a step, is stored as the ``grad`` of the
+    precisions. Values that ``measure`` adds must be divided by ``squares.num_particles``. The gradient that
+    ``curvature`` receives contains a factor of 1/K: do not rescale terms that are linear in the gradient, and multiply
+    the square of the gradient by K. Estimates that compare equal must measure the same curvature.
 
     Attributes:
-        at_mean: gradients are taken at the mean instead of at draws.
-        keeps_noise: ``curvature`` needs the noise of the draws.
-        factored: it measures Kronecker factors, of the layers of a :class:`~pyro_dvi.natural_gradients.KroneckerGuide`.
+        at_mean: whether gradients are taken at the mean instead of at draws.
+        keeps_noise: whether ``curvature`` needs the noise of the draws.
+        factored: whether it measures Kronecker factors of the layers of a
+            :class:`~pyro_dvi.natural_gradients.KroneckerGuide`.
     """
 
     at_mean: bool = False
@@ -46,24 +47,24 @@ class Estimate:
     factored: ClassVar[bool] = False
 
     def measure(self, run: "DrawnRun", sites: Sequence[ObservedSite], squares: "SquareMeasurement") -> None:
-        """Measure before the backward pass of the loss, or let it measure; by default nothing.
+        """Measure the curvature, now or in the backward pass of the loss; by default, do nothing.
 
         Args:
-            run: of the guide and the model; ``run.guide.gaussians[name].measurement`` takes the result.
+            run: the run of guide and model; add the result to ``run.guide.gaussians[name].measurement``.
             sites: observed sites and factors of the run.
-            squares: measures sums of squared gradients of examples, of these sites as they are; copies of sites with
-                other values are not measured.
+            squares: measures sums of squared per-example gradients, of these sites only, not of copies with other
+                values.
         """
 
     def curvature(self, measurement: "Measurement", gradient: Tensor) -> Tensor | None:
         """Return the curvature of a site, in the backward pass of the loss.
 
         Args:
-            measurement: of the site; with its noise and precisions where ``keeps_noise`` says so.
-            gradient: of the loss by the draw.
+            measurement: the measurement of the site; with noise and precisions if ``keeps_noise`` is true.
+            gradient: gradient of the loss with respect to the draw.
 
         Returns:
-            by default, the sum of what ``measure`` has added.
+            By default, the sum that ``measure`` has added.
         """
         added, measurement.added = measurement.added, None
         return added
@@ -102,13 +103,13 @@ class NoiseProducts(Estimate):
 
 
 class NaturalSite(NamedTuple):
-    r"""The parameters of a site, and its Normal prior.
+    r"""The parameters of a site and its Normal prior.
 
     Attributes:
         loc: parameter of the means.
-        precision: parameter of the precisions, which the optimizer writes.
-        prior_loc: mean of the prior, of the shape of the means or expandable to it.
-        prior_precision: its precision :math:`\delta`, likewise.
+        precision: parameter of the precisions, which the optimizer sets.
+        prior_loc: mean of the prior, broadcastable to the means.
+        prior_precision: precision :math:`\delta` of the prior, likewise.
     """
 
     loc: Tensor
@@ -118,16 +119,16 @@ class NaturalSite(NamedTuple):
 
     @property
     def is_of_layer(self) -> bool:
-        """Whether it is a tensor of a layer, all of which share Kronecker factors in place of precisions."""
+        """Whether this is a tensor of a layer, whose tensors share Kronecker factors instead of precisions."""
         return self.precision.shape != self.loc.shape
 
 
 @dataclass(eq=False)
 class NaturalStep:
-    r"""The last step of a guide; parameters that its loss depends on have it as their attribute ``natural_step``.
+    r"""The last step of a guide; the parameters of its loss refer to it in their attribute ``natural_step``.
 
     Attributes:
-        wanted: the curvature to measure in the next step; the optimizer sets it in its own step.
+        wanted: the curvature to measure in the next step; set by the optimizer.
         measured: the curvature that is stored in the gradients of the precisions.
         num_data: N.
         kl_weight: :math:`\beta`.
@@ -143,30 +144,30 @@ class NaturalStep:
     sites: list[NaturalSite] = field(default_factory=list)
 
     def __reduce__(self) -> tuple:
-        """Copies and files hold no measurements."""
+        """Drop the measurements in copies and files."""
         return type(self), (self.wanted,)
 
     def begin(self) -> None:
-        """Begin a step.
+        """Start a new step.
 
         Raises:
-            GuideError: no optimizer has used the measurements of the last one.
+            GuideError: no optimizer has used the measurements of the last step.
         """
         if any(site.precision.grad is not None for site in self.sites):
             raise GuideError(
-                "the gradients of the last step were not used by a natural-gradient optimizer: train with VOGN, OGN, "
-                "IVON or NoisyKFAC, and take a step after each backward pass, or else call elbo.prepare(guide, "
-                "optimizer)"
+                "no natural-gradient optimizer has used the gradients of the last step: train with VOGN, OGN, IVON or "
+                "NoisyKFAC and take an optimizer step after each backward pass, or drop the gradients with "
+                "elbo.prepare(guide, optimizer)"
             )
         self.measured = self.wanted
 
     def drop(self) -> None:
-        """Forget the measurements."""
+        """Drop the measurements."""
         for site in self.sites:
             site.precision.grad = None
 
 
 def steps_of(parameters: Iterable[Tensor]) -> list[NaturalStep]:
-    """Return the last steps that have given any of the parameters a gradient."""
+    """Return the last steps that gave a gradient to any of the parameters."""
     steps = {id(step): step for p in parameters if (step := getattr(p, "natural_step", None)) is not None}
     return list(steps.values())

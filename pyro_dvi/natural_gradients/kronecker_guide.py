@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The posterior of noisy K-FAC: one matrix normal for each layer, and how its layers are found and measured."""
+"""The posterior of noisy K-FAC, a matrix normal per layer, and the measurement of its Kronecker factors."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,16 +34,16 @@ from pyro_dvi.runs.posterior_run import Call
 
 @dataclass(frozen=True)
 class LayerFisher(Estimate):
-    r"""Kronecker factors of the Fisher information of each layer; of all other latents, sums of squared gradients.
+    r"""Kronecker factors of the Fisher information of each layer, and sums of squared gradients for all other latents.
 
     .. math:: A = \sum_i \sum_t a_{it} a_{it}^\top, \qquad
         B = \frac{1}{NT} \sum_i \sum_t \delta_{it} \delta_{it}^\top
 
     Args:
-        at_mean: take them at the mean, and not at draws: K-FAC without noise.
-        observed: gradients :math:`\delta` are of the observed labels. By default they are of labels drawn from the
-            model at the same weights, one for each example, which takes one more backward pass as well.
-        rest_only: leave out the factors, as between the steps that measure them.
+        at_mean: take gradients at the mean instead of at draws (K-FAC without noise).
+        observed: compute :math:`\delta` from the observed labels. By default, labels are drawn from the model at the
+            same weights, one for each example, which takes an additional backward pass.
+        rest_only: do not measure the factors, as in the steps between their measurements.
 
     Source: Zhang et al. (2018), "Noisy natural gradient as variational inference"; Martens & Grosse (2015).
     """
@@ -66,7 +66,7 @@ class LayerFisher(Estimate):
     def _factors(
         self, run: DrawnRun, sites: Sequence[ObservedSite], layers: list[tuple[int, ...]], inside: set[int]
     ) -> dict[int, Tensor]:
-        # Labels of several sites are drawn independently, so that products of their gradients vanish on average.
+        # The labels of several sites are drawn independently, so products of their gradients vanish on average.
         terms = [site.log_prob(site.value if self.observed else site.sample_labels()) for site in sites]
         total = sum_of([(term * site.scale**0.5).sum() for term, site in zip(terms, sites, strict=True)])
         rows, served = _rows_of_examples(run.recorder, terms)
@@ -82,43 +82,44 @@ class LayerFisher(Estimate):
                 found[k] = flattened(*(factors[::-1] if outer.inputs_first else factors)).to(one.precision)
             elif one.value.grad_fn in graph:
                 raise ModelError(
-                    f"site {one.name!r} was the weight of a layer in the first run, and now "
+                    f"site {one.name!r} was the weight of a layer in the first run, but now "
                     f"{run.recorder.obstacle(k)}: train this model with NaturalGradientGuide and VOGN"
                 )
         return found
 
 
 def _rows_of_examples(recorder: SquaredGradients, terms: Sequence[Tensor]) -> tuple[int, Any]:
-    """Return the number of examples, as which most tensors are served, and the uses of these."""
+    """Return the number of examples for which rules support the most tensors, and the uses of these tensors."""
     sizes = dict.fromkeys(size for term in terms for size in term.shape) or {1: None}
     found = [(size, recorder.served(size)) for size in sizes]
     return max(found, key=lambda pair: len(pair[1]))
 
 
 class KroneckerGuide(NaturalGradientGuide):
-    r"""Matrix normals over the layers of a network, and independent Gaussians over the rest, for ``NoisyKFAC``.
+    r"""Matrix normals for the layers of a network and independent Gaussians for all other latents, for ``NoisyKFAC``.
 
     .. math:: q(W) = \mathcal{MN}(W; M, \Lambda_B^{-1}, \Lambda_A^{-1}), \qquad
         \Lambda_B \otimes \Lambda_A \approx \frac{N}{\beta T} (B \otimes A + \tilde\delta)
 
-    W are the weights ``[out, in]`` of a dense or convolutional layer, with its bias as the last column where that is
-    the next site of the model. The first run of the model finds the layers: weights that one function uses once. All
-    other sites have precisions as in a :class:`~pyro_dvi.NaturalGradientGuide`.
+    W are the weights ``[out, in]`` of a dense or convolutional layer, with its bias as last column if the bias is the
+    next site of the model. Layers are found in the first run of the model: their weights are used exactly once. All
+    other sites have precisions, as in a :class:`~pyro_dvi.NaturalGradientGuide`.
 
     Args:
         model: a Pyro model whose latents have Normal priors (in unconstrained space).
-        init_loc_fn: Pyro initialisation strategy of the means.
-        initial_scale: standard deviation at the start, as a fraction of the prior's; the first step replaces it.
+        init_loc_fn: Pyro's initialisation strategy for the means.
+        initial_scale: initial standard deviation, as a fraction of the prior standard deviation; the first step
+            replaces it.
         create_plates: as in Pyro's guides.
 
     Attributes:
-        layers: the site of each layer's bias, or None, by the site of its weights; filled by the first run.
+        layers: mapping from the site of each layer's weights to that of its bias, or None; set in the first run.
         locs: module of means.
-        precisions: module of precisions of the rest.
-        factors: module of the factors of layers, see :meth:`roots`.
+        precisions: module of precisions of all other sites.
+        factors: module of the factors of layers; see :meth:`roots`.
 
     Raises:
-        ModelError: in the first call: nothing is observed, a latent is discrete, or a prior is no Normal.
+        ModelError: in the first call, nothing is observed, a latent is discrete, or a prior is not Normal.
 
     Source: Zhang, Sun, Duvenaud & Grosse (2018), "Noisy natural gradient as variational inference".
     """
@@ -130,21 +131,21 @@ class KroneckerGuide(NaturalGradientGuide):
 
     @property
     def factorised(self) -> Any:
-        """None where weights have covariances: rules of prediction that need independent weights refuse it."""
+        """None, because weights have covariances; prediction rules that need independent weights raise an error."""
         return None if self.layers else self
 
     def roots(self, weight: str) -> tuple[Tensor, Tensor]:
-        r"""Return the lower roots of a layer's covariance :math:`L_r L_r^\top \otimes L_c L_c^\top`."""
+        r"""Return the lower triangular roots of a layer's covariance :math:`L_r L_r^\top \otimes L_c L_c^\top`."""
         site = self._seen[weight]
         return unflattened(site.spread, site.loc.shape[0])
 
     def precision_parameter(self, name: str) -> Tensor:
-        """Return the parameter that the curvature of a site belongs to; a layer has one for weights and bias."""
+        """Return the parameter for the curvature of a site; weights and bias of a layer share one."""
         factor = self._seen[name].factor
         return super().precision_parameter(factor.weight if isinstance(factor, _Bias) else name)
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Draw every latent site once; Pyro calls it with the arguments of the model."""
+        """Draw every latent site once; Pyro calls this with the arguments of the model."""
         self.initialize(*args, **kwargs)
         return self._within_plates(self._drawing(lambda site, fn: site.sample(fn)), *args, **kwargs)
 
@@ -161,7 +162,7 @@ class KroneckerGuide(NaturalGradientGuide):
         return {site.name: drawing(site) for site in self._sites()}
 
     def _drawing(self, draw: Callable[[GuideSite, Any], Tensor]) -> Callable[[GuideSite], Tensor]:
-        """Return a function that draws site after site: biases given the weights of their layer."""
+        """Return a function that draws one site after the other, biases conditional on the weights of their layer."""
         drawn: dict[str, Tensor] = {}
 
         def drawing(site: GuideSite) -> Tensor:
@@ -175,11 +176,11 @@ class KroneckerGuide(NaturalGradientGuide):
     # Finding layers --------------------------------------------------------------------------------------------------
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
-        self._arguments = args, kwargs  # until the layers are found
+        self._arguments = args, kwargs  # kept until the layers are found
         super()._setup_prototype(*args, **kwargs)
 
     def _check_sites(self, sites: dict[str, Any]) -> None:
-        """Find the layers, in what was loaded or by a run of the model."""
+        """Find the layers, in the loaded parameters or by running the model."""
         (args, kwargs), following = (
             vars(self).pop("_arguments"),
             dict.fromkeys(sites, None) | dict(pairwise(sites)),
@@ -199,7 +200,7 @@ class KroneckerGuide(NaturalGradientGuide):
     def _found(
         self, sites: dict[str, Any], following: dict[str, str | None], args: tuple, kwargs: dict[str, Any]
     ) -> dict[str, str | None]:
-        """Return the layers that a run of the model has."""
+        """Run the model and return its layers."""
         trace: Any = self.prototype_trace
         trace, values = trace.copy(), {}
         for name, site in sites.items():
@@ -235,7 +236,7 @@ class KroneckerGuide(NaturalGradientGuide):
 
 @dataclass(frozen=True)
 class _Weights(Factor):
-    """The weights of a layer, whose factors are one vector."""
+    """The weights of a layer, whose factors are stored as one vector."""
 
     initial_scale: float
     has_bias: bool
@@ -253,7 +254,7 @@ class _Weights(Factor):
 
 @dataclass(frozen=True)
 class _Bias(Factor):
-    """The bias of a layer, whose spread is a part of that of the weights."""
+    """The bias of a layer, whose spread is a part of the weights' factors."""
 
     guide: FactorisedGuide
     weight: str
@@ -267,12 +268,12 @@ class _Bias(Factor):
 
 
 def flattened(rows: Tensor, columns: Tensor) -> Tensor:
-    """Return both factors of a layer as the vector that the guide stores."""
+    """Join both factors of a layer to the vector that the guide stores."""
     return torch.cat([rows.flatten(), columns.flatten()])
 
 
 def unflattened(factors: Tensor, p: int) -> tuple[Tensor, Tensor]:
-    """Return the factors ``[p, p]`` and ``[n, n]`` from that vector."""
+    """Split a stored vector into the factors ``[p, p]`` and ``[n, n]``."""
     rows, columns = factors.split([p * p, len(factors) - p * p])
     n = isqrt(len(columns))
     return rows.reshape(p, p), columns.reshape(n, n)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ELBO whose gradients and curvature feed a natural-gradient optimizer."""
+"""The ELBO for natural-gradient optimizers, with gradients and curvature."""
 
 from functools import cached_property
 from typing import Any
@@ -19,7 +19,7 @@ from pyro_dvi.runs.structure import check_gradients
 
 
 class NaturalGradientELBO(Objective):
-    r"""Objective of VOGN, OGN, IVON and NoisyKFAC: the loss at draws of the weights, and the curvature they need.
+    r"""Objective of VOGN, OGN, IVON and NoisyKFAC: the loss at draws of the weights, and the curvature.
 
     .. math::
         \mathrm{loss} = -\frac1K\sum_k \sum_s \mathrm{scale}_s \log p_s(y_s \mid w_k)
@@ -31,27 +31,27 @@ class NaturalGradientELBO(Objective):
     (:func:`~pyro_dvi.IVON`). The optimizer adds the prior in closed form.
 
     Status: the loss is an unbiased estimate of the (tempered) negative ELBO. An example is one element of an observed
-    site's batch shape. Where batch normalisation in training mode couples examples, each row of a layer counts as one
+    site's batch shape. If batch normalisation in training mode couples examples, each row of a layer is treated as one
     example when gradients are squared, as in the paper. Latents that are used outside layers with a rule cost one
     backward pass per example.
 
-    Needs :class:`~pyro_dvi.NaturalGradientGuide` (for NoisyKFAC :class:`~pyro_dvi.KroneckerGuide`), Normal priors whose
-    parameters do not depend on latents, and one of the optimizers above. The same optimizer updates deterministic
-    parameters (batch normalisation, a learned noise scale, a learned prior scale) with Adam.
+    It requires a :class:`~pyro_dvi.NaturalGradientGuide` (for NoisyKFAC, a :class:`~pyro_dvi.KroneckerGuide`), Normal
+    priors whose parameters do not depend on latents, and one of the optimizers above. The optimizer also updates
+    deterministic parameters (batch normalisation, a learned noise scale, a learned prior scale), with Adam.
 
     Args:
-        kl_weight: :math:`\beta > 0`, a float or a schedule of the completed training steps. Like the papers'
-            temperature :math:`\tau`, it divides the precision and multiplies the prior.
-        temperature: T of a cold posterior, see :class:`~pyro_dvi.objectives.Objective`; it divides the precision and
-            does not change the prior.
+        kl_weight: :math:`\beta > 0`, a float or a schedule of the completed training steps. Like the temperature
+            :math:`\tau` of the papers, it divides the precision and multiplies the prior precision.
+        temperature: temperature T of the posterior; see :class:`~pyro_dvi.objectives.Objective`. It divides the
+            precision and does not change the prior.
         num_data: N, compared with the plate's scale; None skips the check.
-        num_particles: K, draws of the weights per step.
+        num_particles: K, the number of draws of the weights per step.
 
     Raises:
         GuideError: the guide is not a ``NaturalGradientGuide``, or no optimizer has used the last measurements.
-        ModelError: a prior is not Normal, or depends on another latent; or nothing is observed.
-        UnsupportedError: reentrant checkpointing, sparse embeddings, or torch's DistributedDataParallel.
-        ArgumentError: a temperature of zero.
+        ModelError: a prior is not Normal, a prior depends on another latent, or nothing is observed.
+        UnsupportedError: the model uses reentrant checkpointing, sparse embeddings, or torch's DistributedDataParallel.
+        ArgumentError: ``temperature`` is zero.
         NonFiniteError: the loss is NaN or infinite; no update is made.
 
     Source: Osawa et al. (2019), "Practical deep learning with Bayesian principles", Eq. 2 and Algorithm 1.
@@ -80,18 +80,18 @@ class NaturalGradientELBO(Objective):
         return SquareMeasurement(self.num_particles)
 
     def prepare(self, guide: Any, optimizer: Any) -> None:
-        """Let the next step of the guide measure what an optimizer needs, and drop unused measurements.
+        """Make the next step of the guide measure the curvature that an optimizer needs, and drop unused measurements.
 
-        ``fit`` and ``load`` do so. In a loop of your own, the call is optional, before the first step and after loading
-        states. Without it, that step measures squared gradients at a draw, and an optimizer that needs another
-        curvature, such as ``OGN``, ignores the step.
+        ``fit`` and ``load`` call this method. In a loop of your own, the call is optional, before the first step and
+        after loading states. Without it, the next step measures squared gradients at a draw, and an optimizer that
+        needs another curvature, such as ``OGN``, ignores this step.
 
         Args:
             guide: a ``NaturalGradientGuide``.
-            optimizer: a natural-gradient optimizer of Pyro or torch, or a scheduler of Pyro for one.
+            optimizer: a natural-gradient optimizer for Pyro or torch, or a Pyro scheduler of one.
 
         Raises:
-            GuideError: another guide or optimizer.
+            GuideError: the guide or the optimizer is of another kind.
 
         Example:
             >>> from pyro_dvi import NaturalGradientGuide, OGN
@@ -143,23 +143,24 @@ class NaturalGradientELBO(Objective):
         guide.natural_step.num_data, guide.natural_step.sites = left
 
     def returned(self, loss: Tensor, guide: Any) -> None:
-        if self.step & (self.step - 1) == 0:  # now and then, since this reads a value
+        if self.step & (self.step - 1) == 0:  # only occasionally, because this reads a value
             loss.register_hook(_check_factor)
 
 
 def _check_factor(gradient: Tensor) -> None:
-    """Refuse a loss that was multiplied by a number before the backward pass."""
+    """Raise if the loss was multiplied by a factor before the backward pass."""
     if gradient.item() != 1:
         raise UnsupportedError(
-            f"the loss was multiplied by {gradient.item():g} before the backward pass, which squared gradients do not "
-            "allow: the optimizer divides by N itself, and autocast with bfloat16 needs no GradScaler"
+            f"the loss was multiplied by {gradient.item():g} before the backward pass, which makes squared gradients "
+            "wrong: call loss.backward() without scaling (the optimizer divides by N itself, and autocast with "
+            "bfloat16 needs no GradScaler)"
         )
 
 
 def _step_of(guide: Any) -> NaturalStep:
     if not hasattr(guide, "natural_step"):
         raise GuideError(
-            f"NaturalGradientELBO needs a NaturalGradientGuide, got {type(guide).__name__}: take "
+            f"NaturalGradientELBO needs a NaturalGradientGuide, got {type(guide).__name__}: use "
             "pyro_dvi.NaturalGradientGuide(model), or another objective for this guide"
         )
     return guide.natural_step  # type: ignore[no-any-return]
@@ -168,8 +169,8 @@ def _step_of(guide: Any) -> NaturalStep:
 def _check_estimate(guide: Any, estimate: Estimate) -> None:
     if estimate.factored != hasattr(guide, "layers"):
         raise GuideError(
-            f"train a {type(guide).__name__} with {guide.trained_by}: VOGN, OGN and IVON set the precisions of a "
-            "NaturalGradientGuide(model), and NoisyKFAC the Kronecker factors of a KroneckerGuide(model)"
+            f"a {type(guide).__name__} must be trained with {guide.trained_by}: VOGN, OGN and IVON set the precisions "
+            "of a NaturalGradientGuide(model), and NoisyKFAC sets the Kronecker factors of a KroneckerGuide(model)"
         )
 
 
@@ -181,6 +182,6 @@ def _check_training(kl_weight: float) -> None:
         )
     if not kl_weight > 0:
         raise ArgumentError(
-            "kl_weight divides the precision of the posterior here and must be positive, also where a schedule starts, "
-            "as in LinearWarmup(steps, start=0.1); for a point estimate use AutoDelta with SampledELBO"
+            "kl_weight divides the precision of the posterior, so it must be positive, also at the start of a "
+            "schedule, as in LinearWarmup(steps, start=0.1); for a point estimate, use AutoDelta with SampledELBO"
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Noisy K-FAC: natural gradients for matrix normals over layers, as optimizers of torch and of Pyro."""
+"""Noisy K-FAC: natural gradients for a matrix normal per layer, as optimizers for torch and for Pyro."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -32,39 +32,40 @@ class NoisyKFACOptimizer(VOGNOptimizer):
 
     where :math:`\hat m` is the average of :math:`\hat g + \tilde\delta(M - M_0)`, and the posterior is
     :math:`\mathcal{MN}\bigl(M, [B^{\tilde\delta}]^{-1}, \tfrac{\beta T}{N}[A^{\tilde\delta}]^{-1}\bigr)`. Weights and
-    biases outside of layers move as by :class:`VOGNOptimizer`. K-FAC, which has no noise, is
-    ``NoisyKFAC({"estimate": LayerFisher(at_mean=True)})``.
+    biases outside layers are updated as by :class:`VOGNOptimizer`. K-FAC without noise is ``NoisyKFAC({"estimate":
+    LayerFisher(at_mean=True)})``.
 
-    Status: a stochastic natural-gradient step whose curvature is the Fisher information, taken to be a Kronecker
-    product in each layer. The split of :math:`\tilde\delta` over the factors adds
+    Status: a stochastic natural-gradient step whose curvature is the Fisher information, approximated by a Kronecker
+    product in each layer. Splitting :math:`\tilde\delta` between the factors adds
     :math:`\sqrt{\tilde\delta}(\pi\, B \otimes I + \tfrac1\pi I \otimes A)` to the precision, which narrows the
-    posterior. Priors of several scales in a layer enter by the nearest :math:`r c^\top`, and exactly in the gradient.
+    posterior. If a layer has several prior scales, their precisions are approximated by the nearest :math:`r c^\top`,
+    except in the gradient, which is exact.
 
     Args:
-        params: means, and any other parameters, which get a step of Adam.
-        lr: :math:`\alpha`; 1, the default, is a whole natural-gradient step, where labels are drawn from the model.
-        damping: :math:`\gamma`, the paper's extrinsic damping, in units of the curvature of one example. It leaves the
-            posterior alone.
-        factor_interval: steps from one measurement of the factors to the next, the paper's :math:`T_{stats}`.
-        inverse_interval: steps from one inversion of the factors, which sets the posterior covariances, to the next;
-            the paper's :math:`T_{inv}`.
-        estimate: ``LayerFisher()``.
-        **options: of :class:`VOGNOptimizer`, but for the formulation, which is ``Consistent()``, and
-            ``initial_curvature``: factors start with those of the first minibatch. Running averages of factors count
-            measurements, not steps.
+        params: means, and any other parameters, which are updated with Adam.
+        lr: :math:`\alpha`; 1, the default, is a full natural-gradient step if labels are drawn from the model.
+        damping: :math:`\gamma`, the paper's extrinsic damping, in units of the curvature of one example. It does not
+            change the posterior.
+        factor_interval: number of steps between measurements of the factors, the paper's :math:`T_{stats}`.
+        inverse_interval: number of steps between inversions of the factors, which set the posterior covariances; the
+            paper's :math:`T_{inv}`.
+        estimate: estimate of the curvature; by default, ``LayerFisher()``.
+        **options: further options of :class:`VOGNOptimizer`. The formulation is always ``Consistent()``, and
+            ``initial_curvature`` does not apply to factors, which start with those of the first minibatch. Running
+            averages of factors count measurements, not steps.
 
     Raises:
-        ArgumentError: an option out of range.
-        GuideError: in a step: the loss was no ``NaturalGradientELBO``, or weight and bias of a layer have different
+        ArgumentError: an option is out of range.
+        GuideError: in a step, the loss was not a ``NaturalGradientELBO``, or weight and bias of a layer have different
             options.
-        NotPositiveDefiniteError: factors are singular to rounding.
+        NotPositiveDefiniteError: a factor is numerically singular.
 
-    Source: Zhang, Sun, Duvenaud & Grosse (2018), "Noisy natural gradient as variational inference", the
-    algorithm of noisy K-FAC. Own code from the equations.
+    Source: Zhang, Sun, Duvenaud & Grosse (2018), "Noisy natural gradient as variational inference", the algorithm of
+    noisy K-FAC. Implemented from the equations.
     """
 
     estimate = LayerFisher()
-    formulations: ClassVar = (Consistent, "Consistent(); NoisyKFAC has no other")
+    formulations: ClassVar = (Consistent, "Consistent(), the only formulation of NoisyKFAC")
     estimates: ClassVar = (LayerFisher, "LayerFisher()")
     options: ClassVar = {
         **{name: value for name, value in DEFAULTS.items() if name != "initial_curvature"},
@@ -75,7 +76,7 @@ class NoisyKFACOptimizer(VOGNOptimizer):
 
     @property
     def wanted(self) -> Estimate:
-        """The curvature to measure for the next step."""
+        """The curvature to measure in the next step."""
         return replace(self.estimate, rest_only=self.steps_done % self.param_groups[0]["factor_interval"] > 0)
 
     def _move(self, update: Update) -> None:
@@ -84,8 +85,8 @@ class NoisyKFACOptimizer(VOGNOptimizer):
             rows, columns = unflattened(curvature, p)
             if update.locs[0].dim() < 2 or len(columns) != update.locs[0][0].numel() + len(update.locs) - 1:
                 raise GuideError(
-                    "weight and bias of a layer have different options, or only one of them a gradient: give both the "
-                    "same"
+                    "weight and bias of a layer have different options, or only one of them has a gradient: give both "
+                    "the same options, and freeze both or neither"
                 )
             update.measurements = 1 + (update.count - 1) // update.group["factor_interval"]
             update.is_new &= not update.step.measured.rest_only
@@ -110,18 +111,18 @@ class NoisyKFACOptimizer(VOGNOptimizer):
 
 
 def _matrix(tensors: Sequence[Tensor]) -> Tensor:
-    """Return a weight and the bias after it, if there is one, as a matrix."""
+    """Join a weight and its bias, if there is one, to a matrix."""
     return torch.cat([tensors[0].flatten(1), *(t.unsqueeze(-1) for t in tensors[1:])], 1)
 
 
 def _inverse_roots(*factors: Tensor) -> list[Tensor]:
-    """Return the lower triangular L of each, with L L' its inverse."""
+    """Return a lower triangular L for each factor, such that L L' is the inverse of the factor."""
     found = []
     for factor in factors:
         root, info = torch.linalg.cholesky_ex(factor.flip(-2, -1))
         if info:
             raise NotPositiveDefiniteError(
-                "a Kronecker factor is singular to rounding: train in float64, or give a narrower prior"
+                "a Kronecker factor is numerically singular: train in float64, or use a narrower prior"
             )
         eye = torch.eye(len(factor), dtype=factor.dtype, device=factor.device)
         found.append(torch.linalg.solve_triangular(root.flip(-2, -1).mT, eye, upper=False))
@@ -130,9 +131,9 @@ def _inverse_roots(*factors: Tensor) -> list[Tensor]:
 
 @for_svi(NoisyKFACOptimizer)
 def NoisyKFAC(optim_args: Options, clip_args: Any = None) -> NaturalGradientOptim:  # noqa: N802 (Pyro's style)
-    """Noisy K-FAC for SVI, by one :class:`NoisyKFACOptimizer`; arguments as :func:`VOGN`.
+    """Noisy K-FAC for SVI, with one :class:`NoisyKFACOptimizer` for all parameters; arguments as in :func:`VOGN`.
 
-    It goes with :class:`~pyro_dvi.natural_gradients.KroneckerGuide` and ``NaturalGradientELBO``.
+    Use it with a :class:`~pyro_dvi.natural_gradients.KroneckerGuide` and ``NaturalGradientELBO``.
 
     Example:
         >>> import pyro_dvi as dvi

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""The base class of the natural-gradient optimizers: measurements, momentum, the schedule, the posterior precision.
+r"""The base class of natural-gradient optimizers: measurements, momentum, learning-rate schedule, precisions.
 
-Gradients come summed over the data, as Pyro's losses are; divided by N they are means over examples, :math:`\hat g`,
-and so are squares, :math:`\hat h`. With the weight :math:`\beta` of the KL (the papers' temperature
-:math:`\tau`; :math:`\beta_1` and :math:`\beta_2` are decay rates), the temperature T of a cold posterior,
-data-augmentation factor :math:`\rho` and prior precision :math:`\delta`, the scaled prior precision and the posterior
-precision are
+Like Pyro's losses, gradients and squared gradients are sums over the data; divided by N, they are means over examples,
+:math:`\hat g` and :math:`\hat h`. With the KL weight :math:`\beta` (the papers' temperature :math:`\tau`;
+:math:`\beta_1` and :math:`\beta_2` are decay rates), the temperature T of a cold posterior, the data-augmentation
+factor :math:`\rho` and the prior precision :math:`\delta`, the scaled prior precision and the posterior precision are
 
 .. math:: \tilde\delta = \frac{\beta\delta}{\rho N}, \qquad
     \Lambda = \frac{\rho N}{\beta T}(s + \tilde\delta) = \frac1T\Bigl(\frac{\rho N s}{\beta} + \delta\Bigr) .
@@ -42,23 +41,23 @@ DEFAULTS: dict[str, Any] = {
 
 @dataclass
 class Update:
-    r"""One step of the means of several sites, with the same options, as lists with an entry for each site.
+    r"""One step of the means of several sites with the same options, as lists with an entry for each site.
 
-    Gradients and curvature are sums over the data, not means over examples: in these units N cancels, which varies with
-    padding and with scales of examples.
+    Gradients and curvature are sums over the data, not means over examples: in these units, N cancels, which may vary
+    with padding and with scales of examples.
 
     Attributes:
-        sites: their parameters and priors.
-        memories: "step" (this one, from 1), "momentum" and "curvature" (:math:`Ns`), to be updated.
+        sites: the sites, with their parameters and priors.
+        memories: "step" (number of this step, from 1), "momentum" and "curvature" (:math:`Ns`), to be updated.
         group: the options.
         step: the measurements.
         count: number of this step, from 1.
         measurements: number of measurements of the curvature so far.
-        is_new: whether the curvature of this minibatch is to be counted.
-        factor: of the learning rate, from the schedule.
-        kl_weight: :math:`\beta`, as far as it has risen.
-        is_layer: whether they are the tensors of a layer, which share Kronecker factors.
-        gradients: of minus the log-likelihood at the means; may be overwritten.
+        is_new: whether to include the curvature of this minibatch.
+        factor: factor of the learning rate, from the schedule.
+        kl_weight: current :math:`\beta`, which rises during warm-up.
+        is_layer: whether the sites are the tensors of a layer, which share Kronecker factors.
+        gradients: gradients of minus the log-likelihood with respect to the means; may be overwritten.
         measured: the curvature of this minibatch; may be overwritten.
         priors: :math:`\rho N\tilde\delta / \rho = \beta\delta / \rho`.
     """
@@ -74,7 +73,7 @@ class Update:
     def __post_init__(self) -> None:
         self.locs = [site.loc for site in self.sites]
         self.measurements = self.count
-        # The tensors of a layer share one.
+        # The tensors of a layer share one memory.
         self.precisions = list({id(site.precision): site.precision for site in self.sites}.values())
         self.is_layer = self.sites[0].is_of_layer
         self.gradients: Any = [loc.grad for loc in self.locs]
@@ -85,14 +84,14 @@ class Update:
         self.priors = torch._foreach_mul(prior_precisions, self.kl_weight / data_augmentation)
         start = self.group.get("initial_curvature")
         self.has_start = start is not None
-        # A curvature that starts with the measurement of this minibatch does not count it again.
+        # A curvature that is initialised with this minibatch must not include it again.
         self.is_new = self.count > 1 or self.has_start
         for site, memory in zip(self.sites, self.memories, strict=True):
             if "momentum" not in memory:
                 memory["momentum"], memory["unit"] = torch.zeros_like(site.loc), _unit(site)
             elif "unit" not in memory:
                 raise CheckpointError(
-                    "the optimizer's state is that of another version: begin with a new optimizer"
+                    "the optimizer's state belongs to another version: start with a new optimizer"
                 )
         holders = self.memories[: len(self.measured)]
         for memory, measured in zip(holders, self.measured, strict=True):
@@ -115,12 +114,12 @@ class Update:
         torch._foreach_add_(self.precisions, self.priors)
 
     def damped(self) -> Tensors:
-        """Return precisions as :meth:`sum_into_precisions` has written them, with damping."""
+        """Return the precisions that :meth:`sum_into_precisions` wrote, with damping added."""
         damping = self.group["damping"] * self.step.num_data
         return torch._foreach_add(self.precisions, damping) if damping else self.precisions
 
     def move_along(self, directions: Tensors, scale: float) -> None:
-        """Move against preconditioned directions times a scale, each weight by ``max_step`` units at most."""
+        """Subtract preconditioned directions times a scale from the means, with steps of at most ``max_step`` units."""
         if self.group["max_step"] is not None:
             bound = self.group["max_step"] / self.group["full_lr"] / scale
             bounds = [bound * memory["unit"] for memory in self.memories]
@@ -130,16 +129,16 @@ class Update:
 
 
 class NaturalGradientOptimizer(Optimizer):
-    """Base class of torch optimizers that move means along the natural gradient and set posterior precisions.
+    """Base class of torch optimizers that update means along the natural gradient and set posterior precisions.
 
-    Parameters that belong to no latent get a step of Adam.
+    Parameters that are not the mean of a latent are updated with Adam.
 
-    To add a method, say in ``estimate`` which curvature to measure, and write ``_move``.
+    To add a method, set ``estimate`` to the curvature to measure, and implement ``_move``.
 
     Attributes:
         estimate: the curvature to measure once the optimizer has started.
         options: the options with their defaults.
-        rate_factor: by which warm-up and cosine decay scaled the learning rate in the last step.
+        rate_factor: factor of the learning rate in the last step, from warm-up and cosine decay.
     """
 
     estimate: Estimate
@@ -152,7 +151,7 @@ class NaturalGradientOptimizer(Optimizer):
         self._told_steps: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Keep attributes in copies and pickles that torch leaves out."""
+        """Include attributes in copies and pickles that torch leaves out."""
         kept = {"_told_steps", "formulation", "estimate"}
         return {**super().__getstate__(), **{name: vars(self)[name] for name in kept & vars(self).keys()}}
 
@@ -160,12 +159,12 @@ class NaturalGradientOptimizer(Optimizer):
         """Add parameters, as torch does."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        # Before schedulers, which know one rate only and may change it at once.
+        # Must come before schedulers, which know a single rate and may change it immediately.
         group["full_lr"] = group["lr"]
 
     @property
     def steps_done(self) -> int:
-        """Number of steps with a curvature."""
+        """Number of steps in which a curvature was measured."""
         return max((memory["step"] for memory in self.state.values() if "curvature" in memory), default=0)
 
     @property
@@ -174,22 +173,22 @@ class NaturalGradientOptimizer(Optimizer):
         return self.estimate
 
     def set_total_steps(self, total_steps: int) -> None:
-        """Let the learning rate fall to zero over this many steps, where the option ``total_steps`` is not given.
+        """Make the learning rate decay to zero over this many steps, unless the option ``total_steps`` is given.
 
         Args:
-            total_steps: steps from the start of training, those already taken included.
+            total_steps: number of steps since the start of training, including those already taken.
         """
         self._told_steps = total_steps
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Move every parameter that has a gradient.
+        """Update every parameter that has a gradient.
 
         Args:
-            closure: evaluates the loss and its gradients first, as for any torch optimizer.
+            closure: function that first evaluates the loss and its gradients, as in any torch optimizer.
 
         Raises:
-            GuideError: the loss was not a ``NaturalGradientELBO``, or its measurements were used already.
+            GuideError: the loss was not a ``NaturalGradientELBO``, or its measurements were already used.
         """
         loss = None
         if closure is not None:
@@ -202,12 +201,13 @@ class NaturalGradientOptimizer(Optimizer):
         means = [site for _, site in sites if id(site.loc) in ids]
         if moved and not (steps and all(site.precision.grad is not None for site in means)):
             raise GuideError(
-                f"{type(self).__name__.removesuffix('Optimizer')} found no means among its parameters, or no curvature "
-                "of them: it goes with NaturalGradientGuide and NaturalGradientELBO, one step for each backward pass; "
-                "for others take pyro_dvi.optim.Adam(learning_rates(1e-3))"
+                f"{type(self).__name__.removesuffix('Optimizer')} found no posterior means among its parameters, or no "
+                "measured curvature: use it with NaturalGradientGuide and NaturalGradientELBO, one step after each "
+                "backward pass; for other guides, use pyro_dvi.optim.Adam(learning_rates(1e-3))"
             )
         if means and any(step.measured != self.wanted for step in steps):
-            for step in steps:  # only the first one of an objective that was not prepared for this optimizer
+            # Only in the first step of an objective that was not prepared for this optimizer.
+            for step in steps:
                 step.drop()
                 step.wanted = self.wanted
             return loss
@@ -217,7 +217,7 @@ class NaturalGradientOptimizer(Optimizer):
             parts, others = defaultdict[Any, Any](list), defaultdict[int, list[Tensor]](list)
             for step, site in sites:
                 if id(site.loc) in own:
-                    # The tensors of a layer share their factors, and move together.
+                    # The tensors of a layer share their factors and are updated together.
                     layer = id(site.precision) if site.is_of_layer else None
                     parts[step, self._count(site.loc), layer].append(site)
             for plain in (p for key, p in own.items() if key not in held):
@@ -231,7 +231,7 @@ class NaturalGradientOptimizer(Optimizer):
         return loss
 
     def _count(self, parameter: Tensor) -> int:
-        """Count a step of a parameter, whose memory follows a model that was moved or converted."""
+        """Count a step of a parameter, and move its memory to the parameter's device and dtype."""
         memory = self.state[parameter]
         for name, value in memory.items():
             if torch.is_tensor(value):
@@ -243,7 +243,7 @@ class NaturalGradientOptimizer(Optimizer):
         return group["total_steps"] or self._told_steps
 
     def _update(self, step: NaturalStep, count: int, group: dict[str, Any], sites: list[NaturalSite]) -> None:
-        """Move the means of some sites, and set their precisions."""
+        """Update the means of some sites, and set their precisions."""
         total = self._length(group)
         rise = warm_up(count, group["warmup_steps"], total)
         self.rate_factor = cosine(count, total) * rise
@@ -256,14 +256,14 @@ class NaturalGradientOptimizer(Optimizer):
 
     @abstractmethod
     def _move(self, update: Update) -> None:
-        """Move means and set posterior precisions, both in place."""
+        """Update means and set posterior precisions, both in place."""
 
 
 def _unit(site: NaturalSite) -> float:
-    """Return the unit of a site's steps: the standard deviation of its means at the start.
+    """Return the unit of a site's steps, the initial standard deviation of its means.
 
-    At least a tenth of the prior's, over the root of the number of inputs of a layer: means that are alike, or a single
-    number, say nothing of the size of what is to be learned.
+    It is at least a tenth of the prior standard deviation divided by the square root of a layer's number of inputs,
+    because equal means, or a single number, do not show the scale of the final means.
     """
     loc = site.loc.detach()
     fan_in = loc.numel() / loc.shape[0] if loc.dim() > 1 else 1.0
@@ -275,21 +275,23 @@ def _check_options(optimizer: str, options: Mapping[str, Any], known: Mapping[st
     """Check the options.
 
     Raises:
-        ArgumentError: naming the first that is unknown or out of range.
+        ArgumentError: an option is unknown or out of range.
     """
     for name, value in options.items():
         if name not in known:
             raise ArgumentError(
-                f"{optimizer} has no option {name!r}. Its options are {', '.join(sorted(known))}, and formulation "
-                "and estimate except for IVON; the Normal prior of the model plays the role of weight decay"
+                f"{optimizer} has no option {name!r}: choose from {', '.join(sorted(known))}, and, except for IVON, "
+                "formulation and estimate. The Normal prior of the model plays the role of weight decay"
             )
         if name == "betas":
             rates = value if isinstance(value, tuple | list) else ()
             if len(rates) != 2 or not all(is_number(rate, 1) for rate in rates):
-                raise ArgumentError(f"betas must be two numbers in [0, 1), as (0.9, 0.999), got {value!r}")
+                raise ArgumentError(
+                    f"betas must be two numbers in [0, 1), such as (0.9, 0.999), got {value!r}"
+                )
         elif name == "damping":
             if not is_number(value):
-                raise ArgumentError(f"damping must be a finite number of at least 0, got {value!r}")
+                raise ArgumentError(f"damping must be a finite, nonnegative number, got {value!r}")
         elif value is not None or name not in ("max_step", "initial_curvature", "total_steps"):
             if name.endswith(("_steps", "_interval")):
                 check_count(name, value, int(name != "warmup_steps"))
@@ -298,22 +300,23 @@ def _check_options(optimizer: str, options: Mapping[str, Any], known: Mapping[st
 
 
 def wanted_by(optimizer: Any) -> Estimate:
-    """Return the curvature that an optimizer of Pyro or torch wants measured in its next step.
+    """Return the curvature that an optimizer for Pyro or torch needs in its next step.
 
     Raises:
-        GuideError: it knows nothing of natural gradients.
+        GuideError: it is not a natural-gradient optimizer.
     """
     made = [getattr(one, "optimizer", one) for one in getattr(optimizer, "optim_objs", {}).values()]
-    made.sort(key=lambda one: -getattr(one, "steps_done", 0))  # others hold no means
+    made.sort(key=lambda one: -getattr(one, "steps_done", 0))  # the others have no means
     for one in (*made, optimizer):
         if isinstance(found := getattr(one, "wanted", None), Estimate):
             return found
     constructor = getattr(optimizer, "pt_optim_constructor", type(optimizer))
     if not (isinstance(constructor, type) and issubclass(constructor, NaturalGradientOptimizer)):
         raise GuideError(
-            f"{getattr(constructor, '__name__', 'unknown')} cannot train with NaturalGradientELBO: take VOGN, OGN, "
-            "IVON, or NoisyKFAC with a KroneckerGuide (VOGNOptimizer and its like of pyro_dvi.natural_gradients for "
-            "elbo(model, guide)); an optimizer that wraps one of them must pass on its attribute 'wanted'"
+            f"{getattr(constructor, '__name__', 'unknown')} cannot train with NaturalGradientELBO: use VOGN, OGN, "
+            "IVON, or NoisyKFAC with a KroneckerGuide (for elbo(model, guide), VOGNOptimizer and the other torch "
+            "optimizers of pyro_dvi.natural_gradients). An optimizer that wraps one of them must forward its "
+            "attribute 'wanted'"
         )
     options = {} if callable(optimizer.pt_optim_args) else optimizer.pt_optim_args
     first = constructor([torch.zeros(())], **options)
@@ -324,7 +327,7 @@ def wanted_by(optimizer: Any) -> Estimate:
 
 
 def _adam(parameters: list[Tensor], memories: list[dict[str, Any]], count: int, lr: float) -> None:
-    """One step of Adam (Kingma & Ba, 2015) with its usual constants."""
+    """Take a step of Adam (Kingma & Ba, 2015) with the usual constants."""
     for memory, parameter in zip(memories, parameters, strict=True):
         if "mean" not in memory:
             memory["mean"], memory["square"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
@@ -340,7 +343,7 @@ def _adam(parameters: list[Tensor], memories: list[dict[str, Any]], count: int, 
 
 
 def cosine(step: int, total_steps: int | None) -> float:
-    """Half a cosine wave from 1 to 0; 1 where the length of training is not known.
+    """Return the factor of a cosine decay from 1 to 0; 1 if the length of training is not known.
 
     Example:
         >>> [round(cosine(step, 4), 3) for step in (1, 3, 5)]
@@ -352,12 +355,12 @@ def cosine(step: int, total_steps: int | None) -> float:
 
 
 def warm_up(step: int, warmup_steps: int, total_steps: int | None) -> float:
-    """A straight line from 0 to 1, over at most a quarter of training.
+    """Return the factor of a linear warm-up from 0 to 1, over at most a quarter of training.
 
-    The curvature of the first steps is unreliable: the network has learned nothing yet, and few minibatches were seen.
-    Full steps with it can carry the means far away for good, and the wide posterior that it allows drowns the gradient
-    in noise; a network that stays at its prior is an optimum, too. Therefore the temperature rises more slowly, as a
-    square over half of training, where the length of training is known.
+    The curvature of the first steps is unreliable, because the network is untrained and few minibatches were measured.
+    With this curvature, full steps can move the means far away permanently, and the posterior is so wide that noise
+    dominates the gradient; a network that stays at its prior is also an optimum. Therefore the KL weight rises more
+    slowly, quadratically over half of training, if the length of training is known.
 
     Example:
         >>> [warm_up(step, 4, None) for step in (1, 2, 4, 5)]

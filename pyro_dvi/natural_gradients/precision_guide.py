@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The posterior whose variances come from the curvature that a natural-gradient optimizer estimates."""
+"""The posterior of natural-gradient optimizers, which set its precisions from a curvature."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,19 +19,19 @@ from pyro_dvi.runs.latents import unconstraining_transform
 
 
 class NaturalGradientGuide(FactorisedGuide):
-    r"""Independent Gaussians, stored as means and precisions, for the natural-gradient optimizers.
+    r"""Independent Gaussians, stored as means and precisions, for natural-gradient optimizers.
 
     .. math:: q(u) = \prod_\lambda \mathcal N(u_\lambda; \mu_\lambda, \Lambda_\lambda^{-1}), \qquad
         \Lambda = \frac{N (s + \tilde\delta)}{\beta T}
 
-    Means are parameters with gradients. Precisions are also parameters, and are saved and loaded like all others, but
+    Means are parameters with gradients. Precisions are also parameters, which are saved and loaded like all others, but
     they have no gradient: :func:`~pyro_dvi.VOGN`, ``OGN`` and ``IVON`` set them from the curvature s, the prior
-    precision, the number of data N, the KL weight and the temperature of their last step. A trained guide is a plain
-    Gaussian; its predictions do not depend on the plate or schedule.
+    precision, the number of examples N, the KL weight and the temperature of their last step. A trained guide is a
+    plain Gaussian; its predictions do not depend on the plate or the schedules.
 
     Args:
         model: a Pyro model whose latents have Normal priors (in unconstrained space).
-        init_loc_fn: Pyro initialisation strategy of the means; by default the weights that a network had before
+        init_loc_fn: Pyro's initialisation strategy for the means; by default, the weights that a network had before
             :func:`~pyro_dvi.to_bayesian_`.
         initial_scale: initial standard deviation, as a fraction of the prior standard deviation; the first step
             replaces it.
@@ -40,12 +40,12 @@ class NaturalGradientGuide(FactorisedGuide):
     Attributes:
         locs: module of means, ``guide.locs.<site>``.
         precisions: module of precisions, ``guide.precisions.<site>``.
-        natural_step: the last step, through which objective and optimizer communicate.
-        trained_by: the optimizers that this guide is trained with.
+        natural_step: the record of the last step, through which objective and optimizer communicate.
+        trained_by: names of the optimizers that can train this guide.
 
     Raises:
-        ModelError: in the first call: a latent is discrete, or its prior is not Normal in unconstrained space.
-        ArgumentError: a scale that is not positive.
+        ModelError: in the first call, a latent is discrete, or its prior is not Normal in unconstrained space.
+        ArgumentError: ``initial_scale`` is not positive.
 
     Source: Osawa et al. (2019), "Practical deep learning with Bayesian principles", Algorithm 1.
     """
@@ -64,22 +64,22 @@ class NaturalGradientGuide(FactorisedGuide):
     ) -> None:
         if not 0 < initial_scale <= 10:
             raise ArgumentError(
-                f"initial_scale is a fraction of the prior's standard deviation, got {initial_scale!r}"
+                f"initial_scale must be a positive fraction of the prior's standard deviation, got {initial_scale!r}"
             )
         super().__init__(model, init_loc_fn=init_loc_fn, create_plates=create_plates)
         self.initial_scale = float(initial_scale)
         self.natural_step = NaturalStep(self._first_estimate)
 
     def precision_parameter(self, name: str) -> Tensor:
-        """Return the parameter that holds the precisions of a site, for the optimizer to write to."""
+        """Return the parameter of the precisions of a site, which the optimizer sets."""
         parameter: Tensor = getattr(self._seen[name].spreads, name.rpartition(".")[2] + "_unconstrained")
         return parameter
 
     def check_objective(self, objective: Any) -> None:
-        """Refuse objectives that leave the precisions where they are.
+        """Raise for objectives that do not train the precisions.
 
         Raises:
-            GuideError: another objective than ``NaturalGradientELBO``.
+            GuideError: the objective is not a ``NaturalGradientELBO``.
         """
         if not getattr(objective, "moves_precisions", False):
             raise GuideError(
@@ -95,10 +95,10 @@ class NaturalGradientGuide(FactorisedGuide):
 
 @dataclass(frozen=True)
 class Precision(Factor):
-    """Independent Gaussians by precision.
+    """Independent Gaussians, stored by precision.
 
     Args:
-        initial_scale: standard deviation at the start, as a fraction of the prior's.
+        initial_scale: initial standard deviation, as a fraction of the prior standard deviation.
     """
 
     initial_scale: float

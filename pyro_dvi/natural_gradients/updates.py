@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""VOGN, OGN and IVON: variational online Gauss-Newton and Newton, as optimizers of torch and of Pyro."""
+"""VOGN, OGN and IVON: variational online Gauss-Newton and Newton, as optimizers for torch and for Pyro."""
 
 import math
 from abc import ABC, abstractmethod
@@ -17,12 +17,12 @@ from pyro_dvi.optim.joint_optim import JointOptim, Options, for_svi
 
 
 class Formulation(ABC):
-    """How momentum, curvature and precision follow from the measurements.
+    """Update rules of momentum, curvature and precision, given the measurements.
 
     Attributes:
-        options: defaults of the optimizer with this formulation.
+        options: default options of the optimizer with this formulation.
         initial_batches: number of minibatches that are measured at the mean before the first step.
-        constant_rate: the learning rate is constant, also under ``fit``.
+        constant_rate: whether the learning rate is constant, also in ``fit``.
     """
 
     options: ClassVar[Mapping[str, Any]] = {}
@@ -31,20 +31,20 @@ class Formulation(ABC):
 
     @abstractmethod
     def update_momentum(self, update: Update) -> float:
-        """Update momenta in place with gradients that include the prior; return the factor of momenta in the step."""
+        """Update momenta in place with gradients that include the prior; return the momenta's factor in the step."""
 
     @abstractmethod
     def update_curvature(self, update: Update) -> None:
-        """Update curvatures in place with the measured ones."""
+        """Update curvatures in place with the measured curvatures."""
 
     @abstractmethod
     def set_precisions(self, update: Update, damped: Tensors) -> None:
-        r"""Write posterior precisions, where :math:`N(s + \tilde\delta)` stands; damping is in ``damped``."""
+        r"""Replace :math:`N(s + \tilde\delta)` in place by the posterior precisions; ``damped`` includes damping."""
 
 
 @dataclass(frozen=True)
 class Consistent(Formulation):
-    r"""The update whose averages converge to the optimum of the tempered ELBO; the default.
+    r"""The default update, whose averages converge to the optimum of the tempered ELBO.
 
     .. math::
         m \leftarrow \beta_1 m + (1-\beta_1) \hat g, \quad \hat m = \frac{m}{1-\beta_1^t}, \qquad
@@ -52,29 +52,29 @@ class Consistent(Formulation):
         \Lambda = \frac{N}{\beta T}(s + \tilde\delta)
 
     At the fixed point, the precision is :math:`(N\hat h/\beta + \delta)/T`, the optimum for ``kl_weight`` :math:`\beta`
-    and ``temperature`` T. Damping shortens the step and does not change the posterior.
+    and ``temperature`` T. Damping shortens the steps and does not change the posterior.
 
     Squared gradients shrink by orders of magnitude while a network learns. At a constant rate, the first minibatch,
-    which has the largest gradients, would influence the curvature for about :math:`1/(1-\beta_2)` steps. Meanwhile,
-    steps would be far too short and the posterior far too narrow. With :math:`r_t`, the measurement of step i
-    has a weight of about :math:`i^\eta`, and the averaging window grows up to :math:`1/(1-\beta_2)` steps. If
-    ``initial_curvature`` is given, the rate is :math:`1-\beta_2` from the start, so that the given value persists.
+    which has the largest gradients, would influence the curvature for about :math:`1/(1-\beta_2)` steps, in which steps
+    would be far too short and the posterior far too narrow. With :math:`r_t`, the measurement of step i has a weight of
+    about :math:`i^\eta`, and the averaging window grows up to :math:`1/(1-\beta_2)` steps. If ``initial_curvature`` is
+    given, the rate is :math:`1-\beta_2` from the start, so that the given value is not forgotten too early.
 
     Args:
         forgetting: :math:`\eta`; 0 weights all steps equally until the averaging window is full.
 
     Raises:
-        ArgumentError: a negative or infinite ``forgetting``.
+        ArgumentError: ``forgetting`` is negative or infinite.
 
     Source: the averages of Shamir & Zhang (2013), "Stochastic gradient descent for non-smooth optimization", section 4,
-    here of the curvature.
+    applied to the curvature.
     """
 
     forgetting: float = 2.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.forgetting < math.inf:
-            raise ArgumentError(f"forgetting must be a finite number of at least 0, got {self.forgetting}")
+            raise ArgumentError(f"forgetting must be a finite, nonnegative number, got {self.forgetting}")
 
     def update_momentum(self, update: Update) -> float:
         beta = update.group["betas"][0]
@@ -93,29 +93,28 @@ class Consistent(Formulation):
 
 @dataclass(frozen=True)
 class AsPrinted(Formulation):
-    r"""Algorithm 1 to the letter.
+    r"""The update exactly as printed in Algorithm 1 of Osawa et al. (2019).
 
     .. math::
         m \leftarrow \beta_1 m + \hat g, \qquad s \leftarrow (1 - \beta b)s + b\hat h, \quad b = 1 - \beta_2, \qquad
         \Lambda = N(s + \tilde\delta + \gamma)
 
-    The momentum is a sum, so the step is :math:`1/(1-\beta_1)` times as long. At the fixed point,
-    :math:`s = \hat h/\beta` and the precision is :math:`N\hat h/\beta + \beta\delta + N\gamma`: the prior is tempered
-    too, and damping narrows the posterior. Up to the length of the step, both formulations agree at
+    The momentum is a sum, so steps are :math:`1/(1-\beta_1)` times as long. At the fixed point,
+    :math:`s = \hat h/\beta` and the precision is :math:`N\hat h/\beta + \beta\delta + N\gamma`, so the prior is also
+    tempered, and damping narrows the posterior. Up to the length of the steps, both formulations agree at
     :math:`\beta = 1, \gamma = 0`.
 
     The formulation changes the defaults of the optimizer: no warm-up, no bound on the steps, a constant learning rate
-    (also in ``fit``), and ``lr=0.001``. Before the first step, minibatches are measured at the mean: their squared
-    gradients are :math:`s_0`, and the first draws have the precision :math:`N(s_0 + \tilde\delta + \gamma)` of line 9;
-    the paper's text has :math:`N(s_0 + \tilde\delta) / \beta`, which contradicts line 9. Deterministic parameters are
-    updated meanwhile. If ``initial_curvature`` is given, it is :math:`s_0`.
+    (also in ``fit``), and ``lr=0.001``. Before the first step, minibatches are measured at the mean; their squared
+    gradients are :math:`s_0`, unless ``initial_curvature`` is given. Deterministic parameters are updated during this
+    time. The first draws have the precision :math:`N(s_0 + \tilde\delta + \gamma)` of line 9; the paper's text has
+    :math:`N(s_0 + \tilde\delta) / \beta`, which contradicts line 9.
 
     Args:
-        initial_batches: number of these minibatches; 1 in the paper. ``len(loader)`` is a pass over the data. All
-            minibatches count equally.
+        initial_batches: number of these minibatches, with equal weights; 1 in the paper, ``len(loader)`` for all data.
 
     Raises:
-        ArgumentError: ``initial_batches`` is not a number of at least 1.
+        ArgumentError: ``initial_batches`` is not a positive integer.
     """
 
     initial_batches: int = 1
@@ -138,8 +137,8 @@ class AsPrinted(Formulation):
     def set_precisions(self, update: Update, damped: Tensors) -> None:
         if update.step.temperature != 1:
             raise UnsupportedError(
-                "AsPrinted() has one temperature, the paper's, which is kl_weight: leave temperature at 1, or use "
-                "Consistent()"
+                "AsPrinted() supports only the paper's temperature, which is kl_weight: leave temperature at 1, or "
+                "use Consistent()"
             )
         torch._foreach_copy_(update.precisions, damped)
         torch._foreach_mul_(update.precisions, update.group["data_augmentation"])
@@ -156,39 +155,39 @@ class VOGNOptimizer(NaturalGradientOptimizer):
     averaged over draws :math:`w = \mu + \epsilon\Lambda^{-1/2}`.
 
     Status: a stochastic natural-gradient step in which squared per-example gradients replace the Gauss-Newton
-    curvature: precisions follow from the residuals of the data, not from the residuals that the model expects.
+    curvature, so precisions depend on the residuals of the data, not on the residuals that the model predicts.
 
     Args:
         params: means, and any other parameters, which are updated with Adam.
-        lr: :math:`\alpha`; 1 is a full Newton step with a diagonal curvature. The default is longer: before a network
-            has learned, squared gradients exceed the curvature by the square of its errors in units of the noise, and
-            Newton steps are far too short. ``max_step`` bounds the steps.
+        lr: :math:`\alpha`; 1 is a full Newton step with a diagonal curvature. The default is larger, because in an
+            untrained network, squared gradients exceed the curvature by the squared errors in units of the noise, which
+            makes Newton steps far too short. ``max_step`` bounds the steps.
         betas: decay rates of the momentum and, after many steps, of the curvature; see the formulation.
         damping: :math:`\gamma`, in units of the curvature of one example.
-        data_augmentation: :math:`\rho`, the factor by which augmentation increases the effective number of data.
+        data_augmentation: :math:`\rho`, the factor by which augmentation increases the effective number of examples.
         initial_curvature: :math:`s_0`; None takes the squared gradients of the first minibatch.
-        max_step: largest :math:`|\Delta\mu|` of a weight in a step, relative to the size of the weights of its site.
-            The size is the standard deviation of their means when training starts, or :math:`0.1\,s / \sqrt n` if that
-            is larger, for a prior scale s and a layer with n inputs. The bound decreases with the learning rate. None:
-            no bound.
-        warmup_steps: steps over which the learning rate rises from 0, at most a quarter of training; 0: no warm-up. The
-            KL weight rises quadratically over half of training if the length of training is known, and otherwise with
-            the learning rate.
-        total_steps: length of a cosine decay of the learning rate. None: the length that ``fit`` announces, unless the
-            optimizer has a scheduler, which then replaces the cosine. Without either, the rate is constant. If both a
-            number and a scheduler are given, their factors multiply. At a constant rate, means keep fluctuating, by
-            more than the posterior standard deviation if the posterior is cold.
+        max_step: maximum :math:`|\Delta\mu|` of a weight per step, relative to the size of the weights of its site.
+            This size is the standard deviation of their means when training starts, or :math:`0.1\,s / \sqrt n` if
+            larger, for a prior scale s and a layer with n inputs. The bound decreases with the learning rate. None
+            means no bound.
+        warmup_steps: number of steps over which the learning rate rises from 0, at most a quarter of training; 0 means
+            no warm-up. The KL weight rises quadratically over half of training if the length of training is known,
+            otherwise with the learning rate.
+        total_steps: length of a cosine decay of the learning rate. None means the length of training that ``fit`` sets,
+            or a scheduler of the optimizer in place of the cosine; without either, the rate is constant. If both a
+            number and a scheduler are given, their factors are multiplied. At a constant rate, means keep fluctuating,
+            by more than a posterior standard deviation if the posterior is cold.
         deterministic_lr: learning rate of Adam for deterministic parameters (batch normalisation, a noise scale). The
-            cosine and schedulers also apply to it: it decreases in proportion to ``lr``. It has no warm-up.
+            cosine and schedulers also apply to it, so it decreases in proportion to ``lr``. It has no warm-up.
         formulation: ``Consistent()``, or ``AsPrinted()``, which changes the defaults of the options above.
-        estimate: of the curvature; by default ``Squares()``, squared per-example gradients.
+        estimate: estimate of the curvature; by default, ``Squares()``, squared per-example gradients.
 
     Raises:
         ArgumentError: an option out of range.
-        GuideError: in a step, if the loss was not a ``NaturalGradientELBO``.
+        GuideError: in a step, the loss was not a ``NaturalGradientELBO``.
 
-    Source: Osawa et al. (2019), "Practical deep learning with Bayesian principles", Algorithm 1 and section 3.
-    Bounds of steps: Liu et al. (2024), "Sophia", section 2.2; in proportion to the weights: You et al. (2020), "Large
+    Source: Osawa et al. (2019), "Practical deep learning with Bayesian principles", Algorithm 1 and section 3. Bounded
+    steps: Liu et al. (2024), "Sophia", section 2.2; bounds in proportion to the weights: You et al. (2020), "Large
     batch optimization for deep learning", section 3.
     """
 
@@ -231,7 +230,7 @@ class VOGNOptimizer(NaturalGradientOptimizer):
         update.move_along(self._preconditioned(update), scale)
 
     def _preconditioned(self, update: Update) -> Tensors:
-        """Return the directions of the means, and set the precisions."""
+        """Return the directions for the means, and set the precisions."""
         update.sum_into_precisions()
         damped, directions = update.damped(), update.measured
         torch._foreach_copy_(directions, update.momenta)
@@ -243,8 +242,8 @@ class VOGNOptimizer(NaturalGradientOptimizer):
 class OGNOptimizer(VOGNOptimizer):
     """Online Gauss-Newton: :class:`VOGNOptimizer` with gradients at the mean instead of at draws.
 
-    Status: a step without draws; the precision is a Gauss-Newton approximation at the mode, as in Laplace's
-    approximation.
+    Status: deterministic, given the minibatch; the precision is a Gauss-Newton approximation at the mode, as in
+    Laplace's approximation.
 
     Source: Osawa et al. (2019), section 3; Khan et al. (2018).
     """
@@ -252,13 +251,13 @@ class OGNOptimizer(VOGNOptimizer):
     estimate = Squares(at_mean=True)
 
 
-_LEAST_PRECISION = 0.1  # of IVON before an update, as a fraction of the prior's
+_LEAST_PRECISION = 0.1  # least precision of IVON before an update, as a fraction of the prior precision
 
 
 class IVONOptimizer(NaturalGradientOptimizer):
     r"""Improved variational online Newton as a torch optimizer.
 
-    With one draw :math:`w = \mu + \sigma\epsilon` and the mean gradient :math:`\hat g` there,
+    With one draw :math:`w = \mu + \sigma\epsilon` and the mean gradient :math:`\hat g` at w,
 
     .. math::
         \hat h = \hat g\,\frac{\epsilon}{\sigma}, \qquad
@@ -267,9 +266,9 @@ class IVONOptimizer(NaturalGradientOptimizer):
         \mu \leftarrow \mu - \alpha\,\frac{\hat m + \tilde\delta(\mu - m_0)}{h + \tilde\delta}
 
     and :math:`\sigma^{-2} = \tfrac{N}{\beta T}(h + \tilde\delta)`. The last term of h keeps h above
-    :math:`-\tilde\delta` if :math:`\tilde\delta` is constant. When the KL weight or a learned prior precision
-    decreases, :math:`\tilde\delta` is not constant, so h is raised to at least :math:`-0.9\,\tilde\delta` before each
-    update. The posterior variance of a weight is then less than about twenty times its prior variance.
+    :math:`-\tilde\delta` if :math:`\tilde\delta` is constant. Because :math:`\tilde\delta` decreases with the KL weight
+    or a learned prior precision, h is raised to at least :math:`-0.9\,\tilde\delta` before each update. The posterior
+    variance of a weight is then less than about twenty times its prior variance.
 
     Status: :math:`\hat h` is an unbiased estimate of the expected diagonal of the Hessian (Stein's lemma), so the
     precision converges to the optimum of the mean-field ELBO. The estimate is noisier than squared gradients. A step
@@ -277,17 +276,17 @@ class IVONOptimizer(NaturalGradientOptimizer):
 
     Args:
         params: means, and any other parameters, which are updated with Adam.
-        lr: :math:`\alpha`. The default, 100, is large, because the initial curvature, squared gradients of an untrained
-            network, is forgotten slowly; ``max_step`` bounds the steps.
-        **options: as for :class:`VOGNOptimizer`, except ``formulation`` and ``estimate``. ``damping`` is added to the
-            denominator of the step, and ``initial_curvature`` is :math:`h_0`.
+        lr: :math:`\alpha`. The default, 100, is large, because the initial curvature, the squared gradients of an
+            untrained network, is forgotten only slowly; ``max_step`` bounds the steps.
+        **options: further options as in :class:`VOGNOptimizer`, except ``formulation`` and ``estimate``. ``damping`` is
+            added to the denominator of the step, and ``initial_curvature`` is :math:`h_0`.
 
     Raises:
         ArgumentError: an option out of range.
-        GuideError: in a step, if the loss was not a ``NaturalGradientELBO``.
+        GuideError: in a step, the loss was not a ``NaturalGradientELBO``.
 
     Source: Shen et al. (2024), "Variational learning is effective for large deep networks", Algorithm 1; Lin et al.
-    (2020) for the correction of h. Own code from the equations.
+    (2020) for the correction of h. Implemented from the equations.
     """
 
     estimate = NoiseProducts()
@@ -295,7 +294,7 @@ class IVONOptimizer(NaturalGradientOptimizer):
 
     @property
     def wanted(self) -> Estimate:
-        """The curvature to measure for the next step: squares, where the curvature starts with them."""
+        """The curvature to measure in the next step; squared gradients if they initialise the curvature."""
         starts = any(group["initial_curvature"] is None for group in self.param_groups)
         return Squares() if starts and not self.steps_done else self.estimate
 
@@ -323,15 +322,15 @@ class IVONOptimizer(NaturalGradientOptimizer):
 
 
 class NaturalGradientOptim(JointOptim):
-    """A :class:`JointOptim` that accepts the length of training.
+    """A :class:`JointOptim` that is told the length of training.
 
     Args:
         constructor: class of the torch optimizer.
-        optim_args: its options, or a function of the parameter's name.
-        clip_args: as for :class:`JointOptim`.
+        optim_args: its options, or a function from parameter names to options.
+        clip_args: as in :class:`JointOptim`.
 
     Raises:
-        ArgumentError: an unknown option, or one out of range.
+        ArgumentError: an option is unknown or out of range.
     """
 
     total_steps: int | None = None
@@ -340,11 +339,11 @@ class NaturalGradientOptim(JointOptim):
         self, constructor: type[NaturalGradientOptimizer], optim_args: Options, clip_args: Any = None
     ) -> None:
         if isinstance(optim_args, dict):
-            constructor([torch.zeros(())], **optim_args)  # mistakes show here and not in the first step
+            constructor([torch.zeros(())], **optim_args)  # raises errors now instead of in the first step
         super().__init__(constructor, optim_args, clip_args)
 
     def set_total_steps(self, total_steps: int) -> None:
-        """Let the learning rate decay to zero over this many steps, unless an option sets another length.
+        """Make the learning rate decay to zero over this many steps, unless an option sets another length.
 
         Args:
             total_steps: steps from the start of training, those already taken included.
@@ -354,9 +353,9 @@ class NaturalGradientOptim(JointOptim):
             optimizer.set_total_steps(total_steps)
 
     def __call__(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        """Step the parameters, as Pyro's SVI asks.
+        """Update the parameters; called by Pyro's SVI.
 
-        Gradients of precisions are squares or the like: they are not clipped.
+        Gradients of precisions are not clipped, because they are measurements of curvature.
         """
         params = list(params)
         precisions = {id(site.precision) for step in steps_of(params) for site in step.sites}
@@ -374,12 +373,13 @@ def VOGN(optim_args: Options, clip_args: Any = None) -> NaturalGradientOptim:  #
     """VOGN for SVI: variational online Gauss-Newton, with one :class:`VOGNOptimizer` for all parameters.
 
     Args:
-        optim_args: options of :class:`VOGNOptimizer`, or a function of the parameter's name. With the defaults, ``{}``,
-            still choose ``NaturalGradientELBO(temperature=...)``: 0.01 to 0.1 for networks.
-        clip_args: as for :class:`~pyro_dvi.optim.JointOptim`.
+        optim_args: options of :class:`VOGNOptimizer`, or a function from parameter names to options. Even with the
+            defaults, ``{}``, choose the temperature in ``NaturalGradientELBO(temperature=...)``, 0.01 to 0.1 for
+            networks.
+        clip_args: as in :class:`~pyro_dvi.optim.JointOptim`.
 
     Raises:
-        ArgumentError: an unknown option, or one out of range; or the function is used in place of the torch class, for
+        ArgumentError: an option is unknown or out of range, or the function is used in place of the torch class, for
             example in a Pyro scheduler.
 
     Example:
@@ -391,11 +391,11 @@ def VOGN(optim_args: Options, clip_args: Any = None) -> NaturalGradientOptim:  #
 
 @for_svi(OGNOptimizer)
 def OGN(optim_args: Options, clip_args: Any = None) -> NaturalGradientOptim:  # noqa: N802
-    """OGN for SVI: online Gauss-Newton, with one :class:`OGNOptimizer`; arguments as for :func:`VOGN`."""
+    """OGN for SVI: online Gauss-Newton, with an :class:`OGNOptimizer`; arguments as in ``VOGN``."""
     return NaturalGradientOptim(OGNOptimizer, optim_args, clip_args)
 
 
 @for_svi(IVONOptimizer)
 def IVON(optim_args: Options, clip_args: Any = None) -> NaturalGradientOptim:  # noqa: N802
-    """IVON for SVI: improved variational online Newton, with one :class:`IVONOptimizer`; arguments as :func:`VOGN`."""
+    """IVON for SVI: improved variational online Newton, with an :class:`IVONOptimizer`; arguments as in ``VOGN``."""
     return NaturalGradientOptim(IVONOptimizer, optim_args, clip_args)

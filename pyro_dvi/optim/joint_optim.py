@@ -25,30 +25,30 @@ Scheduler = Callable[[Optimizer], Any] | None
 P = ParamSpec("P")
 R = TypeVar("R")
 _KERNELS = {"fused", "foreach"}  # torch's options for kernels
-_TOGETHER = {"max_norm", "norm_type"}  # of torch's clip_grad_norm_
+_TOGETHER = {"max_norm", "norm_type"}  # arguments of torch's clip_grad_norm_
 
 
 class JointOptim(PyroOptim):
     """A Pyro optimizer that steps all parameters with equal options at once, with fused or foreach kernels.
 
-    It replaces Pyro's own optimizers and gives the same results up to rounding. Its state has Pyro's format, one entry
-    per name, and can be exchanged with the states of Pyro's optimizers and schedulers.
+    It replaces Pyro's own optimizers and gives the same results up to rounding. Its state has Pyro's format, with one
+    entry per parameter name, and can be exchanged with the states of Pyro's optimizers and schedulers.
 
-    There are three differences. After a step, gradients are None instead of zero: the next backward pass writes them
-    instead of adding to zeros, and a parameter without a gradient is not changed, as in torch. ``set_state`` copies the
-    state and also applies it to parameters that were already stepped. To change a learning rate by hand, iterate over
-    ``set(optimizer.optim_objs.values())``, because parameters share these optimizers.
+    There are three differences. First, gradients are None instead of zero after a step, so the next backward pass does
+    not add to zeros, and a parameter without a gradient is not changed, as in torch. Second, ``set_state`` copies the
+    state and also applies it to parameters that were already stepped. Third, parameters share torch optimizers: to
+    change a learning rate by hand, iterate over ``set(optimizer.optim_objs.values())``.
 
     Copies and pickles refer to parameters by their names in Pyro's store.
 
     Args:
         optim_constructor: class of the torch optimizer. Its kernels are chosen for each parameter by device and dtype,
             unless the options name one (``fused``, ``foreach``).
-        optim_args: options of the torch optimizer, or a function from parameter names to options, as for Pyro's
+        optim_args: options of the torch optimizer, or a function from parameter names to options, as in Pyro's
             optimizers. Parameters with equal options share one torch optimizer.
-        clip_args: ``{"clip_norm": 10.0}`` or ``{"clip_value": 1.0}`` to clip each gradient separately, as for Pyro's
-            optimizers, or options of :func:`torch.nn.utils.clip_grad_norm_` for all parameters of a step together:
-            ``{"max_norm": 10.0}``, ``{"max_norm": 10.0, "norm_type": math.inf}`` for the largest entry.
+        clip_args: ``{"clip_norm": 10.0}`` or ``{"clip_value": 1.0}`` to clip each gradient separately, as in Pyro's
+            optimizers, or options of :func:`torch.nn.utils.clip_grad_norm_` to clip all gradients of a step together:
+            ``{"max_norm": 10.0}``, or ``{"max_norm": 10.0, "norm_type": math.inf}`` for the largest entry.
 
     Example:
         >>> optimizer = JointOptim(torch.optim.RMSprop, {"lr": 1e-3})
@@ -80,7 +80,7 @@ class JointOptim(PyroOptim):
         Args:
             params: parameters from Pyro's store. Other parameters are not changed, even if they have gradients.
             *args: arguments of the torch optimizer's ``step``.
-            **kwargs: likewise.
+            **kwargs: keyword arguments of the same ``step``.
         """
         params, store = list(params), pyro.get_param_store()
         for parameter in params:
@@ -110,7 +110,7 @@ class JointOptim(PyroOptim):
             parameter.grad = gradient
 
     def get_state(self) -> dict[str, Any]:
-        """Return the state by parameter name, including pending states of parameters; tensors are not copied."""
+        """Return the state by parameter name, including loaded states not yet in use; tensors are not copied."""
         store, state = pyro.get_param_store(), dict(self._state_waiting_to_be_consumed)
         for shared in self._shared:
             for parameter, own in _states(shared).items():
@@ -119,14 +119,14 @@ class JointOptim(PyroOptim):
         return state
 
     def set_state(self, state_dict: dict[str, Any]) -> None:
-        """Load a copy of a state, of this class or of Pyro's, for parameters that were or will be stepped."""
+        """Load a copy of a state of this class or of Pyro's, for existing and future parameters."""
         super().set_state(copy.deepcopy(state_dict))
         for name, parameter in pyro.get_param_store().named_parameters():
             if name in state_dict and parameter in self._places:
                 self._adopt(parameter, self._state_waiting_to_be_consumed[name])
 
     def _adopt(self, parameter: Tensor, state: dict[str, Any] | None) -> None:
-        """Assign a parameter with this state to an optimizer, shared by parameters with the same options."""
+        """Assign a parameter with this state to an optimizer, which parameters with the same options share."""
         made = self._get_optim(parameter)
         if state is not None:
             load_state(made, state)
@@ -163,7 +163,7 @@ class JointOptim(PyroOptim):
         return {**_kernels(self.pt_optim_constructor, param, options), **options}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Drop the tensors, which a copy would not find in Pyro's store; keep their state by name."""
+        """Return the state by parameter name, without the tensors, which a copy would not find in Pyro's store."""
         held: dict[str, Any] = {"optim_objs": {}, "grad_clip": {}, "_places": {}, "_shared": []}
         return {**self.__dict__, **held, "_state_waiting_to_be_consumed": self.get_state()}
 
@@ -171,14 +171,14 @@ class JointOptim(PyroOptim):
 class ScheduledJointOptim(JointOptim, PyroLRScheduler):
     """A :class:`JointOptim` with a schedule for each set of options, advanced by ``step`` like Pyro's schedulers.
 
-    A parameter that appears later starts its schedule then, as with Pyro's schedulers.
+    A parameter that appears later starts its own schedule at that point, as with Pyro's schedulers.
 
     Args:
-        scheduler: returns a torch scheduler for a torch optimizer: a class, or ``partial(CosineAnnealingLR,
+        scheduler: function from a torch optimizer to a torch scheduler: a class, or ``partial(CosineAnnealingLR,
             T_max=100)``.
-        optim_constructor: as for :class:`JointOptim`.
-        optim_args: likewise.
-        clip_args: likewise.
+        optim_constructor: as in :class:`JointOptim`.
+        optim_args: as in :class:`JointOptim`.
+        clip_args: as in :class:`JointOptim`.
     """
 
     def __init__(
@@ -197,24 +197,24 @@ class ScheduledJointOptim(JointOptim, PyroLRScheduler):
 
         Args:
             *args: arguments of the torch scheduler's ``step``, such as the loss for ``ReduceLROnPlateau``.
-            **kwargs: likewise.
+            **kwargs: keyword arguments of the same ``step``.
         """
         for scheduler in self._shared:
             scheduler.step(*args, **kwargs)
 
 
 def torch_optimizer(held: Any) -> Optimizer:
-    """Return the optimizer that Pyro holds for a parameter, alone or inside its scheduler."""
+    """Return the torch optimizer of a parameter; Pyro holds the optimizer or its scheduler."""
     optimizer: Optimizer = getattr(held, "optimizer", held)
     return optimizer
 
 
 def _states(held: Any) -> dict[Tensor, dict[str, Any]]:
-    """Return for each parameter the state of Pyro's own optimizer or scheduler."""
+    """Return the state of each parameter in an optimizer or scheduler."""
     optimizer, states = torch_optimizer(held), {}
     packed, (group,) = optimizer.state_dict(), optimizer.param_groups
     options = {**packed["param_groups"][0], "params": [0]}
-    options |= {kernel: None for kernel in _KERNELS & options.keys()}  # chosen again when loaded
+    options |= {kernel: None for kernel in _KERNELS & options.keys()}  # chosen again on loading
     for index, parameter in enumerate(group["params"]):
         own = {0: packed["state"][index]} if index in packed["state"] else {}
         state = {"state": own, "param_groups": [dict(options)]}
@@ -243,13 +243,14 @@ def load_state(held: Any, state: dict[str, Any]) -> None:
 
 
 def _kernels(constructor: Any, parameter: Tensor, options: dict[str, Any]) -> dict[str, bool]:
-    """Return the option for torch's fastest kernel for this parameter; empty if the user has chosen one."""
+    """Return the option for torch's fastest kernel for this parameter; empty if the user chose one."""
     offered, device = inspect.signature(constructor).parameters, parameter.device.type
     spoken = (_KERNELS | {"differentiable", "capturable"}) & options.keys()
     odd = type(parameter) not in (Tensor, nn.Parameter) or _has_sparse_gradient(parameter)
     if spoken or odd or device not in ("cpu", "cuda") or any(map(torch.is_tensor, options.values())):
         return {}
-    # Fused SGD cannot start the momentum of one parameter if others have theirs; fused Adagrad exists on the CPU only.
+    # Fused SGD cannot start the momentum of one parameter if other parameters have momentum already; fused Adagrad
+    # exists only on the CPU.
     fused = "fused" in offered and not options.get("momentum")
     fused &= device == "cpu" or constructor is not torch.optim.Adagrad
     if fused and parameter.is_floating_point() and parameter.is_contiguous():
@@ -262,13 +263,13 @@ def _has_sparse_gradient(parameter: Tensor) -> bool:
 
 
 def for_svi(constructor: type[Optimizer]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Raise an error if an SVI optimizer is called like torch's class of the same name.
+    """Decorate an SVI optimizer to raise an error if it is called like torch's class of the same name.
 
     Args:
-        constructor: the class of torch.
+        constructor: torch's class.
 
     Raises:
-        ArgumentError: naming torch's class.
+        ArgumentError: the decorated function gets arguments of torch's class.
     """
     name = constructor.__name__.removesuffix("Optimizer")
     module = constructor.__module__.rpartition(".")[0]
@@ -302,29 +303,29 @@ def for_svi(constructor: type[Optimizer]) -> Callable[[Callable[P, R]], Callable
 def Adam(  # noqa: N802 (Pyro's style)
     optim_args: Rates, clip_args: Any = None, *, scheduler: Scheduler = None
 ) -> JointOptim:
-    """Adam for SVI (Kingma & Ba, 2015), one :class:`torch.optim.Adam` over all parameters.
+    """Adam (Kingma & Ba, 2015) for SVI, as one :class:`torch.optim.Adam` for all parameters.
 
-    It agrees with ``pyro.optim.Adam`` up to rounding and needs fewer kernel launches; :class:`JointOptim` lists the
-    differences.
+    It gives the same results as ``pyro.optim.Adam`` up to rounding, with fewer kernel launches; :class:`JointOptim`
+    lists the differences.
 
     Args:
-        optim_args: the learning rate of means; posterior scales then have ten times this rate, as by
-            :func:`learning_rates`. Or, as in Pyro, options of the torch optimizer, the same for all parameters, or any
-            function of the parameter's name.
-        clip_args: as for :class:`JointOptim`: ``{"clip_norm": 10.0}`` bounds the norm of each gradient separately, and
+        optim_args: the learning rate of the means; posterior scales then have ten times this rate, as with
+            :func:`learning_rates`. Alternatively, as in Pyro, options of the torch optimizer for all parameters, or a
+            function from parameter names to options.
+        clip_args: as in :class:`JointOptim`: ``{"clip_norm": 10.0}`` bounds the norm of each gradient separately, and
             ``{"max_norm": num_data, "norm_type": math.inf}`` rescales all gradients so that no entry exceeds the number
-            of examples. Losses are sums over the data; for mean losses, this bound would be one.
-        scheduler: returns a torch scheduler of the learning rate: a class, or ``partial`` of it. ``fit`` advances it
-            after each epoch, or after each step with ``lr_schedule=EveryStep(optimizer)``; in a loop of your own, call
-            ``optimizer.step()``. Schedules that multiply the learning rate keep the ratio for posterior scales; those
-            that set it (``OneCycleLR(max_lr=...)``) give all parameters the same rate.
+            of examples. As losses are sums over the data, this corresponds to a bound of 1 for a mean loss.
+        scheduler: function from a torch optimizer to a torch scheduler: a class, or ``partial`` of it. ``fit`` advances
+            it after each epoch, or after each step with ``lr_schedule=EveryStep(optimizer)``; in a loop of your own,
+            call ``optimizer.step()``. Schedules that multiply the learning rate preserve the ratio between means and
+            scales; schedules that set it (``OneCycleLR(max_lr=...)``) give all parameters the same rate.
 
     Returns:
-        The optimizer; with ``scheduler``, also a ``pyro.optim.PyroLRScheduler``.
+        The optimizer, which with ``scheduler`` is also a ``pyro.optim.PyroLRScheduler``.
 
     Raises:
         ArgumentError: if ``scheduler`` does not return a scheduler.
-        TypeError: if the optimizer has no such option.
+        TypeError: if an option is unknown to the torch optimizer.
         ValueError: if an option is out of range.
 
     Example:
@@ -341,7 +342,7 @@ def Adam(  # noqa: N802 (Pyro's style)
 def SGD(  # noqa: N802
     optim_args: Rates, clip_args: Any = None, *, scheduler: Scheduler = None
 ) -> JointOptim:
-    """Stochastic gradient descent for SVI, one :class:`torch.optim.SGD`; arguments as for :func:`Adam`.
+    """Stochastic gradient descent for SVI, as one :class:`torch.optim.SGD`; arguments as in :func:`Adam`.
 
     Example:
         >>> SGD({"lr": 0.1, "momentum": 0.9}).pt_optim_constructor.__name__
@@ -351,7 +352,7 @@ def SGD(  # noqa: N802
 
 
 def _joint(constructor: type[Optimizer], given: Rates, clip_args: Any, scheduler: Scheduler) -> JointOptim:
-    """Build the optimizer, after checking its options with a temporary one."""
+    """Construct the optimizer, after checking its options with a temporary one."""
     optim_args: Options = learning_rates(given) if isinstance(given, int | float) else given
     known = optim_args("") if isinstance(optim_args, LearningRates) else optim_args
     optimizer = constructor([torch.zeros(())], **({} if callable(known) else known))

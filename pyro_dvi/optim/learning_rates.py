@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Learning rates for posterior scales.
 
-The optimizer sees the logarithm (or inverse softplus) of a posterior scale :math:`\sigma`. Its gradient is small and
-its optimum is several units away from the start, so with the learning rate of the means it converges much later than
-the means. The functions here give scales their own learning rate, for Pyro's optimizers (:func:`learning_rates`) and
-for torch's (:func:`parameter_groups`).
+The optimizer updates the logarithm (or inverse softplus) of a posterior scale :math:`\sigma`. Its gradient is small,
+and its optimum is several units away from the initial value, so with the learning rate of the means it converges much
+later than the means. This module gives scales their own learning rate, for Pyro's optimizers (:func:`learning_rates`)
+and for torch's (:func:`parameter_groups`).
 """
 
 import re
@@ -41,8 +41,8 @@ class LearningRates:
         check_positive("scale_multiplier", self.scale_multiplier)
         re.compile(self.scale_pattern)
 
-    # One parameter, not two: PyroOptim counts them, and would pass (module, name) to a function of two arguments, with
-    # the name of a guide's parameter split up.
+    # This must take one argument: to a function of two arguments, PyroOptim would pass the module and the name of a
+    # parameter separately.
     def __call__(self, param_name: str) -> dict[str, Any]:
         """Return the options of the optimizer of one parameter."""
         is_scale = re.search(self.scale_pattern, param_name) is not None
@@ -56,24 +56,24 @@ def learning_rates(
     scale_pattern: str | re.Pattern[str] = SCALE_PATTERN,
     **optimizer_options: Any,
 ) -> Any:  # LearningRates; Pyro's ClippedAdam accepts functions but declares a dict
-    r"""Options for a Pyro optimizer with a separate learning rate for posterior scales.
+    r"""Return options for a Pyro optimizer, with a separate learning rate for posterior scales.
 
     .. math::
         \eta_{\mu} = \eta, \qquad \eta_{\log\sigma} = c\,\eta
 
-    Status: exact; a choice of step sizes, no approximation.
+    Status: exact; this is a choice of step sizes, not an approximation.
 
     Args:
         base: :math:`\eta`, the learning rate of everything that is not a posterior scale.
         scale_multiplier: :math:`c`, the factor for posterior scales.
         scale_pattern: regular expression, searched in the parameter's name in Pyro's store (with dots). The default
             matches the scales of ``MeanFieldGuide``, ``AutoNormal`` and ``AutoDiagonalNormal``, and the relative
-            variances of ``MultiplicativeNoiseGuide``; for a hand-written guide with ``pyro.param("weight_sigma", ...)``
-            pass ``r"_sigma$"``.
+            variances of ``MultiplicativeNoiseGuide``; for a hand-written guide with ``pyro.param("weight_sigma",
+            ...)``, pass ``r"_sigma$"``.
         **optimizer_options: further options of the optimizer, the same for every parameter (``betas=...``).
 
     Returns:
-        A picklable callable for the ``optim_args`` of any Pyro optimizer, including one inside a scheduler.
+        A picklable function for the ``optim_args`` of any Pyro optimizer, including one inside a scheduler.
 
     Raises:
         ArgumentError: if a rate is not a positive finite number.
@@ -100,19 +100,19 @@ def parameter_groups(
     scale_pattern: str | re.Pattern[str] = SCALE_PATTERN,
     **options: Any,
 ) -> list[dict[str, Any]]:
-    r"""Parameter groups for a torch optimizer with a separate learning rate for posterior scales.
+    r"""Return parameter groups for a torch optimizer, with a separate learning rate for posterior scales.
 
     .. math::
         \eta_{\mu} = \eta, \qquad \eta_{\log\sigma} = c\,\eta
 
-    Status: exact; a choice of step sizes, no approximation.
+    Status: exact; this is a choice of step sizes, not an approximation.
 
     Args:
         module: the result of ``elbo(model, guide)``, a guide, a model, or a module that holds them (Lightning). Shared
             parameters appear once; parameters that do not require gradients are omitted.
         base: :math:`\eta`, the learning rate of everything that is not a posterior scale.
         scale_multiplier: :math:`c`, the factor for posterior scales.
-        scale_pattern: as for :func:`learning_rates`.
+        scale_pattern: as in :func:`learning_rates`.
         **options: further options of both groups (``weight_decay=...``).
 
     Returns:
@@ -120,8 +120,8 @@ def parameter_groups(
 
     Raises:
         ArgumentError: if a rate is not a positive finite number.
-        GuideError: if a guide has not been called yet, so that its parameters do not exist.
-        UnsupportedError: if the model or guide is a function, whose parameters only Pyro's store knows.
+        GuideError: if a guide is not initialised, so that its parameters do not exist.
+        UnsupportedError: if the model or guide is a function, whose parameters exist only in Pyro's store.
 
     Example:
         >>> import torch, pyro, pyro.distributions as dist
@@ -144,7 +144,7 @@ def parameter_groups(
         if isinstance(part, AutoGuide) and is_uninitialised(part):
             raise GuideError(
                 f"parameter_groups: {type(part).__name__} has no parameters before its first call: call guide(*batch) "
-                "before building the optimizer."
+                "before constructing the optimizer."
             )
     groups: dict[str, dict[str, Any]] = {}
     for name, parameter in parameter_names(module):
@@ -155,11 +155,11 @@ def parameter_groups(
 
 
 def parameter_names(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield every parameter of ``module`` once, with its name in Pyro's optimizers.
+    """Yield every parameter of ``module`` once, with the name that it has in Pyro's optimizers.
 
-    Pyro names a parameter after the root :class:`~pyro.nn.PyroModule` that holds it and knows a constrained
-    parameter without the suffix that torch's name carries: ``AutoNormal.scales.weight``, where
-    ``named_parameters`` of an ``ELBOModule`` has ``guide.scales.weight_unconstrained``.
+    Pyro's names begin with the root :class:`~pyro.nn.PyroModule` and omit torch's suffix of constrained parameters:
+    ``AutoNormal.scales.weight``, where ``named_parameters`` of an ``ELBOModule`` has
+    ``guide.scales.weight_unconstrained``.
 
     Args:
         module: any torch module.
@@ -190,25 +190,25 @@ def _root_name(module: nn.Module, path: str) -> str:
         current = module.get_submodule(".".join(parts[:depth]))
         if isinstance(current, PyroModule):
             own = str(current._pyro_name)
-            # Inside a larger module, an unnamed root keeps the name of its attribute, so that names stay unique.
+            # Within a larger module, an unnamed root keeps the name of its attribute, so that names stay unique.
             return ".".join([own, *parts[depth:]] if own else parts)
     return path
 
 
 def check_parts(module: ELBOModule) -> None:
-    """Raise an error if model or guide is a function: torch optimizers do not see parameters in Pyro's store.
+    """Raise an error if model or guide is a function, because torch optimizers do not find parameters in Pyro's store.
 
     Raises:
-        UnsupportedError: naming which.
+        UnsupportedError: if one of them is a function.
     """
     for role, part in (("model", module.model), ("guide", module.guide)):
         if not isinstance(part, nn.Module):
             raise UnsupportedError(
-                f"The {role} of the ELBOModule is a function, whose parameters are in Pyro's store, where a torch "
-                "optimizer cannot find them: train it with pyro.infer.SVI, or write it as a PyroModule."
+                f"The {role} of the ELBOModule is a function. Its parameters are in Pyro's store, where a torch "
+                "optimizer does not find them: train it with pyro.infer.SVI, or write it as a PyroModule."
             )
 
 
 def is_uninitialised(guide: AutoGuide) -> bool:
-    """Return whether an automatic guide has no parameters yet: it was neither called nor loaded."""
+    """Return whether an autoguide has no parameters yet, because it was neither called nor loaded."""
     return guide.prototype_trace is None and next(guide.parameters(), None) is None

@@ -18,7 +18,7 @@ from pyro_dvi.runs.posterior_run import Call, PosteriorRun, run_at_means
 
 
 class TaylorELBO(Objective):
-    r"""Objective of variational Laplace: the loss at the posterior mean plus a penalty on squared gradients.
+    r"""Objective of Variational Laplace: the loss at the posterior mean plus a penalty on squared gradients.
 
     For :math:`q = \mathcal N(\mu, \mathrm{diag}\,\sigma^2)` over the latents and a minibatch with plate scale N/M,
 
@@ -29,28 +29,28 @@ class TaylorELBO(Objective):
     where the curvature c is by default the squared gradient for labels drawn from the model at :math:`\mu`
     (:class:`~pyro_dvi.curvature.Fisher`).
 
-    Status: second-order Taylor approximation of the ELBO in each latent; exact for linear models with Gaussian noise.
-    Not a bound. The KL divergence is exact for Normal priors. Latents that set the prior of other latents (such as a
-    hierarchical scale) are not expanded but sampled with reparameterisation.
+    Status: a second-order Taylor approximation of the ELBO in each latent; exact for linear models with Gaussian noise,
+    otherwise not a bound. The KL divergence is exact for Normal priors. Latents on which the prior of other latents
+    depends (such as a hierarchical scale) are not expanded but sampled with reparameterisation.
 
-    Needs a guide of independent Gaussians: :class:`~pyro_dvi.MeanFieldGuide`, Pyro's ``AutoNormal`` and
-    ``AutoDiagonalNormal``, or hand-written Normal sites; ``AutoDelta`` gives MAP estimation. Predict at the mean: draws
-    of all weights of a network leave the neighbourhood in which the expansion is accurate.
+    The guide must consist of independent Gaussians: :class:`~pyro_dvi.MeanFieldGuide`, Pyro's ``AutoNormal`` and
+    ``AutoDiagonalNormal``, or hand-written Normal sites; ``AutoDelta`` gives MAP estimation. Predict at the mean,
+    because draws of all weights of a network lie outside the neighbourhood in which the expansion is accurate.
 
     Args:
-        curvature: the curvature c of the penalty; ``Fisher()`` by default.
+        curvature: the curvature c of the penalty; by default, ``Fisher()``.
         kl_weight: :math:`\beta`, a float or a schedule called with the number of completed training steps.
-        temperature: T of a cold posterior, see :class:`~pyro_dvi.objectives.Objective`.
+        temperature: temperature T of the posterior; see :class:`~pyro_dvi.objectives.Objective`.
         num_data: size of the data set, compared with the plate's scale; None skips the check.
-        num_particles: runs to average if some latents are sampled.
+        num_particles: number of runs to average if some latents are sampled.
 
     Attributes:
         terms: detached "loss", "log_likelihood", "penalty", "kl" and "kl_weight" of the last evaluation.
 
     Raises:
         GuideError: the guide is not a factorised Gaussian.
-        ModelError: nothing is observed, or a latent site is missing in the guide.
-        DataError: observed values outside the likelihood's support, or a minibatch without its scale.
+        ModelError: nothing is observed, or a latent site is missing from the guide.
+        DataError: observed values are outside the support of the likelihood, or a minibatch is not scaled.
         NonFiniteError: the loss is NaN or infinite; no update is made.
 
     Source: Unlu & Aitchison (2021), "Gradient regularization as approximate variational inference", Entropy 23(12),
@@ -112,7 +112,7 @@ class TaylorELBO(Objective):
         return {"loss": loss, "log_likelihood": log_likelihood, "penalty": penalty, "kl": kl}
 
     def _linearised(self, run: PosteriorRun, observed: Observed, kl_weight: float) -> Linearisation:
-        """Return the likelihood for the curvature."""
+        """Return the linearised likelihood for the curvature."""
         return Linearisation(
             names=[g.name for g in run.gaussians],
             values=[g.value for g in run.gaussians],
@@ -126,7 +126,7 @@ class TaylorELBO(Objective):
 
 
 def _precision_limits(run: PosteriorRun, kl_weight: float) -> list[Tensor | None]:
-    """kl_weight / s² of every expanded Gaussian with a Normal prior, as the KL divergence weighs it."""
+    """Return kl_weight / s², as weighted in the KL divergence, for every Gaussian with a Normal prior."""
     limits: list[Tensor | None] = []
     for gaussian in run.gaussians:
         latents = [latent for latent in run.latents if latent.source is gaussian]
@@ -137,7 +137,7 @@ def _precision_limits(run: PosteriorRun, kl_weight: float) -> list[Tensor | None
                 parts = []
                 break
             parts.append((precision * latent.plate_scale).expand_as(latent.loc).reshape(-1))
-        # A joint vector holds its sites one after the other; a site of its own is one part.
+        # A joint vector contains its sites one after the other; any other site is a single part.
         limits.append(kl_weight * torch.cat(parts).reshape(gaussian.value.shape) if parts else None)
     return limits
 
@@ -146,7 +146,7 @@ def _warn_of_kinks(function_names: frozenset[str]) -> None:
     kinks = sorted(PIECEWISE_LINEAR & function_names)
     if kinks:
         warn(
-            f"the model uses {', '.join(kinks)}, whose second derivative is zero wherever it exists: the gradient of "
-            "TaylorELBO's penalty then misses the kinks. Use softplus, GELU, SiLU or tanh "
+            f"the model uses {', '.join(kinks)}, whose second derivative is zero wherever it exists, so the gradient "
+            "of TaylorELBO's penalty ignores the kinks. Use softplus, GELU, SiLU or tanh instead "
             "(pyro_dvi.bayesian.smooth_activations_ replaces activation modules)."
         )

@@ -136,7 +136,7 @@ def test_handwritten_pyro_modules_have_no_plain_form():
             super().__init__()
             self.inner = nn.Linear(1, 1)
 
-    with pytest.raises(UnsupportedError, match="'0' is a Layer, written as a PyroModule"):
+    with pytest.raises(UnsupportedError, match="'0' is a Layer, which was written as a PyroModule"):
         to_deterministic(to_bayesian_(nn.Sequential(Layer())), {})
 
 

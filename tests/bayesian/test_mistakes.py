@@ -126,7 +126,7 @@ CONVERSIONS: list[tuple[str, Callable[[], Any], dict[str, Any], type[Exception],
         mlp,
         {"prior_scale": dist.LogNormal(0.0, 1.0)},
         M,
-        "'0.weight' lies outside the support",
+        "'0.weight' is outside the support",
     ),
     (
         "negative learned rule",
@@ -154,7 +154,7 @@ CONVERSIONS: list[tuple[str, Callable[[], Any], dict[str, Any], type[Exception],
         mlp,
         {"include": lambda *_: False},
         M,
-        "Nothing to make Bayesian.*BatchNorm1d, Linear.*chooses 0",
+        "No parameter would become Bayesian.*BatchNorm1d, Linear.*chooses 0",
     ),
     ("everything excluded", mlp, {"exclude": "*"}, M, "include= chooses 4 and exclude= 4"),
     ("number as selector", mlp, {"include": 3}, A, "include has the entry 3, a int"),
@@ -169,7 +169,7 @@ CONVERSIONS: list[tuple[str, Callable[[], Any], dict[str, Any], type[Exception],
     ),
     ("no parameters", nn.ReLU, {}, M, "of 0 parameters, of no module"),
     ("frozen", frozen, {}, M, "2 are frozen.*requires_grad_"),
-    ("converted before", lambda: to_bayesian_(mlp()), {}, M, "'0.weight'.*Bayesian already"),
+    ("converted before", lambda: to_bayesian_(mlp()), {}, M, "'0.weight'.*already Bayesian"),
     (
         "one of two ties",
         tied,
@@ -253,7 +253,7 @@ CONSTRUCTORS = [
         lambda: regressor(mlp(), 9, noise_scale=LearnedScale(fan_in)),
         "noise_scale is FanIn",
     ),
-    (lambda: to_deterministic("net", {}), "to_deterministic got a str"),
+    (lambda: to_deterministic("net", {}), "to_deterministic needs a torch.nn.Module, got a str"),
 ]
 
 
@@ -321,13 +321,13 @@ RUNS: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
         "classifier of a dict",
         lambda: observe(Y, net=ManyOutputs),
         M,
-        "returned a dict, and classifier needs one tensor",
+        "returned a dict, but classifier needs one tensor",
     ),
     (
         "regressor of a dict",
         lambda: regress(torch.zeros(6), ManyOutputs()),
         M,
-        "returned a dict, and regressor needs one tensor",
+        "returned a dict, but regressor needs one tensor",
     ),
     (
         "network inside a plate",
@@ -358,20 +358,25 @@ RUNS: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
         "labels of two columns",
         lambda: observe(Y[:, None]),
         D,
-        r"shape \(6, 1\).*\(6, 2\).*class indices need \(6,\)",
+        r"shape \(6, 1\).*\(6, 2\).*class indices need the shape \(6,\)",
     ),
-    ("one-hot labels", lambda: observe(torch.ones(6, 2).long()), D, r"shape \(6, 2\).*need \(6,\)"),
+    ("one-hot labels", lambda: observe(torch.ones(6, 2).long()), D, r"shape \(6, 2\).*need the shape \(6,\)"),
     ("too few labels", lambda: observe(Y[:5]), D, r"shape \(5,\)"),
     ("list of labels", lambda: observe([0] * 6), D, "y is a list"),
     (
         "batch above num_data",
         lambda: observe(Y, num_data=5),
         D,
-        r"batch has 6 examples and num_data is 5.*not len\(loader\)",
+        r"batch has 6 examples, but num_data is 5.*not len\(loader\)",
     ),
-    ("one logit", lambda: observe(Y, net=lambda: nn.Linear(4, 1)), M, r"\(6, 1\).*two classes or more"),
+    ("one logit", lambda: observe(Y, net=lambda: nn.Linear(4, 1)), M, r"\(6, 1\).*at least two classes"),
     ("flat logits", lambda: observe(Y, net=lambda: nn.Flatten(0)), M, r"shape \(24,\)"),
-    ("targets broadcast", lambda: regress(torch.zeros(6, 2)), D, r"shape \(6, 2\).*targets need \(6,\)"),
+    (
+        "targets broadcast",
+        lambda: regress(torch.zeros(6, 2)),
+        D,
+        r"shape \(6, 2\).*targets need the shape \(6,\)",
+    ),
     (
         "NaN targets",
         lambda: train_on(torch.full((6,), float("nan")), regressor(nn.Linear(4, 1), 6)),
@@ -380,7 +385,7 @@ RUNS: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
     ),
     ("images as means", lambda: regress(Y, nn.Unflatten(1, (2, 2))), M, r"\(6, 2, 2\).*regression needs"),
     ("odd outputs", lambda: regress(Y.float(), noise_scale=Heteroscedastic()), M, "1 outputs.*even number"),
-    ("untrained guide", lambda: export(AutoNormal(mlp())), G, "AutoNormal has not seen the model"),
+    ("untrained guide", lambda: export(AutoNormal(mlp())), G, "AutoNormal is not initialised"),
     ("guide without median", lambda: export(len), G, "no median"),
     (
         "guide belongs to another model",
@@ -394,8 +399,8 @@ RUNS: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
         G,
         r"'0.weight' has the shape \(1,\).*\(5, 4\)",
     ),
-    ("nothing Bayesian", lambda: export({}, mlp), M, "Sequential holds 0 networks"),
-    ("no network", lambda: export({}, Handwritten), M, "Handwritten holds 0 networks"),
+    ("nothing Bayesian", lambda: export({}, mlp), M, "Sequential contains 0 networks"),
+    ("no network", lambda: export({}, Handwritten), M, "Handwritten contains 0 networks"),
     ("empty summary", lambda: summary(mlp()), M, "no latent sites"),
 ]
 
@@ -412,7 +417,7 @@ def test_two_networks_are_exported_one_by_one():
             super().__init__()
             self.one, self.two = to_bayesian_(mlp()), to_bayesian_(mlp())
 
-    with pytest.raises(M, match="holds 2 networks.*pass one of them"):
+    with pytest.raises(M, match="contains 2 networks.*pass one of them"):
         to_deterministic(Two(), {})
 
 

@@ -36,7 +36,7 @@ def test_model_with_guide_and_arguments():
     model = regressor(network(), 10, dist.HalfNormal(1.0))
     x, y = torch.randn(5, 4), torch.randn(5, 2)
     guide = AutoNormal(model, init_loc_fn=init_to_module, init_scale=0.03)
-    with pytest.raises(GuideError, match="has not seen the model"):
+    with pytest.raises(GuideError, match="is not initialised"):
         summary(model, guide)
     guide(x, y)
     before = (

@@ -175,7 +175,10 @@ def test_samples_rule_warns_and_averages_draws():
 def test_losses_of_draws_are_refused():
     guide = fitted()
     svi = SVI(model, guide, optim.SGD({"lr": 1e-3}), Trace_ELBO())
-    with pytest.warns(DviWarning), pytest.raises(UnsupportedError, match="before guide.fit"):
+    with (
+        pytest.warns(DviWarning),
+        pytest.raises(UnsupportedError, match="after guide.fit: compute losses before it"),
+    ):
         svi.evaluate_loss(X, Y)
 
 
@@ -218,7 +221,7 @@ def test_the_first_batch_shows_the_model(batch):
 
 def test_print_says_what_the_guide_has():
     guide = LaplaceGuide(model)
-    assert "has not seen its model yet" in repr(guide)
+    assert "not initialised" in repr(guide)
     guide.initialize(X, Y)
     assert "mode of 2 latents, not known to be a minimum; no Gaussian yet" in repr(guide)
     guide.polish([(X, Y)], progress=False)

@@ -49,9 +49,9 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "label columns": (
         lambda: halves(X, LABELS[:, None]),
         DataError,
-        r"y has the shape \(3, 1\).*need \(3,\)",
+        r"y has the shape \(3, 1\).*need the shape \(3,\)",
     ),
-    "few labels": (lambda: [(X, LABELS[:3])], DataError, r"y has the shape \(3,\).*need \(6,\)"),
+    "few labels": (lambda: [(X, LABELS[:3])], DataError, r"y has the shape \(3,\).*need the shape \(6,\)"),
     "class 3": (lambda: halves(X, LABELS + 1), DataError, r"'obs'.*from 1 to 3 do not fit Categorical"),
     "fractions": (lambda: halves(X, LABELS + 0.5), DataError, "'obs'.*do not fit Categorical"),
     "empty batch": (lambda: [(X[:0], LABELS[:0])], DataError, "argument 1 of the model has no rows"),
@@ -59,7 +59,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "names": (
         lambda: [{"image": X, "y": LABELS}],
         DataError,
-        r"\['image'\], and the network takes \['input'\]",
+        r"\['image'\], but the network takes \['input'\]",
     ),
     "arrays": (lambda: [(X.numpy(), LABELS.numpy())], DataError, "argument 1 .*ndarray: torch.as_tensor"),
     "no labels": (lambda: [(X,)], ModelError, "'obs' .*pass the observed values"),
@@ -98,8 +98,8 @@ def test_mistakes_in_the_data_are_named_by_every_call(mistake, call, seen):
 
 
 @pytest.mark.filterwarnings(
-    "ignore:the Gaussian is put around a mode",
-    "ignore:the best of PriorPrecision",
+    "ignore:the Gaussian is fitted around a mode",
+    "ignore:the best value of PriorPrecision",
     "ignore:class probabilities",
 )
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)

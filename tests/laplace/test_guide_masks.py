@@ -253,7 +253,9 @@ def test_masks_that_do_not_fit_are_refused(sine, subset, message):
 
 def test_what_takes_whole_sites_refuses_masks(sine):
     problem, guide = sine
-    with pytest.raises(UnsupportedError, match=r"KroneckerFactored\(\) takes whole sites.*w1, w2.*Diagonal"):
+    with pytest.raises(
+        UnsupportedError, match=r"KroneckerFactored\(\) does not support masks.*w1, w2.*Diagonal"
+    ):
         guide.fit(problem.batches, KroneckerFactored(), subset=SUBSET)
 
     def coupled(x, y=None):

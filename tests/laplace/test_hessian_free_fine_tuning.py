@@ -179,7 +179,7 @@ def test_there_is_no_product_with_a_matrix(solver: Any, less: str, monkeypatch: 
 def test_rows_that_are_missing_are_noticed() -> None:
     problem = SineRegression(hidden=4, num_data=15)
     guide: LaplaceGuide = problem.trained(steps=5)
-    with pytest.raises(DataError, match="the batches hold 10 rows of plate 'data', whose size is 15"):
+    with pytest.raises(DataError, match="the batches contain 10 rows of plate 'data', whose size is 15"):
         guide.fit(problem.batches[:1], HessianFree(solver=Adam(1.0, epochs=1)))
 
 

@@ -191,7 +191,7 @@ def test_negative_row_sums_are_nan_with_a_warning() -> None:
     covariance = torch.linalg.inv(problem.precision())
     negative = (covariance * problem.mode().sign() * problem.mode().sign().unsqueeze(-1)).sum(1) < 0
     assert int(negative.sum()) == 1
-    with pytest.warns(DviWarning, match="1 of 2 row sums"):
+    with pytest.warns(DviWarning, match="1 of 2 signed row sums"):
         found = parameter_uncertainty(problem.guide(), problem.batches)["weight"]
     assert torch.equal(found.isnan(), negative)
 

@@ -185,8 +185,8 @@ def _improper(noise, shift=lambda x: 0.0):
 
 _IMPROPER = {
     "draws": (_improper(torch.ones_like, torch.rand_like), ModelError, "two runs at the same latents differ"),
-    "NaN": (_improper(lambda w: w - 2), NonFiniteError, "joint density is nan"),
-    "infinite": (_improper(lambda w: torch.full_like(w, 1e-200)), NonFiniteError, "joint density is inf"),
+    "NaN": (_improper(lambda w: w - 2), NonFiniteError, "joint density, is nan"),
+    "infinite": (_improper(lambda w: torch.full_like(w, 1e-200)), NonFiniteError, "joint density, is inf"),
 }
 
 
@@ -225,7 +225,7 @@ def test_an_improper_likelihood_has_no_gaussian_under_any_policy(kind, method, u
         ({"slope": torch.ones(2)}, "must be a positive number"),
         (
             {"y": 2.0, "slop": 2.0},
-            r"the model has no site 'slop'; there are \['slope', 'scale', 'y'\]",
+            r"the model has no site 'slop'; its sites are \['slope', 'scale', 'y'\]",
         ),
         ({"*": 2.0}, r"no site '\*'"),
     ],

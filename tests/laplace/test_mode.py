@@ -117,7 +117,7 @@ def test_too_few_gradients_are_an_error_that_keeps_the_progress():
     guide = problem.trained(20)
     energy = guide.energy(problem.batches)
     before = float(energy.at(energy.start).value)
-    with pytest.raises(UnconvergedError, match="10 gradients did not suffice(.|\n)*max_gradients") as caught:
+    with pytest.raises(UnconvergedError, match="10 gradients were not enough(.|\n)*max_gradients") as caught:
         guide.polish(problem.batches, max_gradients=10, **QUIET)
     assert "inf" not in str(caught.value)
     energy = guide.energy(problem.batches)
@@ -197,7 +197,7 @@ def test_decrement_is_the_squared_distance_in_posterior_standard_deviations():
 def test_saddle_is_named(saddle):
     _, guide, batches = at_saddle(saddle)
     found = guide.diagnose(batches)
-    assert found.at_saddle and not found.converged and "no minimum" in found.verdict
+    assert found.at_saddle and not found.converged and "not a minimum" in found.verdict
     values = torch.linalg.eigvalsh(dense_hessian(guide, batches))
     assert found.smallest_eigenvalue.value == pytest.approx(9 * float(values[0]), rel=0.02)
     assert "prior precisions" in str(found)
@@ -237,7 +237,7 @@ def test_random_model_is_named():
 
 def test_fit_with_the_hessian_refuses_what_is_no_minimum(saddle):
     _, guide, batches = at_saddle(saddle)
-    with pytest.raises(UnconvergedError, match=r"Dense.*no minimum(.|\n)*GGN\(\)") as caught:
+    with pytest.raises(UnconvergedError, match=r"Dense.*not a minimum(.|\n)*GGN\(\)") as caught:
         guide.fit(batches, Dense(Hessian()))
     assert caught.value.diagnosis.at_saddle
     assert guide.posterior is None
@@ -246,7 +246,7 @@ def test_fit_with_the_hessian_refuses_what_is_no_minimum(saddle):
 def test_gauss_newton_matrix_warns_where_the_minimum_is_far():
     problem = LinearRegression()
     guide = guide_at(problem.model, problem.batches[0], {"weight": torch.zeros(3)})
-    with pytest.warns(DviWarning, match="no minimum.*at least|posterior standard deviations") as warned:
+    with pytest.warns(DviWarning, match="not a minimum.*at least|posterior standard deviations") as warned:
         guide.fit(problem.batches, Dense())
     assert warned[0].filename == __file__
     problem.guide().fit(problem.batches, Dense())  # silent
@@ -273,7 +273,7 @@ def test_a_refused_fit_leaves_no_gaussian_and_no_evidence(saddle):
     ):
         with pytest.raises(GuideError, match=r"no Gaussian.*failed.*polish.*GGN\(\)"):
             use()
-    with torch.no_grad(), pytest.warns(DviWarning, match="ended in an error: the guide is a point mass"):
+    with torch.no_grad(), pytest.warns(DviWarning, match="raised an error: the guide is a point mass"):
         guide(*batches[0])
     assert "w1" in guide.median() and guide.posterior is None
     guide.fit(batches, Dense(), unconverged="accept")
@@ -330,7 +330,7 @@ def test_kinks_refuse_the_hessian_at_once(monkeypatch):
         assert caught.value.diagnosis.kinks == ("relu",)
         found = guide.diagnose(batches)
         assert found.curvature == "GGN" and not found.near and "kinks (relu)" in found.verdict
-        with pytest.warns(DviWarning, match=r"(?s)no minimum.*kinks \(relu\)"):
+        with pytest.warns(DviWarning, match=r"(?s)not a minimum.*kinks \(relu\)"):
             guide.fit(batches, Dense())
     guide.polish(batches, subset="net.2.*", **QUIET)
     guide.fit(batches, Dense(Hessian()), subset="net.2.*")  # linear in these

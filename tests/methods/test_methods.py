@@ -293,7 +293,7 @@ def test_the_space_of_each_method_names_its_arguments(name):
     method = METHODS[name]
     for setting, values in method.space.items():
         assert getattr(replace(method, **{setting: values[0]}), setting) == values[0]
-    with pytest.raises(ArgumentError, match=r"has no 'rate' to tune; it has \['"):
+    with pytest.raises(ArgumentError, match=r"has no setting 'rate' to tune; choose from \['"):
         method.tune(network(), loader(), 1, validation=rows(9, 2), space={"rate": (0.1, 0.2)})
 
 
@@ -322,7 +322,7 @@ def test_a_trained_network_gets_a_gaussian_around_its_weights():
     assert 0 < float(polished.detach().abs().max()) < 1
 
 
-@pytest.mark.filterwarnings("ignore:the best of PriorPrecision")
+@pytest.mark.filterwarnings("ignore:the best value of PriorPrecision")
 @pytest.mark.parametrize(
     "as_given", [tuple, lambda pair: [pair], lambda pair: DataLoader(TensorDataset(*pair), 40)]
 )
@@ -339,7 +339,7 @@ def test_the_prior_is_tuned_on_validation_data(as_given):
 
 
 def test_there_is_no_last_layer():
-    with pytest.raises(ArgumentError, match="finds no Linear layer: name the sites"):
+    with pytest.raises(ArgumentError, match="needs a network with a Linear layer: pass names of sites"):
         dvi.Laplace().fit(slope, loader(labels=False), progress=False)
 
 
@@ -361,7 +361,7 @@ def test_members_begin_at_their_own_weights():
     assert len(members) == 3 and float(members.std(0).min()) > 0
     torch.testing.assert_close(members.mean(0), prediction.probabilities)
     assert posterior.to_arviz(rows(20, 1))["posterior_predictive"].sizes["draw"] >= 3
-    with pytest.raises(UnsupportedError, match="saved with torch.save"):
+    with pytest.raises(UnsupportedError, match="use torch.save"):
         posterior.save("ensemble.pt")
 
 

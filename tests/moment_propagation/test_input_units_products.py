@@ -80,9 +80,9 @@ def test_noise_is_per_input_unit(name, start):
 
 
 UNCLEAR = {
-    "no product": (lambda w: (X[:, :, None] * w).sum(1), "say none"),
-    "two layers": (lambda w: (X @ w) @ w.T, r"say several, \[\((0|1),\), \((0|1),\)\]"),
-    "dots in the equation": (lambda w: torch.einsum("bi,i...->b...", X, w), "say none"),
+    "no product": (lambda w: (X[:, :, None] * w).sum(1), "suggest no axis"),
+    "two layers": (lambda w: (X @ w) @ w.T, r"suggest the axes \[\((0|1),\), \((0|1),\)\]"),
+    "dots in the equation": (lambda w: torch.einsum("bi,i...->b...", X, w), "suggest no axis"),
 }
 
 

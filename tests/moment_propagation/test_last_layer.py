@@ -137,11 +137,11 @@ def test_a_state_is_loaded_after_a_look():
 
 def test_mistakes():
     model, (x, y) = classifier(), data()
-    with pytest.raises(ArgumentError, match=r"no site; the sites of the model are .*net\.2\.weight"):
+    with pytest.raises(ArgumentError, match=r"matches no site: the sites of the model are .*net\.2\.weight"):
         dvi.LastLayerGuide(model, "net.7").initialize(x, y)
     with pytest.raises(ArgumentError, match=r"PerOutput\(\), AllOutputs\(\)"):
         dvi.LastLayerGuide(model, "net.2", covariance="dense")
-    with pytest.raises(ArgumentError, match="first dimension counts the outputs"):
+    with pytest.raises(ArgumentError, match="first dimension indexes the outputs"):
         dvi.LastLayerGuide(model, ["net.0", "net.2"]).initialize(x, y)
 
 
@@ -159,6 +159,6 @@ def test_rows_that_are_inputs_are_refused(product):
             return pyro.sample("obs", dist.Normal(product(x, w), 1.0).to_event(1), obs=y)
 
     x = torch.ones(4, 3)
-    with pytest.raises(ArgumentError, match=r"multiplies inputs with the first dimension of \['w'\]"):
+    with pytest.raises(ArgumentError, match=r"contracts inputs with the first dimension of \['w'\]"):
         dvi.LastLayerGuide(model, "w").initialize(x, x)
     dvi.LastLayerGuide(model, "w", covariance=AllOutputs()).initialize(x, x)

@@ -233,19 +233,19 @@ def test_state_dict_loads_into_a_guide(local_params, biases, initialised):
         (
             {"biases": MeanField()},
             {},
-            r"\{'scales': .*\} for site 'b1', where this guide has \{\}:",
+            r"\{'scales': .*\} for site 'b1', but this guide has \{\}:",
         ),
         (
             {},
             {"biases": MeanField()},
-            r"\{\} for site 'b1', where this guide has \{'scales': ",
+            r"\{\} for site 'b1', but this guide has \{'scales': ",
         ),
         (
             {"input_axis": {"w1": 0}},
             {},
-            r"'alphas': \(5, 1\)\} for site 'w1', where this guide has \{'alphas': \(1, 3\)",
+            r"'alphas': \(5, 1\)\} for site 'w1', but this guide has \{'alphas': \(1, 3\)",
         ),
-        ({"input_axis": {"w1": None}}, {}, "'w1', where this guide has {'alphas'"),
+        ({"input_axis": {"w1": None}}, {}, "'w1', but this guide has {'alphas'"),
     ],
 )
 def test_a_state_of_other_options_is_refused(saved, loaded, message):
@@ -327,7 +327,7 @@ def test_a_constrained_latent_is_no_weight():
     def model() -> None:
         pyro.sample("rates", dist.Gamma(torch.ones(2, 3), 1.0).to_event(2))
 
-    with pytest.raises(ModelError, match="'rates', whose support .* is constrained"):
+    with pytest.raises(ModelError, match="'rates' a weight, but its support .* is constrained"):
         started(model, input_axis={"rates": 0})
     assert kinds(started(model)) == {"rates": "Normal"}
 
@@ -337,7 +337,7 @@ def test_discrete_latents_and_none_at_all():
         started(lambda: pyro.sample("k", dist.Bernoulli(0.5)))
     with pytest.raises(ModelError, match="MultiplicativeNoiseGuide found no latent site"):
         started(lambda: None)
-    with pytest.raises(GuideError, match="MultiplicativeNoiseGuide has not seen its model"):
+    with pytest.raises(GuideError, match="MultiplicativeNoiseGuide is not initialised"):
         MultiplicativeNoiseGuide(functional).median()
 
 

@@ -232,7 +232,7 @@ def test_many_passes_are_announced_once():
         elbo.loss_and_grads(model, guide, x, y)
     (message,) = [str(w.message) for w in caught]
     assert message.startswith("observed site 'y': ") and "50 backward passes in each step" in message
-    assert "has no rule for per-example gradients there" in message
+    assert "has no rule for per-example gradients with these arguments" in message
     guide.natural_step.drop()
     elbo.loss_and_grads(model, guide, x, y)  # a second warning would be an error
 

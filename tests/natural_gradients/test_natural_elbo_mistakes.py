@@ -50,7 +50,7 @@ def adam(options: Any) -> Any:
 )
 def test_the_optimizers_serve_no_other_guide(optimizer, guide, elbo):
     with pytest.raises(
-        GuideError, match=rf"{optimizer.__name__} found no means.*NaturalGradientGuide.*optim\.Adam"
+        GuideError, match=rf"{optimizer.__name__} found no posterior means.*NaturalGradientGuide.*optim\.Adam"
     ):
         svi(guide, optimizer, elbo).step(X, Y)
 
@@ -71,7 +71,7 @@ def test_an_objective_of_pyro_would_train_the_means_only(elbo):
 
 
 def test_an_objective_of_pyro_is_found_out():
-    with pytest.raises(GuideError, match=r"VOGN found no means.*NaturalGradientELBO"):
+    with pytest.raises(GuideError, match=r"VOGN found no posterior means.*NaturalGradientELBO"):
         svi(elbo=Trace_ELBO).step(X, Y)
 
 
@@ -88,7 +88,7 @@ def test_a_torch_optimizer_without_means():
         module = dvi.TaylorELBO()(model, guide)
         optimizer = VOGNOptimizer(module.parameters())
         module(X, Y).backward()
-        with pytest.raises(GuideError, match="VOGN found no means"):
+        with pytest.raises(GuideError, match="VOGN found no posterior means"):
             optimizer.step()
 
 

@@ -42,7 +42,7 @@ def test_gradient_scalers_are_refused(module):
 
 def test_several_backward_passes_for_a_step_are_refused(module):
     module(X).backward()
-    with pytest.raises(GuideError, match="take a step after each backward pass"):
+    with pytest.raises(GuideError, match="take an optimizer step after each backward pass"):
         module(X)
     VOGNOptimizer(module.parameters()).zero_grad()
     module(X).backward()

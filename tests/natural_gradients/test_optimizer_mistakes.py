@@ -65,7 +65,7 @@ def test_a_scheduler_steers_both_learning_rates(constructor):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"damping": float("nan")}, "damping must be a finite number"),
+        ({"damping": float("nan")}, "damping must be a finite, nonnegative number"),
         ({"betas": 0.9}, r"betas must be two numbers.*got 0\.9"),
         ({"betas": (0.9,)}, "betas must be two numbers"),
         ({"total_steps": 2.5}, r"total_steps must be a positive whole number.*2\.5"),

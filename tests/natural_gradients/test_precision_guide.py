@@ -316,7 +316,7 @@ def test_initial_scales_out_of_range(scale):
 
 
 def test_a_guide_that_has_not_seen_its_model():
-    with pytest.raises(GuideError, match=r"NaturalGradientGuide has not seen its model.*guide\.initialize"):
+    with pytest.raises(GuideError, match=r"NaturalGradientGuide is not initialised.*guide\.initialize"):
         NaturalGradientGuide(Net()).median()
     with pytest.raises(TypeError, match="callable"):
         NaturalGradientGuide(3)

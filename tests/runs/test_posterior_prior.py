@@ -315,7 +315,7 @@ def test_sites_that_cannot_become_priors_are_named():
 
     x, y = task(0)
     guide = MeanFieldGuide(with_scale)
-    with pytest.raises(GuideError, match="has not seen its model"):
+    with pytest.raises(GuideError, match="is not initialised"):
         guide.as_prior()
     guide.initialize(x, y)
     with pytest.raises(UnsupportedError, match=r"site 's' are constrained.*exclude=\['s'\]"):

@@ -247,7 +247,7 @@ MISTAKES = [
         "discrete latent",
         lambda: evaluate(discrete_model),
         ModelError,
-        r"latent site 'k' is discrete \(Bernoulli\).*sum it out",
+        r"latent site 'k' is discrete \(Bernoulli\).*marginalise it",
     ),
     Mistake(
         "negative noise",
@@ -635,12 +635,12 @@ def test_a_function_without_second_derivative_is_refused_with_another():
     guide = MeanFieldGuide(model)
     guide.initialize(tokens, labels)
     svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), loss=TaylorELBO())
-    with pytest.raises(UnsupportedError, match=r"_embedding_bag_backward.*nn\.Embedding with a sum"):
+    with pytest.raises(UnsupportedError, match=r"_embedding_bag_backward.*nn\.Embedding followed by a sum"):
         svi.step(tokens, labels)
     laplace = LaplaceGuide(model)
     laplace.initialize(tokens, labels)
     energy = laplace.energy([(tokens, labels)])
-    with pytest.raises(UnsupportedError, match=r"_embedding_bag_backward.*nn\.Embedding with a sum"):
+    with pytest.raises(UnsupportedError, match=r"_embedding_bag_backward.*nn\.Embedding followed by a sum"):
         energy.at(energy.start).hessian(torch.ones(1, len(energy.start)))
 
 
@@ -677,5 +677,5 @@ def test_a_function_that_torch_differentiates_only_twice_is_refused_with_a_way_o
         pyro.optim.Adam({"lr": 0.01}),
         loss=TaylorELBO(curvature=HessianDiagonal(num_probes=1)),
     )
-    with pytest.raises(UnsupportedError, match="output_padding.*another curvature than HessianDiagonal"):
+    with pytest.raises(UnsupportedError, match="output_padding.*a curvature other than HessianDiagonal"):
         svi.step(torch.randn(2, 1, 3, 3), torch.tensor([0, 1]))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Per-example gradients of a weight that is added to, or multiplied with, the activations of all examples.
+r"""Per-example gradients of a weight that is added to, or multiplied by, the activations of all examples.
 
 This includes the scales and shifts of normalisation layers.
 """
@@ -21,7 +21,7 @@ def is_broadcast(shape: torch.Size, against: torch.Size) -> bool:
 
 
 def rows_summed_to(gradient: Tensor, shape: torch.Size) -> Tensor:
-    """Undo broadcasting within each row: sum ``[M, ...]`` to ``[M, *shape]``."""
+    """Sum ``[M, ...]`` to ``[M, *shape]``, which undoes broadcasting within each row."""
     if len(shape) == gradient.dim():  # the weight's own first dimension is 1
         return rows_summed_to(gradient, shape[1:]).reshape(len(gradient), *shape)
     aligned = (len(gradient), *[1] * (gradient.dim() - 1 - len(shape)), *shape)
@@ -29,7 +29,7 @@ def rows_summed_to(gradient: Tensor, shape: torch.Size) -> Tensor:
 
 
 def scaling(shape: torch.Size, x: Tensor, factor: Callable[[Tensor], Tensor] | None = None) -> Contribution:
-    """Return the contribution to a weight that is multiplied with x or with a function of it, elementwise."""
+    """Return the contribution to a weight that is multiplied elementwise by x or a function of x."""
 
     def gradients(delta: Tensor, x: Tensor) -> Tensor:
         return rows_summed_to(delta * (x if factor is None else factor(x)), shape)
@@ -38,13 +38,13 @@ def scaling(shape: torch.Size, x: Tensor, factor: Callable[[Tensor], Tensor] | N
 
 
 def shift(shape: torch.Size, activations: Tensor, factor: float = 1) -> Contribution:
-    """Return the contribution to a weight that is added, times ``factor``, to functions of the activations."""
+    """Return the contribution to a weight that is added, times ``factor``, to a function of the activations."""
 
     def scaled(gradient: Tensor) -> Tensor:
         return gradient if factor == 1 else factor * gradient
 
     outer = None
-    if len(shape) < 2:  # a vector of p numbers for every row, with input 1
+    if len(shape) < 2:  # a vector of p numbers per row, with input 1
         outer = Outer(
             lambda x: x.new_ones(len(x), 1, 1),
             lambda delta: scaled(delta.reshape(len(delta), -1, shape.numel()).sum(1, keepdim=True)),
@@ -118,11 +118,11 @@ def over_positions(gradient: Tensor) -> Tensor:
 
 
 def _affine_norm(function: Callable[..., Tensor], by_channel: bool) -> None:
-    """Register a function that normalises, multiplies by a weight and adds a bias.
+    """Register a rule for a function that normalises, multiplies by a weight and adds a bias.
 
     Args:
-        function: function with arguments of these names, and ``input``.
-        by_channel: whether weights belong to channels, the second dimension; otherwise to the last dimensions.
+        function: function with the arguments ``input``, ``weight`` and ``bias``.
+        by_channel: whether the weight belongs to the channels, the second dimension; otherwise, to the last dimensions.
     """
     signature = inspect.signature(function)
 
@@ -134,7 +134,7 @@ def _affine_norm(function: Callable[..., Tensor], by_channel: bool) -> None:
             return None
         arguments = bound.arguments | dict.fromkeys({"weight", "bias"} & bound.arguments.keys())
         if arguments.get("training") or arguments.get("use_input_stats"):
-            arguments |= {"running_mean": None, "running_var": None}  # which it would update
+            arguments |= {"running_mean": None, "running_var": None}  # otherwise they would be updated
 
         def normalised(x: Tensor) -> Tensor:
             return function(x, **arguments)

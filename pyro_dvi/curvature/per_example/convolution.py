@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Per-example gradients of convolutions, :math:`g_i = \sum_l \delta_{il} x_{i,l+k}`, over positions l.
 
-The transposed convolution exchanges the roles of x and :math:`\delta`, and uses the same functions.
+For the transposed convolution, x and :math:`\delta` exchange their roles.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ Size = int | Sequence[int]
 
 @dataclass(frozen=True)
 class _Layer:
-    """A convolution from ``x`` to ``delta``: its weight's shape and options, one entry per dimension."""
+    """A convolution from ``x`` to ``delta``: the shape of its weight, and its options for each dimension."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -28,14 +28,14 @@ class _Layer:
     groups: int
 
     def gradients(self, x: Tensor, delta: Tensor) -> Tensor:
-        """Per-example gradients ``[M, *shape]``."""
+        """Return per-example gradients ``[M, *shape]``."""
         patches = self._patches(x, delta.shape[2:])
         patches = patches.reshape(len(x), self.groups, -1, patches.shape[-1])
         delta = delta.reshape(len(x), self.groups, -1, patches.shape[-1])
         return (delta @ patches.mT).reshape(len(x), *self.shape)
 
     def squares(self, x: Tensor, delta: Tensor) -> Tensor:
-        """Sum of squares of per-example gradients."""
+        """Return the sum of squares of per-example gradients."""
         return summed_squares(self.gradients, x, delta, self.shape)
 
     def patches_of(self, x: Tensor) -> Tensor:
@@ -46,11 +46,12 @@ class _Layer:
 
     def _patches(self, x: Tensor, positions: torch.Size) -> Tensor:
         """Return the input of each of these positions, ``[M, channels * kernel, positions]``."""
-        if x.requires_grad and len(positions) == 2:  # slower, but with a faster derivative
+        if x.requires_grad and len(positions) == 2:  # slower, but its derivative is faster
             return F.unfold(x, tuple(self.shape[2:]), self.dilation, self.padding, self.stride)
         if any(self.padding):
             x = F.pad(x, [p for size in reversed(self.padding) for p in (size, size)])
-        batch, channel, *strides = x.stride()  # a view, copied by rows: several times faster than F.unfold
+        # A view that is copied by rows is several times faster than F.unfold.
+        batch, channel, *strides = x.stride()
         offsets = [stride * d for stride, d in zip(strides, self.dilation, strict=True)]
         steps = [stride * s for stride, s in zip(strides, self.stride, strict=True)]
         windows = x.as_strided(
@@ -62,7 +63,7 @@ class _Layer:
 
 
 def per_dimension(value: Size, n: int) -> tuple[int, ...]:
-    """Return an option of a convolution as one number for each of n dimensions."""
+    """Return an option of a convolution for each of n dimensions."""
     return (value,) * n if isinstance(value, int) else tuple(value) * (n if len(value) == 1 else 1)
 
 
@@ -121,7 +122,7 @@ def _transposed(
         return None
     if wanted == "bias":
         return Contribution(over_positions)
-    # Padding of a transposed convolution crops its output; restore the edges.
+    # The padding of a transposed convolution crops its output: restore the edges.
     ends = zip(per_dimension(padding, n), per_dimension(output_padding, n), strict=True)
     sides = [side for size, extra in reversed(list(ends)) for side in (size, size - extra)]
     layer = _Layer(weight.shape, per_dimension(stride, n), (0,) * n, per_dimension(dilation, n), groups)

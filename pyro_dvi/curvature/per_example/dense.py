@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Per-example gradients of dense layers and products, :math:`g_i = \sum_t \delta_{it} x_{it}^\top`.
 
-With one row per example, no gradients need to be formed: :math:`\sum_i g_i^2 = (\delta^2)^\top x^2`. With a few rows t,
-the square of the sum is expanded into pairs of rows, again a single product; with many rows, gradients are formed for a
-few examples at a time.
+With one row per example, :math:`\sum_i g_i^2 = (\delta^2)^\top x^2`, so no gradients are formed. With a few rows t, the
+square of the sum is expanded into pairs of rows, which is again a single product. With many rows, gradients are formed
+for a few examples at a time.
 
 For embedding tables, gradients of repeated tokens within an example are summed before squaring.
 """
@@ -46,7 +46,7 @@ def summed_outer_squares(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _products(x: Tensor, inputs_first: bool = False) -> Contribution:
-    """Return the contribution to a matrix that multiplies x, of shape ``[out, in]`` or with the inputs first."""
+    """Return the contribution to a matrix that multiplies x, of shape ``[out, in]`` or ``[in, out]``."""
 
     def gradients(delta: Tensor, x: Tensor) -> Tensor:
         return _rows(x).mT @ _rows(delta) if inputs_first else _rows(delta).mT @ _rows(x)
@@ -60,7 +60,7 @@ def _products(x: Tensor, inputs_first: bool = False) -> Contribution:
 
 @per_example_rule(F.linear)
 def _linear(wanted: str, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Contribution | None:
-    if input.dim() < 2:  # a single row: the output's first dimension is features
+    if input.dim() < 2:  # a single row: the first dimension of the output is features
         return None
     if wanted == "bias":
         assert bias is not None
@@ -94,7 +94,7 @@ def _matmul(
         if not is_broadcast(other.shape, input.shape):
             return None
         return Contribution(lambda delta, x: rows_summed_to(x.mT @ delta, other.shape), (input,))
-    if other.dim() < 3 or not is_broadcast(input.shape, other.shape):  # w @ x, where x has the examples first
+    if other.dim() < 3 or not is_broadcast(input.shape, other.shape):  # w @ x, where x has the examples
         return None
     if input.dim() == 1:
         return Contribution(
@@ -156,7 +156,8 @@ def _embedding(
 ) -> Contribution | None:
     if sparse:
         raise UnsupportedError(
-            "the prior changes every entry of a latent embedding in every step: use sparse=False"
+            "latent embeddings do not support sparse gradients, because the prior changes every entry in every step: "
+            "use sparse=False"
         )
     if wanted != "weight" or input.dim() < 1 or max_norm is not None or scale_grad_by_freq:
         return None
@@ -168,7 +169,7 @@ def _embedding(
         return delta.new_zeros(len(tokens), *shape).scatter_add(1, index, delta)
 
     def sum_of_squares(delta: Tensor, tokens: Tensor) -> Tensor:
-        """Sum within (example, token), then square; memory is proportional to the tokens seen, not to the table."""
+        """Sum within (example, token), then square; memory is proportional to the tokens, not to the table."""
         delta = _without_padding(delta, tokens, padding_idx, shape[0]).flatten(0, 1)
         examples = torch.arange(len(tokens), device=tokens.device).unsqueeze(-1)
         keys, order = (examples * shape[0] + tokens).flatten().sort()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules for the contribution of an example to the gradient of a weight, by function, and uses of weights."""
+"""Rules, by function, for the contribution of an example to the gradient of a weight, and uses of weights."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -13,23 +13,23 @@ from torch import Tensor
 from pyro_dvi.core.registry import registering
 from pyro_dvi.core.weight_parts import Part
 
-_BUDGET = 1 << 19  # entries of gradients at a time
+_BUDGET = 1 << 19  # maximum number of gradient entries at a time
 _RULES: dict[Callable, Callable] = {}
 _PARAMETERS: dict[Callable, tuple[str, ...]] = {}
 
 
 def per_example_rule(*functions: Callable) -> Callable[[Callable], Callable]:
-    """Register a rule for per-example gradients of torch ``functions`` with respect to a weight among their arguments.
+    """Register a rule for the per-example gradients of torch ``functions`` with respect to one of their arguments.
 
     The rule has the parameters of the torch function, preceded by ``wanted``, the name of the parameter that is the
-    weight. It returns a :class:`Contribution`, or None if it does not apply; the weight then takes one backward pass
-    per example.
+    weight. It returns a :class:`Contribution`, or None if it does not apply, in which case the weight takes one
+    backward pass per example.
 
     Example:
         >>> import torch
         >>> @per_example_rule(torch.dot)
         ... def of_dot(wanted, input, tensor):
-        ...     return None  # a sum over all entries keeps no examples apart
+        ...     return None  # a sum over all entries does not separate examples
     """
     return registering(_RULES, functions)
 
@@ -39,8 +39,8 @@ class Outer:
     r"""Gradients :math:`g_i = \sum_t \delta_{it} a_{it}^\top` of a weight, or their transpose.
 
     Attributes:
-        inputs: a as ``[M, T, q]`` from the operands of the contribution.
-        deltas: :math:`\delta` as ``[M, T, p]`` from the gradient of the output.
+        inputs: function from the operands of the contribution to a, ``[M, T, q]``.
+        deltas: function from the gradient of the output to :math:`\delta`, ``[M, T, p]``.
         inputs_first: whether the weight has shape ``[q, p]`` instead of ``[p, q]``.
     """
 
@@ -56,13 +56,13 @@ class Contribution:
     Attributes:
         function: f, from the gradient :math:`\delta` of the output and the operands to ``[M, *weight.shape]``. Some
             curvatures differentiate the result, so it must be differentiable.
-        operands: the tensors by which :math:`\delta` is multiplied, examples first.
-        sum_of_squares: computes :math:`\sum_i g_i^2` from the same arguments, if this is cheaper than squaring the
+        operands: the tensors by which :math:`\delta` is multiplied, with the examples in their first dimension.
+        sum_of_squares: function from the same arguments to :math:`\sum_i g_i^2`, if this is cheaper than squaring the
             gradients. It need not be differentiable.
-        outer: the factors of gradients that are sums of outer products, for Kronecker factors, products between
-            layers and rows of some examples.
+        outer: the factors, if gradients are sums of outer products; used for Kronecker factors, products between layers
+            and rows of some examples.
         bilinear: whether the output is linear in the operands and linear in the weight, so that both may be replaced by
-            means; false for an activation function with a learned slope.
+            their means; false for an activation function with a learned slope.
     """
 
     function: Callable[..., Tensor]
@@ -97,11 +97,11 @@ def summed_squares(
     """Return the sum of squares of gradients, formed for a few examples at a time.
 
     Args:
-        gradients: ``[m, *shape]`` from x and delta of m examples.
-        x: examples first.
-        delta: likewise.
+        gradients: function from x and delta of m examples to their gradients ``[m, *shape]``.
+        x: inputs, with the examples in the first dimension.
+        delta: output gradients, likewise.
         shape: shape of a gradient.
-        count: examples at a time; 0: as many as approximately fill a processor's cache.
+        count: number of examples at a time; 0 means as many as fill a processor's cache.
     """
     count = max(1, (_BUDGET if x.device.type == "cpu" else 128 * _BUDGET) // shape.numel())
     total = delta.new_zeros(shape)
@@ -117,7 +117,7 @@ def summed_squares(
 
 @dataclass(frozen=True)
 class Rows:
-    """A dimension of examples, or of several rows of each (tokens of a sentence, windows of an image).
+    """A dimension of examples, or of several rows of each example (tokens of a sentence, windows of an image).
 
     Attributes:
         axis: the dimension.
@@ -143,7 +143,7 @@ class Rows:
 
 
 def _possible_rows(shape: torch.Size, examples: int) -> Iterator[Rows]:
-    """Yield the dimensions of an output that may be examples, the most likely first."""
+    """Yield the dimensions of an output that may be the examples, most likely first."""
     for axis, size in enumerate(shape):
         if size == examples:
             yield Rows(axis, examples)
@@ -198,7 +198,7 @@ class Arguments:
 def contribution(
     function: Callable, place: int | str, arguments: Arguments, rows: Rows, shape: torch.Size
 ) -> Contribution | None:
-    """Return the contribution of examples to the gradient of one argument of a call, or None without a rule.
+    """Return the contribution of examples to the gradient of one argument of a call; None if there is no rule.
 
     Args:
         function: the called function.
@@ -223,12 +223,12 @@ def contribution(
     found = by_rule(rows.first)
     if found is not None or rows.each == 1:
         return found
-    found = by_rule(lambda x: rows.first(x).flatten(0, 1))  # a rule for rows, such as the frames of a video
+    found = by_rule(lambda x: rows.first(x).flatten(0, 1))  # by rows, such as the frames of a video
     return None if found is None else _of_several_rows(found, rows.each)
 
 
 def _of_several_rows(of_row: Contribution, each: int) -> Contribution:
-    """Sum the contributions of the rows of an example."""
+    """Return the sum of the contributions of an example's rows."""
 
     def gradients(delta: Tensor, *operands: Tensor) -> Tensor:
         flat = (x.flatten(0, 1) for x in (delta, *operands))
@@ -268,7 +268,7 @@ def _by_rule(function: Callable, place: int | str, arguments: Arguments) -> Cont
 
 
 def _parameters(rule: Callable) -> tuple[str, ...]:
-    """Names of the parameters of a rule's torch function."""
+    """Return the names of the parameters of a rule's torch function."""
     names = _PARAMETERS.get(rule)
     if names is None:
         parameters = list(inspect.signature(rule).parameters.values())[1:]
@@ -288,12 +288,12 @@ class Use:
 
     Attributes:
         function: the torch function.
-        place: position or name of the weight among its arguments.
+        place: position or name of the weight in its arguments.
         arguments: all arguments, as passed to rules.
         part: the elements of the weight that were used.
         shape: shape of the output.
-        output: the edge of the output in the graph (the tensor could change in place later), or its means.
-        rows: the examples in the output; None: not decided.
+        output: the edge of the output in the graph (not the tensor, which could change in place), or its means.
+        rows: the examples in the output; None if not yet known.
     """
 
     function: Callable
@@ -305,7 +305,7 @@ class Use:
     rows: Rows | None = None
 
     def at(self, rows: Rows) -> "Use":
-        """Return the use with another dimension of examples."""
+        """Return the use with another dimension as the examples."""
         return self if rows == self.rows else replace(self, rows=rows)
 
     def candidates(self, examples: int) -> "Iterator[Use]":
@@ -315,7 +315,7 @@ class Use:
 
     @property
     def contribution(self) -> Contribution:
-        """Return the contribution of each example to the weight's gradient, given ``arranged`` output gradients."""
+        """Return the contribution of each example to the weight's gradient, for ``arranged`` output gradients."""
         assert self._contribution is not None
         return self._contribution
 
@@ -332,11 +332,11 @@ class Use:
 
 
 def with_rows_of_examples(uses: dict[int, list[Use]], num_examples: int) -> dict[int, list[Use]]:
-    """Keep tensors for which all uses have a dimension of ``num_examples``, and choose the most likely dimension."""
+    """Return the tensors all of whose uses have a dimension of ``num_examples``, with the most likely dimension."""
     found = {k: [next(use.candidates(num_examples), None) for use in calls] for k, calls in uses.items()}
     return {k: [use for use in calls if use is not None] for k, calls in found.items() if all(calls)}
 
 
 def at_least_single(x: Tensor) -> Tensor:
-    """Convert half precision (autocast) to single precision, because squares would overflow or vanish."""
+    """Convert half precision (autocast) to single precision, in which squares do not overflow or vanish."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x

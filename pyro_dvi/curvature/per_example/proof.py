@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Checks that the rules of layers give the per-example gradients of the model.
 
-The rules assume that a dimension of a layer's output is the examples, and that all uses of a weight were recorded. With
-a weight :math:`c_i` for each output,
+The rules assume that one dimension of a layer's output is the examples, and that all uses of a weight were recorded.
+With a factor :math:`c_i` for each output,
 
 .. math:: \partial_u \sum_i c_i f_i = \sum_i c_i\,g_i
 
-holds for one choice of c in general position only if every :math:`g_i` is right. Plain autograd computes the left side.
-Models that mix examples, repeat a table for each example, or take gradients inside their forward pass violate the
-identity.
+holds for a generic c only if every :math:`g_i` is correct. Plain autograd computes the left side. Models that mix
+examples, repeat a table for each example, or take gradients inside their forward pass violate the identity.
 """
 
 import weakref
@@ -23,19 +22,19 @@ from pyro_dvi.core.recorder import is_looking, is_recording
 from pyro_dvi.curvature.per_example.example_rules import Rows, Use, at_least_single
 from pyro_dvi.errors import ModelError, warn
 
-_BUDGET = 1 << 22  # entries of per-example gradients at a time
-_AT_ONCE = 8  # calls in which a check that lacked gradients is repeated
-_INTERVAL = 1000  # calls between two checks in a long training run
+_BUDGET = 1 << 22  # maximum number of entries of per-example gradients at a time
+_AT_ONCE = 8  # number of calls in which a check that lacked gradients is repeated
+_INTERVAL = 1000  # number of calls between two checks in a long training run
 
 Served = dict[int, list[Use]]
-Deltas = tuple[Tensor | None, Tensor | None]  # gradients of the sum of the outputs, and of their weighted sum
+Deltas = tuple[Tensor | None, Tensor | None]  # gradients of the sum and of the weighted sum of the outputs
 
 
 # Rows that belong to examples ------------------------------------------------------------------------------------
 
 
 def row_weights(count: int, like: Tensor, seed: int = 0) -> Tensor:
-    r"""Return a weight c for each row, with which :func:`kept_apart` detects whether rows depend on each other.
+    r"""Return a weight c for each row; :func:`kept_apart` uses them to detect whether rows depend on each other.
 
     The weights are powers of two with either sign, so multiplying by them is exact. Up to 32 rows have distinct
     weights; with more rows, any two weights differ with probability 31/32.
@@ -52,8 +51,8 @@ def row_weights(count: int, like: Tensor, seed: int = 0) -> Tensor:
 def kept_apart(plain: Tensor, weighted: Tensor, weights: Tensor) -> Tensor:
     r"""Return whether no row of a gradient depends on the output of another row, as a boolean scalar.
 
-    Let :math:`M_{jb}` be the contribution of output j to row b. Rows that depend only on their own output are
-    multiplied by its weight; for other rows, the following difference is not zero:
+    Let :math:`M_{jb}` be the contribution of output j to row b of the gradient. A row that depends only on its own
+    output is multiplied by its weight; for any other row, this difference is not zero:
 
     .. math:: \delta_b(c) - c_b\,\delta_b(1) = \sum_j (c_j - c_b)\, M_{jb} .
 
@@ -67,8 +66,8 @@ def kept_apart(plain: Tensor, weighted: Tensor, weights: Tensor) -> Tensor:
     plain, weighted = (d.reshape(len(d), -1) for d in (plain, weighted))
     expected = plain * weights.to(plain).unsqueeze(1)
     error, size = (d.abs().amax(1) for d in (weighted - expected, expected))
-    # Distinct weights differ by at least half of either. Without cross-dependence, the only differences are rounding of
-    # sums in nondeterministic order (on GPUs) and of denormal numbers.
+    # Distinct weights differ by at least half of either. If rows are independent, the only differences are rounding
+    # errors from nondeterministic summation order (on GPUs) and from denormal numbers.
     rounding = torch.finfo(plain.dtype).eps
     return ~(error > rounding**0.5 * size + rounding**2 * plain.abs().max()).any()  # NaN is inconclusive
 
@@ -80,9 +79,10 @@ class Finding(NamedTuple):
     """The result of a check.
 
     Attributes:
-        wrong: indices of the weights for which rules and model disagree.
-        unproven: indices of weights for which the check is inconclusive, because gradients are zero or rounding errors.
-        rows: the examples in the outputs of each use of a weight, if not in the most likely dimension.
+        wrong: indices of the weights for which the rules disagree with the model.
+        unproven: indices of the weights for which the check is inconclusive, because gradients are zero or rounding
+            errors.
+        rows: the examples in the outputs of each use of a weight, if they are not in the most likely dimension.
     """
 
     wrong: set[int]
@@ -101,14 +101,14 @@ def examined(uses: Served, values: Mapping[int, Tensor], outputs: Tensor, seed: 
     """Compare per-example gradients with plain autograd, using two backward passes.
 
     Args:
-        uses: uses of the weights to be checked, by index.
+        uses: uses of the weights to check, by index.
         values: the weights by index.
         outputs: f, one entry or row per example.
         seed: seed for the weights c.
     """
     if not uses or not outputs.requires_grad:
         return Finding(set(), set(uses))
-    if outputs.dim() > 1:  # unequal weights, under which log-probabilities do not cancel
+    if outputs.dim() > 1:  # unequal weights, so that log-probabilities do not cancel
         outputs = (
             outputs @ torch.arange(1, outputs.shape[1] + 1, device=outputs.device).to(outputs).sqrt().sin()
         )
@@ -134,7 +134,7 @@ def examined(uses: Served, values: Mapping[int, Tensor], outputs: Tensor, seed: 
 
 
 def _found_elsewhere(calls: list[Use], deltas: Mapping[Any, Deltas], c: Tensor) -> list[Use] | None:
-    """Return the uses of a weight with the dimension of examples found from gradients; None if none or unchanged."""
+    """Return the uses of a weight with the examples' dimension found from gradients; None if not found or unchanged."""
     found = []
     for use in calls:
         plain, weighted = deltas[use.output]
@@ -181,12 +181,13 @@ def _comparison(
             apart = torch.zeros_like(apart)
         largest = [x.abs().max() for x in use.contribution.operands if x.is_floating_point() and x.numel()]
         terms = terms + delta.norm() * (torch.stack(largest).max() if largest else 1.0)
-    # Sums of cancelling terms have errors of a few roundings, more after normalisation. Below this bound, a gradient is
-    # inconclusive; above it, the error of a wrong gradient far exceeds the cube root of the rounding error.
+    # Sums of cancelling terms have errors of a few roundings, and more after normalisation. Below this bound, a
+    # gradient is inconclusive; above it, the error of a wrong gradient is far larger than the cube root of the rounding
+    # error.
     rounding = 1000 * coarsest * terms
     size, error = torch.maximum(total.norm(), whole.norm()), (total - whole).norm()
     wrong = ~apart | (error > coarsest ** (1 / 3) * size + rounding)
-    return torch.stack([wrong, ~wrong & ~(size > rounding)])  # NaN is inconclusive, too
+    return torch.stack([wrong, ~wrong & ~(size > rounding)])  # NaN is also inconclusive
 
 
 def _summed(use: Use, delta: Tensor, like: Tensor) -> Tensor:
@@ -200,9 +201,9 @@ def _summed(use: Use, delta: Tensor, like: Tensor) -> Tensor:
 
 
 class Proofs:
-    """Check every layout of each model's minibatches, and cache the result.
+    """Checks of each layout of the minibatches of each model, with cached results.
 
-    Later checks, in calls 2, 4, 8, ..., 1000, 2000, ..., detect changes.
+    The check is repeated in calls 2, 4, 8, ..., 1000, 2000, ..., to detect changes.
     """
 
     def __init__(self) -> None:
@@ -224,16 +225,16 @@ class Proofs:
 
         Args:
             model: the model; results are cached as long as it is alive.
-            key: the layout of the minibatch, in addition to the functions and shapes of the uses.
+            key: the layout of the minibatch, apart from the functions and shapes of the uses.
             uses: the uses of the weights, by index.
-            look: performs the check, given a seed.
-            site: the observed site, for messages.
-            names: names of the weights, for a warning; without names, there is no warning.
+            look: function from a seed to the result of a check.
+            site: name of the observed site, for messages.
+            names: names of the weights, for warnings; if empty, there is no warning.
 
         Raises:
-            ModelError: if a layout that passed an earlier check fails now.
+            ModelError: a layout that passed an earlier check fails now.
         """
-        # Minibatches with the same graph share these.
+        # Minibatches with the same graph share their results.
         layout = tuple((k, use.function, use.shape) for k, calls in uses.items() for use in calls)
         verdict = self._verdicts_on(model).setdefault((key, layout), _Verdict())
         if verdict.is_due():
@@ -256,7 +257,7 @@ class Proofs:
 
 @dataclass
 class _Verdict:
-    """Results for the weights of a layout.
+    """The results for the weights of a layout.
 
     Attributes:
         known: all findings combined.
@@ -269,31 +270,31 @@ class _Verdict:
     looks: int = 0
 
     def is_due(self) -> bool:
-        """Count a call, and return whether a check is due; a recorded step must not read its result."""
+        """Count a call, and return whether a check is due."""
         if is_recording():
             return False
         self.calls += 1
-        if is_looking():  # one of many replays of a recorded step
+        if is_looking():  # a replay of a recorded step, which must not read the result
             return True
         waiting = bool(self.known.unproven) and self.calls <= _AT_ONCE
         return waiting or self.calls & (self.calls - 1) == 0 or self.calls % _INTERVAL == 0
 
     def renew(self, found: Finding, site: str) -> None:
-        """Compare with earlier findings."""
+        """Combine a finding with earlier ones, and raise if they contradict."""
         news = found.wrong - self.known.wrong - self.known.unproven
         first, self.looks = self.looks == 0, self.looks + 1
         wrong = self.known.wrong | found.wrong
         self.known = Finding(wrong, found.unproven - wrong, {**self.known.rows, **found.rows})
         if news and not first:
             raise ModelError(
-                f"examples of observed site {site!r} depend on rows of other examples, unlike in an earlier step, and "
-                "squared gradients since then are wrong: if the model mixes examples in some steps, "
-                "train it with IVON; if the model was changed on purpose, use a new objective"
+                f"examples of observed site {site!r} depend on rows of other examples, unlike in an earlier step, so "
+                "squared gradients since then are wrong: if the model mixes examples in some steps, train it with "
+                "IVON; if you changed the model, use a new objective"
             )
 
 
 def warn_of_disproved(uses: Served, wrong: set[int], names: Sequence[str]) -> None:
-    """Warn that weights need one backward pass per example, unless their rows were only guessed for a folded batch."""
+    """Warn that weights need one backward pass per example, unless their examples were guessed from folded rows."""
     slow = [
         f"latent site {names[k]!r}"
         for k in sorted(wrong)
@@ -302,6 +303,6 @@ def warn_of_disproved(uses: Served, wrong: set[int], names: Sequence[str]) -> No
     if slow:
         warn(
             f"{', '.join(slow)}: the per-example gradients computed layer by layer disagree with the gradient of the "
-            "model, which mixes examples or takes gradients inside its forward pass. These weights take one backward "
-            "pass per example, which is exact but slower"
+            "model, because the model mixes examples or takes gradients inside its forward pass. These weights "
+            "therefore take one backward pass per example, which is exact but slower"
         )

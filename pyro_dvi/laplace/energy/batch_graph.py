@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The graph of one batch's run, and the products through it."""
+"""The autograd graph of one batch, and curvature products through it."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,17 +18,18 @@ from pyro_dvi.runs.log_joint import JointRun
 
 @dataclass(eq=False)
 class BatchGraph:
-    r"""The graph of one batch's run, and the products through it with flat vectors ``[S, D]``.
+    r"""The autograd graph of one batch, and its curvature products with flat vectors ``[S, D]``.
 
     Args:
-        layout: order of the latents that vary.
-        values: the sites' tensors, in the graph.
-        run: the model at them.
+        layout: order of the latents in flat vectors.
+        values: tensors of the sites, in the graph.
+        run: the run of the model at these values.
         likelihood_weight: :math:`1/\beta T`.
         prior_weight: :math:`1/T`.
-        with_prior: this batch contributes the prior, which counts once a pass.
-        labels: draws labels for a site without a closed-form Fisher information; products with the prior need none.
-        vectors_at_once: number of vectors that go through the graph together.
+        with_prior: whether this batch contributes the prior, which counts once per pass.
+        labels: function that draws labels for a site without a closed-form Fisher information; not needed for the
+            prior.
+        vectors_at_once: number of vectors per pass through the graph.
     """
 
     layout: Layout
@@ -41,9 +42,9 @@ class BatchGraph:
     vectors_at_once: int = 2
 
     @cached_property
-    @torch.enable_grad()  # also where the caller disabled gradients
+    @torch.enable_grad()  # even if the caller disabled gradients
     def energy(self) -> Tensor:
-        """Contribution of the batch to U."""
+        """The contribution of the batch to U."""
         energy = -self.likelihood_weight * self.run.log_likelihood()
         return energy - self.prior_weight * self.run.log_prior if self.with_prior else energy
 
@@ -95,16 +96,16 @@ def sites_only(run: JointRun) -> list[ObservedSite]:
     """Return the observed sites of a run.
 
     Raises:
-        ModelError: there are terms without a distribution.
+        ModelError: the model has a ``pyro.factor`` term.
     """
     if run.factors:
-        which = f"pyro.factor site {run.factors[0].name!r} has no distribution, and so no Gauss-Newton matrix"
+        which = f"pyro.factor site {run.factors[0].name!r} has no distribution and therefore no Gauss-Newton matrix"
         raise ModelError(f"{which}: write it as an observed pyro.sample site, or use precision=Hessian()")
     return run.sites
 
 
 def _gradients(scalar: Tensor, values: list[Tensor], create_graph: bool = False) -> list[Tensor]:
-    """Gradients by each value, zero where there are none; the graph is kept."""
+    """Return the gradients with respect to each value (zero if it is not used), and keep the graph."""
     if not scalar.requires_grad:
         return [torch.zeros_like(v) for v in values]
     options: Any = {"retain_graph": True, "create_graph": create_graph, "allow_unused": True}

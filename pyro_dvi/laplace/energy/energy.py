@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""The function that the MAP estimate minimises, over all data, with its derivatives.
+r"""The function that the MAP estimate minimises, with its derivatives over all data.
 
 .. math:: U(u) = \frac1T\Bigl[-\frac{1}{\beta}\sum_i \log p(y_i \mid u) - \log p(u)\Bigr]
 
-in the unconstrained space of the latents, where :math:`\log p(u)` includes the Jacobian of the transforms and
-:math:`\beta` and T are the ``kl_weight`` and ``temperature`` of training: :math:`e^{-U}` is the (tempered) posterior to
-be approximated by a Gaussian. The temperature does not move minima.
+in the unconstrained space of the latents, where :math:`\log p(u)` includes the Jacobian of the transforms, and
+:math:`\beta` and T are the ``kl_weight`` and ``temperature`` of training. The Gaussian approximates the (tempered)
+posterior :math:`e^{-U}`. The temperature does not move minima.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -33,10 +33,10 @@ from pyro_dvi.runs.log_joint import JointRun, run_joint
 from pyro_dvi.runs.posterior_run import Call
 from pyro_dvi.runs.structure import check_gradients
 
-_LABELS = 8  # for each observation
+_LABELS = 8  # labels drawn for each observation
 
 Recorder = Callable[[list[Tensor]], AbstractContextManager[Any]]
-Run = tuple[list[Tensor], JointRun]  # the varying tensors, and the run at them
+Run = tuple[list[Tensor], JointRun]  # the latents that vary, and the run at these values
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Work:
 
     Attributes:
         done: the work so far.
-        report: called with each addition to the work; may be None.
+        report: function that is called with each addition, or None.
     """
 
     done: int = 0
@@ -55,23 +55,24 @@ class Work:
 class Energy:
     r"""U of a model on fixed batches.
 
-    Sums over a pass are exact: every example counts once, whatever the batch sizes and the scale of the plate.
+    Sums over a pass are exact: every example counts once, independent of the batch sizes and the scale of the plate.
     Modules run in evaluation mode.
 
     Args:
         model: a Pyro model.
         batches: a loader or a list of batches of its arguments.
         locs: unconstrained value of every latent site.
-        layout: the latents that vary; the rest stays at ``locs``. None: all of every site.
+        layout: the latents that vary; all others are fixed at ``locs``. None means that all vary.
         kl_weight: :math:`\beta`.
         temperature: T.
-        memory: bytes of graphs to keep between products at one point; larger graphs are rebuilt for each product.
+        memory: maximum bytes of graphs to keep between products at one point; larger graphs are rebuilt for each
+            product.
 
     Raises:
-        UnsupportedError: latents in half precision.
+        UnsupportedError: a latent has half precision.
 
     Attributes:
-        layout: order of the latents that vary in the flat vector.
+        layout: order of the latents in the flat vector.
         work: the work so far.
     """
 
@@ -92,25 +93,27 @@ class Energy:
         first = self.layout.names[0]
         reference = self.locs[first]
         if reference.dtype.itemsize < 4:
-            lost = f"latent site {first!r} is {reference.dtype}, where rounding hides the curvature around a mode"
-            raise UnsupportedError(f"{lost}: convert model and data with .float(), and build a new guide")
+            lost = f"latent site {first!r} is {reference.dtype}, in which rounding hides the curvature around a mode"
+            raise UnsupportedError(
+                f"{lost}: convert the model and the data with .float(), and construct a new guide"
+            )
         self.passes = Passes(batches, reference.device)
         self.likelihood_weight, self.prior_weight = 1 / (kl_weight * temperature), 1 / temperature
         self.memory = memory
-        self.known: set[str] = set()  # what was checked, or said; copies share it
+        self.known: set[str] = set()  # checks and warnings that were already done; shared by copies
         self.work = Work()
         self._local: LocalEnergy | None = None
 
     @property
     def start(self) -> Tensor:
-        """The flat vector of ``locs``."""
+        """``locs`` as a flat vector."""
         return self.layout.flatten(self.layout.pieces(self.locs))
 
     def at(self, point: Tensor) -> "LocalEnergy":
-        """Return U around a flat vector [D]; the last point is remembered."""
+        """Return U with its derivatives at a flat vector [D]; the last result is cached."""
         if self._local is None or not torch.equal(self._local.point, point):
-            self._local = None  # let its graphs go first
-            # A copy, which does not remember it: graphs in a cycle live until the garbage collector comes.
+            self._local = None  # first free its graphs
+            # A copy without this cache avoids a reference cycle, which would keep graphs until garbage collection.
             self._local = LocalEnergy(copy(self), point.detach().clone())
         return self._local
 
@@ -123,16 +126,16 @@ class Energy:
         return other
 
     def count(self, work: int) -> None:
-        """Add to the work."""
+        """Add to the work done."""
         self.work.done += work
         if self.work.report is not None:
             self.work.report(work)
 
     def runs(self, point: Tensor, recorder: Recorder | None = None) -> Iterator[Run]:
-        """Run the model on every batch, inside ``recorder(sites)``; yield the varying tensors and the run.
+        """Run the model on every batch, inside ``recorder(sites)``; yield the tensors that vary and the run.
 
         Raises:
-            DataError: if a pass over the batches does not contain every row once.
+            DataError: a pass over the batches does not contain every row exactly once.
             ModelError: the prior changes from batch to batch.
         """
         rows = Rows()
@@ -157,32 +160,34 @@ class Energy:
             return values, found
 
     def labels(self, site: ObservedSite, batch: int) -> list[Tensor]:
-        """Draw labels of a site from its own distribution, the same in every pass over the data.
+        """Draw labels of a site from its own distribution, with the same result in every pass over the data.
 
         Args:
             site: an observed site without a closed-form Fisher information.
-            batch: the position of the batch in its pass, each of which has labels of its own.
+            batch: position of the batch in its pass, which determines its labels.
 
         Raises:
-            DataError: the order of rows changes between passes, so that rows would get other labels.
+            DataError: the order of rows changes between passes, so rows would get other labels.
         """
         kind = type(site.fn).__name__
         if self.passes.reordered:
             raise DataError(
-                f"labels are drawn for each row of {site.name!r}, a {kind}, and batches are shuffled: pass list(loader)"
+                f"labels are drawn for each row of site {site.name!r} ({kind}), so the order of rows must not change "
+                "between passes: pass list(loader)"
             )
         if site.name not in self.known:
             self.known.add(site.name)
             warn(
-                f"the Fisher information of {kind} at observed site {site.name!r} has no closed form here: it is "
-                f"estimated from {_LABELS} drawn labels for each observation. Use Hessian(), or add an information_rule"
+                f"the Fisher information of {kind} at observed site {site.name!r} has no closed form here, so it is "
+                f"estimated from {_LABELS} drawn labels per observation. To avoid this, use Hessian() or add an "
+                "information_rule"
             )
         with forked(*accelerators()):
             seeder()(crc32(f"0/{batch}/{site.name}".encode()))
             return [site.sample_labels() for _ in range(_LABELS)]
 
     def batch_gradient(self, batch: Arguments, point: Tensor) -> Tensor:
-        """Gradient [D] of U estimated from one batch, whose likelihood is multiplied by the number of batches."""
+        """Return an estimate of the gradient [D] of U from one batch, whose likelihood counts for all batches."""
         with torch.enable_grad():
             found = self.run(batch, point)
             weight = self.likelihood_weight * self.passes.num_batches
@@ -207,7 +212,7 @@ class LocalEnergy:
 
     @cached_property
     def value_and_gradient(self) -> tuple[Tensor, Tensor]:
-        """U as a scalar and its gradient [D].
+        """U, a scalar, and its gradient, [D].
 
         Raises:
             NonFiniteError: U is NaN or infinite.
@@ -220,13 +225,14 @@ class LocalEnergy:
         self.energy.count(1)
         if not bool(torch.isfinite(total)):
             raise NonFiniteError(
-                f"the negative log joint density is {total.item()}: a noise scale is not positive, or training diverged"
+                f"U, the negative log joint density, is {total.item()}: check that noise scales are positive, or train "
+                "with a lower learning rate"
             )
         return total.to(self.point.dtype), gradient
 
     @cached_property
     def log_likelihood(self) -> float:
-        """Log-likelihood of all data, added up in the widest type."""
+        """Log-likelihood of all data, summed in the widest dtype."""
         return sum(float(graph.run.log_likelihood().detach()) for graph in self._graphs())
 
     @property
@@ -245,41 +251,41 @@ class LocalEnergy:
         return self.value_and_gradient[1]
 
     def hessian(self, vectors: Tensor) -> Tensor:
-        """Product of the Hessian of U with vectors [S, D]."""
+        """Return products of the Hessian of U with vectors [S, D]."""
         return self._sum(lambda graph: graph.hessian(vectors), 2 * len(vectors))
 
     def ggn(self, vectors: Tensor) -> Tensor:
-        """Product of vectors [S, D] with the Gauss-Newton matrix of the likelihood plus the Hessian of the prior.
+        """Return products of :class:`~pyro_dvi.laplace.energy.precision.GGN` with vectors [S, D].
 
         Raises:
-            ModelError: if the model has a ``pyro.factor`` term, which has no outputs for a Gauss-Newton matrix.
+            ModelError: the model has a ``pyro.factor`` term, which has no Gauss-Newton matrix.
         """
         return self._sum(lambda graph: graph.ggn(vectors), 2 * len(vectors))
 
     @cached_property
     def prior_diagonal(self) -> Tensor | None:
-        """Diagonal [D] of the Hessian of minus the log prior; None unless that is diagonal and positive.
+        """Diagonal [D] of the Hessian of minus the log prior; None unless this Hessian is diagonal and positive.
 
-        Independent Normal priors have one. A latent in the prior of another couples the two.
+        It is diagonal for independent Normal priors, but not if the prior of one latent depends on another.
         """
         return diagonal_of(self.prior_hessian, self.point)
 
     @property
     def prior_scale(self) -> Tensor:
-        """Root [D] of the inverse of :attr:`prior_diagonal`; ones where there is none."""
+        """Inverse square root [D] of :attr:`prior_diagonal`; ones if it is None."""
         diagonal = self.prior_diagonal
         return torch.ones_like(self.point) if diagonal is None else diagonal.rsqrt()
 
     def prior_hessian(self, vectors: Tensor) -> Tensor:
-        """Product of vectors [S, D] with the Hessian of minus the log prior."""
+        """Return products of vectors [S, D] with the Hessian of minus the log prior."""
         return self.first.prior_hessian(vectors)
 
     def ggn_noise(self, count: int, generator: torch.Generator) -> Tensor:
-        r"""Draw :math:`J^\top \Lambda^{1/2} \xi` [S, D]: its covariance is the likelihood's Gauss-Newton matrix."""
+        r"""Draw :math:`J^\top \Lambda^{1/2} \xi` [S, D], whose covariance is :math:`J^\top \Lambda J`."""
         return self._sum(lambda graph: graph.ggn_noise(count, generator), count)
 
     def examples(self) -> Iterator[ExampleGradients]:
-        r"""Give, batch by batch, the rows of :math:`\Lambda^{1/2} J`, of which the Gauss-Newton matrix is made."""
+        r"""Yield the rows of :math:`\Lambda^{1/2} J`, which make up the Gauss-Newton matrix, batch by batch."""
         energy, recorders = self.energy, list[SquaredGradients]()
 
         def recorder(sites: list[Tensor]) -> SquaredGradients:
@@ -291,7 +297,7 @@ class LocalEnergy:
                 labels = partial(energy.labels, batch=index)
                 for outputs in by_examples(information_pairs(sites_only(run), labels)):
                     outputs = outputs * energy.likelihood_weight**0.5
-                    if index == 0:  # a backward pass for each output, through every batch
+                    if index == 0:  # counted once: a backward pass per output, through all batches
                         energy.count(outputs.shape[1])
                     yield ExampleGradients(recorders[-1], outputs, energy.layout.entries, energy.layout.names)
                 recorders.clear()
@@ -321,7 +327,7 @@ class LocalEnergy:
                     labels=partial(self.energy.labels, batch=index),
                     vectors_at_once=vectors_together(by_run[-1].total, self.point.device),
                 )
-                # Products differentiate twice: their graphs hold about three times the bytes that the run saved.
+                # Products differentiate twice, so their graphs need about three times the bytes that the run saved.
                 saved += 4 * by_run[-1].total
                 if kept is not None:
                     kept = [*kept, graph] if saved <= self.energy.memory else None
@@ -330,8 +336,8 @@ class LocalEnergy:
 
 
 def diagonal_of(product: Callable[[Tensor], Tensor], like: Tensor) -> Tensor | None:
-    """Return the diagonal [D] of a matrix known by its products; None unless it is diagonal and positive."""
-    # Row sums are the diagonal of a diagonal matrix, as a product with a vector of distinct elements shows.
+    """Return the diagonal [D] of a matrix from its products; None unless it is diagonal and positive."""
+    # The row sums of a diagonal matrix are its diagonal; a product with a vector of distinct elements confirms this.
     probe = torch.randn(like.shape, generator=torch.Generator().manual_seed(0)).to(like)
     diagonal, check = product(torch.stack([torch.ones_like(probe), probe]))
     rounding = 100 * torch.finfo(probe.dtype).eps * diagonal.abs() * probe.abs().clamp(min=1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Repeated passes over fixed data, with checks that they stay the same and hold every row once."""
+"""Repeated passes over fixed data, with checks that the data do not change and that every row occurs once."""
 
 import math
 import weakref
@@ -22,15 +22,15 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 class Passes:
     """Repeated passes over fixed batches.
 
-    A checksum of every pass, which does not depend on the order of the rows, is compared with the first. Otherwise,
+    A checksum of every pass, independent of the order of the rows, is compared with the first. Without this check,
     solvers would silently average over random augmentation or sampling with replacement.
 
     Args:
-        batches: a loader or a list of batches, each a tuple of the model's arguments or a mapping of them.
-        device: of the tensors that are yielded.
+        batches: a loader or a list of batches, each a tuple or a mapping of the model's arguments.
+        device: device of the tensors that are yielded.
 
     Raises:
-        DataError: a list holds the same tensors twice.
+        DataError: a list contains the same tensors twice.
 
     Attributes:
         reordered: whether the order of rows differed between passes.
@@ -41,7 +41,7 @@ class Passes:
         if isinstance(batches, (list, tuple)):
             calls = [arguments(batch, None) for batch in batches]
             if len({tuple(map(id, (*args, *kwargs.values()))) for args, kwargs in calls}) < len(calls):
-                raise DataError("batches holds the same tensors twice: pass all the data once")
+                raise DataError("batches contains the same tensors twice: pass every example once")
         self.batches = batches
         self.device = device
         self.reordered = False
@@ -51,7 +51,7 @@ class Passes:
 
     @property
     def checksum(self) -> float:
-        """Checksum of the rows with their labels, in any order; goes through the data if no pass was made yet."""
+        """Checksum of the rows with their labels, in any order; computed by a pass over the data if there was none."""
         if self._checksum is None:
             deque(self, maxlen=0)
         assert self._checksum is not None
@@ -59,14 +59,14 @@ class Passes:
 
     @property
     def num_batches(self) -> int:
-        """Number of batches in the first whole pass."""
+        """Number of batches in the first complete pass."""
         return len(self.order)
 
     def __iter__(self) -> Iterator[Arguments]:
         """Yield the arguments of every batch.
 
         Raises:
-            DataError: the loader yields nothing, NaN or infinities, or other data than the first time.
+            DataError: the loader yields no batches, NaN or infinite values, or other data than in the first pass.
         """
         count, total = 0, 0.0
         for batch in self.batches:
@@ -83,17 +83,17 @@ class Passes:
             count += 1
             yield found
         if count == 0:
-            raise DataError("batches is empty: it has no batches")
+            raise DataError("batches is empty: pass all the data")
         if self._checksum is None:
             self._checksum = total
         elif not same_data(self._checksum, total):
             raise DataError(
-                "the batches changed between two passes over the data (random augmentation, sampling with replacement, "
-                "or drop_last of a shuffled loader): list(loader) fixes one pass"
+                "the batches changed between two passes over the data (through random augmentation, sampling with "
+                "replacement, or drop_last of a shuffled loader): pass list(loader) to fix one pass"
             )
 
     def first_again(self) -> Arguments:
-        """Return the first batch of another pass, which is completed where its rows have changed or moved.
+        """Return the first batch of another pass; if its rows have changed or moved, the pass is completed as a check.
 
         Raises:
             DataError: see :meth:`__iter__`.
@@ -104,8 +104,8 @@ class Passes:
         return first
 
     def _checksums(self, index: int, given: list[Tensor], placed: list[Tensor]) -> tuple[float, float]:
-        """Return the checksums of a batch; tensors that come again, as from a list of batches, are read once."""
-        versions = [None if t.is_inference() else t._version for t in given]  # they count changes in place
+        """Return the checksums of a batch; tensors that recur, as with a list of batches, are read once."""
+        versions = [None if t.is_inference() else t._version for t in given]  # counts of in-place changes
         references, before, sums = self._known.get(index, ([], [], (0.0, 0.0)))
         names = list(map(id, given))
         if names and names == [id(r()) for r in references]:
@@ -113,8 +113,8 @@ class Passes:
                 return sums
             if versions != before and names == list(map(id, placed)):
                 raise DataError(
-                    "the batches changed between two passes over the data, or within one, as with a loader that reuses "
-                    "its tensors: pass copies, [(x.clone(), y.clone()) for x, y in loader]"
+                    "the batches changed between two passes over the data, or within a pass, as with a loader that "
+                    "reuses its tensors: pass copies, [(x.clone(), y.clone()) for x, y in loader]"
                 )
         sums = _checksums(placed)
         self._known[index] = [weakref.ref(t) for t in given], versions, sums
@@ -127,21 +127,21 @@ def same_data(first: float | None, other: float | None) -> bool:
 
 
 def _checksums(tensors: Iterable[Tensor]) -> tuple[float, float]:
-    """Return a nonlinear sum over rows, which does not depend on their order, and one that does.
+    """Return two nonlinear sums over rows, one independent of and one dependent on their order.
 
-    Tensors of the same length hold parts of the same rows, so that labels of other rows change both sums.
+    Tensors of the same length are parts of the same rows, so permuted labels change both sums.
     """
     angles: dict[Any, Tensor] = {}
     for k, tensor in enumerate(tensors):
         if tensor.numel() and not tensor.is_complex():
             rows = tensor.detach().reshape(len(tensor) if tensor.dim() else 1, -1)
-            # Rounding of sums over the pixels of an image depends on the batch size.
+            # The rounding of sums over the pixels of an image depends on the batch size.
             columns = torch.arange(rows.shape[1], device=rows.device, dtype=widest(rows.device))
             angle = rows.to(columns) @ columns.mul_(0.618).add_(k).cos_()
             place = rows.device, len(rows)
             angles[place] = (
                 angles.get(place, torch.ones(())) + angle
-            )  # 1 makes the cosine of a row and of its negative differ
+            )  # the 1 distinguishes a row from its negative
     anyhow = ordered = 0.0
     for angle in angles.values():
         marks = angle.cos()
@@ -151,12 +151,12 @@ def _checksums(tensors: Iterable[Tensor]) -> tuple[float, float]:
 
 
 class Rows:
-    """Count the rows of plates over a pass, and compare the prior and the scales of its batches."""
+    """Count the rows of plates in a pass, and compare the priors and scales of its batches."""
 
     def __init__(self) -> None:
         self._log_priors: Tensor | None = None
         self._log_likelihoods: list[Tensor] = []
-        # For each batch: the rows of a plate and its size; the observations of a site and their scale.
+        # For each batch, the rows and size of each plate, and the number of observations and scale of each site.
         self._plates: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
         self._scales: defaultdict[str, list[tuple[int, float]]] = defaultdict(list)
 
@@ -164,7 +164,7 @@ class Rows:
         """Add a batch.
 
         Raises:
-            ModelError: its prior differs from the prior in the first batch.
+            ModelError: the prior differs from the prior in the first batch.
         """
         found = torch.stack([term.detach() for term in run.log_priors.values()])
         self._log_priors = found if self._log_priors is None else self._log_priors
@@ -173,12 +173,13 @@ class Rows:
         if not bool(same.all()):
             name = list(run.log_priors)[int(same.int().argmin())]
             raise ModelError(
-                f"the prior of {name!r} changes from batch to batch: compute statistics of the data outside of the "
-                "model; to scale a minibatch, use pyro.plate('data', size=num_data, subsample_size=len(x))"
+                f"the prior of {name!r} changes from batch to batch: compute statistics of the data outside the model; "
+                "to scale a minibatch, use pyro.plate('data', size=num_data, subsample_size=len(x))"
             )
         self._log_likelihoods.append(run.log_likelihood().detach())
         for site in run.sites:
-            if not torch.is_tensor(site.scale) or site.scale.numel() == 1:  # else weights of single examples
+            # Other scales are weights of single examples.
+            if not torch.is_tensor(site.scale) or site.scale.numel() == 1:
                 size = torch.Size(site.fn.batch_shape).numel()
                 self._scales[site.name].append((size, float(site.scale)))
         for name, counts in run.rows.items():
@@ -187,33 +188,33 @@ class Rows:
     def check(self, order: list[float]) -> None:
         """Compare the rows with the size of each plate.
 
-        A scale that makes each of several batches as large as all the data belongs to stochastic training, and would
-        count the data once per batch. A constant weight may happen to equal the number of batches; this gives a
-        warning.
+        A scale that makes each of several batches as large as all the data belongs to stochastic training and would
+        count all the data once per batch. As a constant weight may equal the number of batches by chance, this is only
+        a warning.
 
         Args:
-            order: a checksum of the rows of each batch.
+            order: checksum of the rows of each batch.
 
         Raises:
-            DataError: rows are missing, or there are too many.
+            DataError: there are too few or too many rows.
         """
         filled = all(size == full > 1 for counts in self._plates.values() for size, full in counts)
-        # The same tensors may come with other indices of rows, and rows without inputs be equal.
+        # Equal likelihoods alone do not show a repetition: batches may differ in their row indices, or have no inputs.
         same = all(map(torch.equal, self._log_likelihoods[1:], self._log_likelihoods))
         if self._plates and filled and same and len(order) > 1 == len(set(order)):
-            raise DataError("two batches hold the same data, which would count twice: pass every row once")
+            raise DataError("two batches contain the same data, which would count twice: pass every row once")
         for name, counts in sorted(self._plates.items()):
             rows, sizes = sum(size for size, _ in counts), {full for _, full in counts}
             if sizes != {rows} and any(size != full for size, full in counts):
                 raise DataError(
-                    f"the batches hold {rows} rows of plate {name!r}, whose size is {max(sizes)}: pass all the data "
-                    "once, with drop_last=False, and a plate of the size of the data"
+                    f"the batches contain {rows} rows of plate {name!r}, whose size is {max(sizes)}: pass all the data "
+                    "once, with drop_last=False, and set the size of the plate to the number of examples"
                 )
         for name, seen in self._scales.items():
             rows = sum(size for size, _ in seen)
             if len(seen) > 1 and all(abs(size * scale - rows) <= 1e-5 * rows for size, scale in seen):
                 warn(
                     f"observed site {name!r} has scale {seen[0][1]:.6g} in a batch of {seen[0][0]} of {rows} "
-                    f"observations, so that all data count {len(seen)} times: to compensate for the batch size, use "
+                    f"observations, so all data count {len(seen)} times: to compensate for the batch size, use "
                     "pyro.plate('data', size=num_data, subsample_size=len(x))"
                 )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choices of the precision matrix of the Gaussian, and the prior's contribution to it."""
+"""Precision matrices of the Gaussian, and the contribution of the prior."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from pyro_dvi.linalg.operator import identity_rows
 
 
 class PrecisionMatrix(ABC):
-    """A symmetric matrix P at the mode, given by its products."""
+    """A symmetric matrix P at the mode, represented by its products."""
 
     @abstractmethod
     def product(self, local: LocalEnergy, vectors: Tensor) -> Tensor:
@@ -27,15 +27,15 @@ class PrecisionMatrix(ABC):
 
 @dataclass(frozen=True)
 class GGN(PrecisionMatrix):
-    r"""Gauss-Newton: :math:`P = \frac1\beta\sum_i J_i^\top \Lambda_i J_i - \nabla^2\log p(u)`.
+    r"""The Gauss-Newton matrix, :math:`P = \frac1\beta\sum_i J_i^\top \Lambda_i J_i - \nabla^2\log p(u)`.
 
-    :math:`\Lambda_i` is the expected Fisher information of the parameters of the observed distribution. Positive
-    definite for log-concave priors, whether or not training has converged.
+    :math:`\Lambda_i` is the expected Fisher information of the parameters of the observed distribution. For log-concave
+    priors, P is positive definite whether or not training has converged.
 
-    Status: the exact Hessian of the linearised model; differs from :class:`Hessian` by the curvature of the network.
+    Status: the exact Hessian of the linearised model; it differs from :class:`Hessian` by the curvature of the network.
 
-    Source: Schraudolph (2002), "Fast curvature matrix-vector products"; Martens (2020), Section 9, for its link with
-        the Fisher information.
+    Source: Schraudolph (2002), "Fast curvature matrix-vector products"; Martens (2020), Section 9, for the connection
+    with the Fisher information.
     """
 
     def product(self, local: LocalEnergy, vectors: Tensor) -> Tensor:
@@ -43,12 +43,12 @@ class GGN(PrecisionMatrix):
         return local.ggn(vectors)
 
     def matrix(self, local: LocalEnergy) -> Tensor:
-        """Return P, from per-example gradients if these are cheap."""
+        """Return P, from per-example gradients if they are cheap."""
         found = self.from_examples(local)
         return super().matrix(local) if found is None else found
 
     def from_examples(self, local: LocalEnergy) -> Tensor | None:
-        """Return P from per-example gradients, with K backward passes; None if these are not cheap."""
+        """Return P from per-example gradients, with K backward passes; None if they are not cheap."""
         total = local.point.new_zeros(len(local.point), len(local.point))
         for examples in local.examples():
             if not examples.cheap:
@@ -65,7 +65,7 @@ class GGN(PrecisionMatrix):
 class Hessian(PrecisionMatrix):
     r"""The Hessian of the negative log posterior density, :math:`P = \nabla^2 U`.
 
-    Positive definite at a minimum of U only: train, then ``guide.polish(batches)``.
+    It is positive definite only at a minimum of U: after training, call ``guide.polish(batches)``.
 
     Status: exact.
 
@@ -86,31 +86,29 @@ class Hessian(PrecisionMatrix):
 
 
 def independent_prior_precision(local: LocalEnergy, method: str) -> Tensor:
-    """Return the diagonal [D] of the Hessian of minus the log prior, for a prior of independent latents.
+    """Return the diagonal [D] of the Hessian of minus the log prior, for independent latents.
 
     Args:
-        local: U around the mode.
-        method: name of the caller, for the message.
+        local: U with its derivatives at the mode.
+        method: name of the caller, for error messages.
 
     Raises:
-        UnsupportedError: the prior couples latents, for example a weight and the scale in its hierarchical prior.
-        NotPositiveDefiniteError: the prior has no positive curvature at some latent.
+        UnsupportedError: the prior couples latents, such as a weight and the scale of its hierarchical prior.
+        NotPositiveDefiniteError: the curvature of the prior is not positive for some latent.
     """
     diagonal = prior_diagonal(local, method, independent=True)
     for name, part in local.energy.layout.named(diagonal).items():
         if not bool((part > 0).all()):
-            what = (
-                f"the prior of {name!r} is flat or heavy-tailed, with curvature {part.min():.3g} at the mode"
-            )
-            raise NotPositiveDefiniteError(f"{what}: use Dense() or ConjugateGradient(), or another prior")
+            what = f"the prior of {name!r} is flat or heavy-tailed and has curvature {part.min():.3g} at the mode"
+            raise NotPositiveDefiniteError(f"{what}: use Dense(), ConjugateGradient() or another prior")
     return diagonal
 
 
 def prior_diagonal(local: LocalEnergy, method: str, *, independent: bool = False) -> Tensor:
-    """Return the diagonal [D] of the Hessian of minus the log prior, by a probe for each site.
+    """Return the diagonal [D] of the Hessian of minus the log prior, with one probe per site.
 
     Raises:
-        UnsupportedError: the prior couples elements of one site, or, with ``independent``, several sites.
+        UnsupportedError: the prior couples elements of a site or, if ``independent`` is set, several sites.
     """
     if local.prior_diagonal is not None:
         return local.prior_diagonal
@@ -121,21 +119,21 @@ def prior_diagonal(local: LocalEnergy, method: str, *, independent: bool = False
         here = layout.flatten([v * (site == name) for site, v in ones.items()])
         mine, probed = local.prior_hessian(
             torch.stack([here, here * probe])
-        )  # any two elements of a probe differ
+        )  # all elements of the probe differ
         diagonal += mine * here
         wrong = (probed - mine * here * probe).abs() > 1e3 * torch.finfo(mine.dtype).eps * mine.abs().max()
         coupled = [site for site, places in layout.named(wrong).items() if bool(places.any())]
         if name in coupled or (independent and coupled):
             sites = " and ".join(sorted({repr(name), repr(coupled[0])}))
-            what = f"{method} needs a prior of independent latents, but the prior of {sites} couples them"
+            what = f"{method} needs independent latents, but the prior of {sites} couples them"
             raise UnsupportedError(
-                f"{what}: use Dense() or ConjugateGradient(), or a subset without such priors"
+                f"{what}: use Dense(), ConjugateGradient(), or a subset without such priors"
             )
     return diagonal
 
 
 def common_ratio(new: Tensor, old: Tensor) -> float | None:
-    """Return the common factor between all prior precisions; None if the ratios differ."""
+    """Return the common ratio of all prior precisions; None if the ratios differ."""
     ratio = new / old
     lowest, highest = float(ratio.min()), float(ratio.max())
     return highest if highest - lowest <= 100 * torch.finfo(new.dtype).eps * highest else None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flat vectors of the latents that vary, and the outputs of a model at query inputs as functions of these."""
+"""Flat vectors of the latents that vary, and the model's outputs at query inputs as functions of these vectors."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -21,17 +21,16 @@ from pyro_dvi.runs.outputs import Outputs, run_outputs
 
 
 class Layout:
-    """The order of sites, or of their entries that vary, in a flat vector.
+    """The order of the latents that vary in a flat vector.
 
-    The vector has a piece for each site: the whole site, or a vector of its entries that vary.
+    The vector has a piece for each site: the whole site, or a vector of the entries that vary.
 
     Args:
         shapes: shape of each site by name, in order.
-        chosen: indices ``[n]`` of the entries that vary in the flattened site; where it is None or missing, all entries
-            vary.
+        chosen: indices ``[n]`` of the entries that vary in each flattened site; if None or missing, all entries vary.
 
     Attributes:
-        chosen: indices for the sites of which only some entries vary.
+        chosen: these indices, only for sites of which some entries are fixed.
         size: D, the length of the vector.
 
     Example:
@@ -56,22 +55,22 @@ class Layout:
 
     @property
     def names(self) -> list[str]:
-        """Sites in order."""
+        """Names of the sites, in order."""
         return list(self.shapes)
 
     @property
     def entries(self) -> dict[int, Tensor]:
-        """``chosen`` by the number of the site."""
+        """``chosen`` by position of the site."""
         return {k: self.chosen[name] for k, name in enumerate(self.shapes) if name in self.chosen}
 
     def flatten(self, pieces: Sequence[Tensor]) -> Tensor:
-        """Return the vector ``[*lead, D]`` of pieces ``[*lead, *piece]``, which come in order."""
+        """Join pieces ``[*lead, *piece]``, in order, to a vector ``[*lead, D]``."""
         lead = pieces[0].shape[: pieces[0].dim() - len(self._pieces[0])]
         return torch.cat([p.reshape((*lead, -1)) for p in pieces], -1)
 
     def split(self, vector: Tensor) -> list[Tensor]:
-        """Return the pieces ``[*lead, *piece]`` in order of a vector ``[*lead, D]``."""
-        # Copies: torch.view_as_complex, for example, rejects views with an odd offset.
+        """Split a vector ``[*lead, D]`` into its pieces ``[*lead, *piece]``, in order."""
+        # The pieces are copies, because torch.view_as_complex, for example, rejects views with an odd offset.
         parts = [p.clone(memory_format=torch.contiguous_format) for p in vector.split(self._sizes, -1)]
         return [p.reshape((*vector.shape[:-1], *s)) for p, s in zip(parts, self._pieces, strict=True)]
 
@@ -80,16 +79,16 @@ class Layout:
         return dict(zip(self.shapes, self.split(vector), strict=True))
 
     def pieces(self, sites: Mapping[str, Tensor]) -> list[Tensor]:
-        """Return the varying parts of whole sites, in order."""
+        """Return the pieces of whole sites, in order."""
         chosen = {name: sites[name].flatten()[places] for name, places in self.chosen.items()}
         return [chosen[name] if name in chosen else sites[name] for name in self.shapes]
 
     def place(self, pieces: Sequence[Tensor], elsewhere: Any = None) -> dict[str, Tensor]:
-        """Return whole sites ``[*lead, *site]`` of pieces ``[*lead, *piece]``, as functions of these.
+        """Return whole sites ``[*lead, *site]`` as functions of their pieces ``[*lead, *piece]``.
 
         Args:
             pieces: values of the latents that vary, in order.
-            elsewhere: values ``[*site]`` of the other entries, by site; None: zero.
+            elsewhere: values ``[*site]`` of the other entries by site; None means zero.
         """
         sites = dict(zip(self.shapes, pieces, strict=True))
         for name, places in self.chosen.items():
@@ -101,23 +100,23 @@ class Layout:
 
 
 Subset = str | Iterable[str] | Mapping[str, Tensor | bool] | Layout
-"""Selection of the latents that vary: sites by name or pattern, or a mapping of these to masks of their entries."""
+"""Selection of the latents that vary: sites by name or pattern, or a mapping from these to masks of their entries."""
 
 
 ReadOutputs = Callable[[Mapping[str, Tensor], int], Outputs]
 
 
 class Query:
-    r"""Outputs :math:`f(x; u)` for B inputs, and their Jacobian J at the mode.
+    r"""The outputs :math:`f(x; u)` for B inputs, and their Jacobian J at the mode.
 
     Args:
         model: a Pyro model.
-        inputs: its positional arguments; observations may be left out.
+        inputs: its positional arguments; observations may be omitted.
         locs: unconstrained value of every latent site.
-        layout: order of the latents that vary.
-        site: of the outputs; see :func:`~pyro_dvi.runs.outputs.run_outputs`.
-        read: returns the outputs, given unconstrained values of the latents by name and the number of rows; None: the
-            model is run by :func:`~pyro_dvi.runs.outputs.run_outputs`.
+        layout: order of the latents in flat vectors.
+        site: name of the site of the outputs; see :func:`~pyro_dvi.runs.outputs.run_outputs`.
+        read: function from unconstrained latents by name and the number of rows to the outputs; by default, the model
+            is run with :func:`~pyro_dvi.runs.outputs.run_outputs`.
 
     Attributes:
         num_rows: B.
@@ -140,14 +139,14 @@ class Query:
         tensors = [v for v in tensors_in(inputs) if v.dim() > 0]
         self.num_rows = len(tensors[0]) if tensors else 0
         if self.num_rows == 0:
-            raise DataError("the query has no rows: it needs an input tensor with a row for each example")
+            raise DataError("the query has no rows: pass an input tensor with a row for each example")
         for tensor in tensors:
             if not bool(torch.isfinite(tensor).all()):
-                raise DataError(f"the query of shape {tuple(tensor.shape)} holds NaN or infinite values")
+                raise DataError(f"the query of shape {tuple(tensor.shape)} contains NaN or infinite values")
 
     @cached_property
     def outputs(self) -> Outputs:
-        """The outputs at the mode, with their graph."""
+        """The outputs at the mode, with their autograd graph."""
         with torch.enable_grad():
             self._values = [piece.clone().requires_grad_() for piece in self.layout.pieces(self._locs)]
             sites = self.layout.place(self._values, self._locs)
@@ -162,17 +161,17 @@ class Query:
 
     @property
     def size(self) -> int:
-        """K, the real numbers for each example."""
+        """K, the number of outputs of each example."""
         return self.outputs.values.shape[1]
 
     @property
     def bytes_held(self) -> int:
-        """Bytes held by the graph, and by the gradients of all outputs that covariances compute from it."""
+        """Bytes held by the graph and by the gradients of all outputs."""
         return (1 + self.size) * self._saved.total
 
     def at(self, point: Tensor) -> Tensor:
-        """Return the outputs [B, K] at another flat vector [D], as a node of its graph if it has one."""
-        with torch.enable_grad():  # the graph shows which parameters are outputs
+        """Return the outputs [B, K] at another flat vector [D], differentiable if the vector requires gradients."""
+        with torch.enable_grad():  # the graph is needed to find which parameters are outputs
             start = point if point.requires_grad else point.detach().requires_grad_()
             found = self._run(self.layout.place(self.layout.split(start), self._locs)).values
         return found if point.requires_grad else found.detach()
@@ -186,7 +185,7 @@ class Query:
         return self.layout.flatten(self._jacobian.transposed(cotangents))
 
     def rows(self, at_once: int = 64) -> Iterator[Tensor]:
-        """Give the rows of J in order, example by example: tensors ``[n, D]``, n at most ``at_once``."""
+        """Yield the rows of J in order, example by example, as tensors ``[n, D]`` with n at most ``at_once``."""
         if not self.examples.cheap:
             for units in identity_rows(self.mean.flatten(), at_once):
                 yield self.transposed(units.unflatten(1, self.mean.shape))
@@ -198,7 +197,7 @@ class Query:
 
     @cached_property
     def examples(self) -> ExampleGradients:
-        """The rows of J, with the factors that they are made of."""
+        """The rows of J, with their factors."""
         outputs = self.outputs.values
         return ExampleGradients(self._recorder, outputs, self.layout.entries, self.layout.names)
 
@@ -221,13 +220,13 @@ def refuse_torch_modes(device: torch.device | None) -> None:
     """Raise an error in inference mode, and under autocast.
 
     Args:
-        device: of the model; None means the CPU.
+        device: device of the model; None means the CPU.
 
     Raises:
-        UnsupportedError: ``torch.inference_mode()`` or ``torch.autocast`` is on.
+        UnsupportedError: ``torch.inference_mode()`` or ``torch.autocast`` is active.
     """
     if torch.is_inference_mode_enabled() or torch.is_autocast_enabled(device.type if device else "cpu"):
         raise UnsupportedError(
             "a Laplace approximation differentiates the model, even for predictions: use torch.no_grad() instead of "
-            "torch.inference_mode(), with inputs created outside of it, and torch.autocast only in training"
+            "torch.inference_mode(), create inputs outside of inference mode, and use torch.autocast only in training"
         )

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The log evidence, and tuning of scales by the evidence or on validation data."""
+"""The log evidence, and tuning of scales with the evidence or on validation data."""

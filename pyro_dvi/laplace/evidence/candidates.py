@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scales of priors and noise that are tuned after training, and quantities that depend on their values."""
+"""Scales of priors and noise to tune after training, and quantities that depend on their values."""
 
 import math
 from abc import ABC, abstractmethod
@@ -24,12 +24,12 @@ from pyro_dvi.runs.log_joint import scale_name
 
 
 class Scale(ABC):
-    """A positive number that multiplies something in the model, to be tuned.
+    """A positive multiplier in the model, to be tuned.
 
     Attributes:
-        exponent: power of the number that multiplies the scale of the sites' distributions.
-        of_prior: the number changes the prior's part of P, not the likelihood's.
-        grid: the values to try by default.
+        exponent: power of the value by which the scale of the sites' distributions is multiplied.
+        of_prior: whether the value changes the contribution of the prior to P, instead of the likelihood's.
+        grid: default values to try.
     """
 
     exponent: ClassVar[float]
@@ -38,24 +38,24 @@ class Scale(ABC):
 
     @abstractmethod
     def sites(self, energy: Energy) -> list[str]:
-        """Return the sites whose distributions change; :func:`~pyro_dvi.runs.log_joint.rescaled` refuses others."""
+        """Return the sites whose distributions change; :func:`~pyro_dvi.runs.log_joint.rescaled` must support them."""
 
     def factor(self, value: float) -> float:
-        """Return the factor of the scale of these sites."""
+        """Return the factor of the scales of these sites."""
         return value**self.exponent
 
     def proportions(self, value: float) -> tuple[float, float]:
-        """Return the factors of the likelihood's and the prior's part of P, if all sites of a kind change."""
+        """Return the factors of the likelihood's and the prior's contributions to P, if all sites of a kind change."""
         precision = value ** (-2 * self.exponent)
         return (1.0, precision) if self.of_prior else (precision, 1.0)
 
 
 @dataclass(frozen=True)
 class PriorPrecision(Scale):
-    """A factor on the prior precision, shared by several sites.
+    """A factor of the prior precision, shared by several sites.
 
     Args:
-        names: the sites, by name or pattern (``"net.0.*"``); None: all uncertain sites whose prior is Normal,
+        names: the sites, by name or pattern (``"net.0.*"``). None means all sites of the fit whose prior is Normal,
             MultivariateNormal, StudentT, Laplace or Cauchy.
     """
 
@@ -67,23 +67,25 @@ class PriorPrecision(Scale):
         """Return the latent sites.
 
         Raises:
-            ArgumentError: the pattern fits no site that is uncertain.
+            ArgumentError: the pattern matches no such site.
         """
         nodes, varying = energy.at(energy.start).first.run.trace.nodes, energy.layout.names
         scalable = [name for name in varying if scale_name(nodes[name]["fn"]) is not None]
         chosen = scalable if self.names is None else [n for n in varying if fnmatchcase(n, self.names)]
         if not chosen:
-            raise ArgumentError(f"{self} matches no uncertain site whose prior has a scale, of {varying}")
+            raise ArgumentError(
+                f"{self} matches no site whose prior has a scale: the sites of the fit are {varying}"
+            )
         return chosen
 
 
 @dataclass(frozen=True)
 class NoiseScale(Scale):
-    """The scale of the observation noise, times a number.
+    """A factor of the scale of the observation noise.
 
     Args:
-        site: the observed site, a Normal, MultivariateNormal, StudentT, Laplace or Cauchy; None for the only
-            observed site.
+        site: name of the observed site, whose distribution is Normal, MultivariateNormal, StudentT, Laplace or Cauchy;
+            None for the only observed site.
     """
 
     site: str | None = None
@@ -94,38 +96,40 @@ class NoiseScale(Scale):
         """Return the observed site.
 
         Raises:
-            ModelError: there is no such site, or several to choose from.
+            ModelError: the model has no such site, or has several and ``site`` is None.
         """
         found = energy.at(energy.start).first.run.sites
         observed = [site.name for site in found if self.site in (None, site.name)]
         if len(observed) != 1:
-            raise ModelError(f"NoiseScale(site) needs one observed site with a scale, not {observed or None}")
+            raise ModelError(
+                f"NoiseScale(site) needs one observed site whose distribution has a scale, got {observed or None}"
+            )
         return observed
 
 
 def check_scales(name: str, scales: Sequence[object]) -> None:
-    """Raise an error for anything that is no scale."""
+    """Raise an error for objects that are not scales."""
     for scale in scales:
         check_choice(name, scale, Scale, "PriorPrecision('net.0.*') or NoiseScale()")
 
 
-_ANOTHER = 4.0  # a value to compare with 1
+_ANOTHER = 4.0  # an arbitrary value to compare with 1
 
 
 @dataclass(frozen=True)
 class Candidates:
-    r"""Quantities that depend on the tuned value, around a fixed mode; criteria compare values by these.
+    r"""Quantities at a fixed mode that depend on the tuned value, for criteria.
 
-    One run of the model serves all values of independent Normal priors; for others each value runs the first batch. The
-    method fits once where its Gaussian of precision :math:`G + \Pi` can be turned into the Gaussian of
-    :math:`a G + \Pi_c`, and for each value otherwise.
+    For independent Normal priors, one run of the model serves all values; for other priors, each value runs the first
+    batch. The method is fitted once if its Gaussian with precision :math:`G + \Pi` can be converted to the Gaussian
+    with precision :math:`a G + \Pi_c`, and otherwise for each value.
 
     Attributes:
-        energy: U with value 1.
+        energy: U at value 1.
         scale: the scale that is tuned.
         sites: the sites that change.
-        method: how the Gaussian is represented.
-        seed: of random numbers.
+        method: representation of the Gaussian.
+        seed: random seed.
     """
 
     energy: Energy
@@ -135,18 +139,18 @@ class Candidates:
     seed: int
 
     def local(self, value: float) -> LocalEnergy:
-        """Return U with another value of the scale around the same mode."""
+        """Return U at the same mode for another value of the scale."""
         factors = dict.fromkeys(self.sites, self.scale.factor(value))
         energy = self.energy.with_model(rescaled_model(self.energy.model, factors))
         return energy.at(energy.start)
 
     @cached_property
     def here(self) -> LocalEnergy:
-        """U with value 1."""
+        """U at value 1."""
         return self.energy.at(self.energy.start)
 
     def log_prior(self, value: float) -> float:
-        """Return the log prior of the sites that vary."""
+        """Return the log prior of the latents that vary."""
         changes = value != 1 and self.scale.of_prior
         if changes and self.here.prior_diagonal is not None and self._normal is not None:
             _, squares, count = self._normal
@@ -156,7 +160,7 @@ class Candidates:
 
     @property
     def prior_is_proportional(self) -> bool:
-        """Another value multiplies the whole prior precision by one number."""
+        """Whether another value multiplies the whole prior precision by one factor."""
         before, after = self.prior_diagonal(1.0), self.prior_diagonal(_ANOTHER)
         return before is not None and after is not None and common_ratio(after, before) is not None
 
@@ -173,7 +177,7 @@ class Candidates:
     def _normal(self) -> tuple[Tensor, float, float] | None:
         """The part of the prior precision that changes, and sums of :math:`z^2` and 1 over its standardised latents.
 
-        Independent Normal priors have them; the value multiplies all three parts of their log density in closed form.
+        They exist for independent Normal priors, whose log density depends on the value in closed form.
         """
         layout, nodes = self.energy.layout, self.here.first.run.trace.nodes
         parts = [{name: torch.zeros_like(loc) for name, loc in self.energy.locs.items()} for _ in range(3)]
@@ -189,7 +193,7 @@ class Candidates:
 
     @cached_property
     def likelihood_is_proportional(self) -> bool:
-        """Another value multiplies the likelihood's part of P by one number, as one product shows."""
+        """Whether another value multiplies the likelihood's contribution to P by one factor."""
         if self.scale.of_prior:
             return True
         factor = self.scale.proportions(_ANOTHER)[0]
@@ -200,15 +204,15 @@ class Candidates:
         """Return the Gaussian.
 
         Raises:
-            NotPositiveDefiniteError: there is none.
+            NotPositiveDefiniteError: the precision is not positive definite.
         """
         return self.reweighted(value) or self.method.fit(self.local(value), seed=self.seed)
 
     def reweighted(self, value: float) -> LaplacePosterior | None:
-        """Return the Gaussian, made from the fit at value 1; None where it needs a fit of its own.
+        """Return the Gaussian, converted from the fit at value 1; None if it needs a fit of its own.
 
         Raises:
-            NotPositiveDefiniteError: there is none.
+            NotPositiveDefiniteError: the precision is not positive definite.
         """
         if self.fitted is None or not self.likelihood_is_proportional:
             return None
@@ -217,7 +221,7 @@ class Candidates:
 
     @cached_property
     def fitted(self) -> LaplacePosterior | None:
-        """The Gaussian of value 1, if it exists and can be reweighted for other values."""
+        """The Gaussian at value 1, if it exists and can be reweighted for other values."""
         if not self.method.reweights:
             return None
         try:

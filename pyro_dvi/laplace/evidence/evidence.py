@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The evidence of a model with Laplace's method, and its log determinant."""
+"""Laplace's approximation of the evidence, and the log determinant in it."""
 
 import math
 from collections.abc import Callable
@@ -25,22 +25,23 @@ from pyro_dvi.runs.log_joint import JointRun, log_prior_of_entries
 
 OfFactors = Callable[[float, float], TraceEstimate]
 EXACT_SIZE = 1000
-"""Latents up to which the log determinant comes from the matrix; both ways cost about the same there."""
+"""Number of latents up to which the exact matrix is used; at this size, both ways cost about the same."""
 
 
 @dataclass(frozen=True)
 class ByLanczos:
     r"""The log determinant of the precision, from stochastic Lanczos quadrature.
 
-    The cost is ``2 * num_probes * steps`` full-data gradients. With the eigenvalues of the likelihood's part of P
-    relative to the prior's, :math:`A = D^{-1/2} G D^{-1/2}`,
+    The cost is ``2 * num_probes * steps`` full-data gradients. With the likelihood's contribution G to P, the diagonal
+    prior precision D, and :math:`A = D^{-1/2} G D^{-1/2}`,
 
     .. math:: P = G + D, \qquad \log\det(aG + cD) = \log\det D + \operatorname{tr}\log(aA + c)
 
     Args:
-        num_probes: number of random vectors; the standard error decreases with the inverse of their square root.
-        steps: steps of the recursion; ``steps * D`` numbers per probe are held, for as many probes as fit into 2 GiB.
-        seed: seed of the vectors.
+        num_probes: number of random vectors; the standard error is inversely proportional to its square root.
+        steps: number of Lanczos steps; ``steps * D`` numbers per probe are stored, for as many probes as fit into 2
+            GiB.
+        seed: seed of the random vectors.
 
     Source: Ubaru, Chen & Saad (2017).
     """
@@ -50,9 +51,9 @@ class ByLanczos:
     seed: int = 0
 
     def log_determinant(self, local: LocalEnergy, precision: PrecisionMatrix) -> OfFactors:
-        """Return log det(a * G + c * D) as a function of a and c, by one set of eigenvalues.
+        """Return log det(a * G + c * D) as a function of a and c, from one set of eigenvalues.
 
-        Factors other than 1 need a positive diagonal D. The function raises ``NotPositiveDefiniteError`` where an
+        Factors other than 1 need a positive diagonal D. The function raises ``NotPositiveDefiniteError`` if an
         eigenvalue is not positive.
         """
         diagonal, half = local.prior_diagonal, local.prior_scale
@@ -85,12 +86,12 @@ class Evidence(InNotebook):
 
     Attributes:
         value: the log evidence.
-        standard_error: of the value, from the log determinant; zero where that is exact.
-        log_likelihood: of all data at the mode.
-        log_prior: of the mode in unconstrained space.
-        log_determinant: of the precision P.
+        standard_error: standard error of the value, from the log determinant; zero if this is exact.
+        log_likelihood: log-likelihood of all data at the mode.
+        log_prior: log prior density of the mode, in unconstrained space.
+        log_determinant: log determinant of the precision P.
         size: D, the number of latents.
-        determinant: the source of the log determinant.
+        determinant: description of the source of the log determinant.
 
     Example:
         >>> import pyro, pyro.distributions as dist
@@ -136,19 +137,20 @@ def log_evidence(
     """Estimate the log evidence around ``energy.start``.
 
     Status: exact for linear models with Gaussian noise; otherwise Laplace's approximation with a single mode. If some
-    sites are fixed, it is the evidence given their values.
+    sites are fixed, the evidence is conditional on their values.
 
     Args:
-        energy: U around the mode.
-        precision: the precision.
-        determinant: method for its log determinant; None: the posterior, or the matrix up to D = 1,000.
-        posterior: the Gaussian of a fit, whose log determinant is used if available; it is as accurate as its
+        energy: U on all the data.
+        precision: choice of the precision matrix.
+        determinant: method for its log determinant. None means the posterior if available, otherwise the matrix up to D
+            = 1,000 and Lanczos beyond.
+        posterior: the Gaussian of a fit, whose log determinant is used if available; it is as accurate as the
             approximation of P.
         data: checksum of the batches of that fit; the posterior is not used for other batches.
 
     Raises:
         ArgumentError: ``kl_weight`` or ``temperature`` is not 1.
-        ModelError: the model is random, or a latent NaN.
+        ModelError: the model is random, or a latent is NaN.
         NonFiniteError: U is NaN or infinite.
         NotPositiveDefiniteError: the precision is not positive definite.
     """
@@ -181,7 +183,7 @@ def log_evidence(
 
 
 def check_options(energy: Energy, determinant: ByLanczos | None) -> None:
-    """Refuse a tempered likelihood, whose normaliser is no probability of the data, and an unknown determinant."""
+    """Raise for an unknown determinant and for a tempered posterior, which has no evidence."""
     check_choice("determinant", determinant, (ByLanczos, type(None)), "ByLanczos(num_probes=32)")
     if (energy.likelihood_weight, energy.prior_weight) != (1, 1):
         raise ArgumentError(
@@ -190,18 +192,18 @@ def check_options(energy: Energy, determinant: ByLanczos | None) -> None:
 
 
 def free_terms(values: list[Tensor], run: JointRun, layout: Layout) -> float:
-    """Return the log prior of the varying latents, given the others.
+    """Return the log prior of the latents that vary, given the fixed ones.
 
-    The prior of a fixed site counts as well if it depends on a varying site, as the prior of weights depends on their
-    scale.
+    The prior of a fixed site is included if it depends on a latent that varies, as the prior of weights may depend on
+    their scale.
 
     Args:
-        values: tensors of the varying latents, in the graph of the run.
-        run: the model at them.
-        layout: order of the latents that vary.
+        values: tensors of the latents that vary, in the graph of the run.
+        run: the run of the model at these values.
+        layout: order of the latents in flat vectors.
 
     Raises:
-        UnsupportedError: the prior couples the entries of a site of which some vary.
+        UnsupportedError: the prior couples the entries of a site of which only some vary.
     """
     found = []
     for name, term in run.log_priors.items():

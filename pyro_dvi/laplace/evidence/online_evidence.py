@@ -17,28 +17,28 @@ from pyro_dvi.laplace.methods.method import Method, check_method
 
 
 class OnlineEvidence:
-    r"""A callback of :func:`~pyro_dvi.fit` that sets scales to maximise the evidence, every few epochs.
+    r"""A callback for :func:`~pyro_dvi.fit` that sets scales to maximise the evidence, every few epochs.
 
     .. math:: c \leftarrow \arg\max_c\; \log p_c(D, u) - \tfrac12 \log\det(G + \Pi_c)
 
-    at the current weights u; training continues with the new scales. Pass the :attr:`model` of this object to ``SVI``;
-    its scales are updated. Needs no validation data.
+    at the current weights u; training continues with the new scales. Pass the :attr:`model` of this object, whose
+    scales are updated, to ``SVI``. No validation data are needed.
 
-    Status: converges to the optimum of the evidence for linear models with Gaussian noise, an exact method and enough
+    Status: converges to the maximum of the evidence for linear models with Gaussian noise, an exact method and enough
     epochs. For networks, it is a heuristic: training ignores the effect of the weights on the determinant, so the
-    evidence may decrease; compare :meth:`LaplaceGuide.log_evidence` after training with and without this callback.
+    evidence may decrease. Compare :meth:`LaplaceGuide.log_evidence` after training with and without this callback.
 
     Args:
         guide: the guide that is trained, with ``kl_weight=1``.
-        batches: all the data, as for :meth:`LaplaceGuide.tune`; without augmentation.
+        batches: all the data without augmentation, as in :meth:`LaplaceGuide.tune`.
         scales: scales to choose, one after the other: ``PriorPrecision()``, the default, ``PriorPrecision("net.0.*")``
-            for layers of their own, ``NoiseScale()``.
-        method: Laplace method that provides the determinant; ``Diagonal()`` by default.
-        every: epochs between two choices, each of which costs a few fits of the method for every scale.
+            for single layers, ``NoiseScale()``.
+        method: Laplace method that provides the determinant; by default, ``Diagonal()``.
+        every: number of epochs between updates, each of which costs a few fits of the method per scale.
 
     Attributes:
-        model: the model with its present scales, to be trained; predictions take the model itself.
-        values: for each choice the values of the scales, relative to the model as it is written.
+        model: the model with the current scales, for training; use the original model for predictions.
+        values: for each update, the values of the scales, relative to those in the code of the model.
 
     Source: Immer et al. (2021), "Scalable marginal likelihood estimation", Algorithm 1, with a search in place of
         gradient steps.
@@ -81,24 +81,26 @@ class OnlineEvidence:
         def model(*args: Any, **kwargs: Any) -> Any:
             return rescaled_model(plain, guide.scale_factors)(*args, **kwargs)
 
-        self.model = functools.update_wrapper(model, plain, assigned=(), updated=())  # the signature is known
+        self.model = functools.update_wrapper(model, plain, assigned=(), updated=())  # keeps the signature
 
     def __call__(self, state: Any) -> None:
-        """Choose the scales after every few epochs.
+        """Update the scales after every few epochs.
 
         Raises:
-            ArgumentError: another model is trained, whose scales stay as they are.
+            ArgumentError: another model is trained, whose scales would not be updated.
         """
         if state.model is not self.model:
-            raise ArgumentError("OnlineEvidence has its own model: train SVI(online.model, guide, ...)")
+            raise ArgumentError(
+                "OnlineEvidence updates the scales of its own model: train SVI(online.model, guide, ...)"
+            )
         if state.epoch % self.every:
             return
         now = dict(self.values[-1]) if self.values else {}
         for scale in self.scales:
             near = [now[scale] * 2.0**k for k in range(-2, 3)] if scale in now else None
             with warnings.catch_warnings():
-                # The next search continues from an edge, and there are no validation data.
-                warnings.filterwarnings("ignore", "the best of|class probabilities", DviWarning)
+                # If a value is at an edge, the next search continues from there; there are no validation data.
+                warnings.filterwarnings("ignore", "the best value of|class probabilities", DviWarning)
                 now[scale] = self.guide.tune(
                     self.batches,
                     scale,
@@ -108,5 +110,5 @@ class OnlineEvidence:
                     unconverged="accept",
                     progress=False,
                 ).best
-        self.guide._fitted = None  # training moves its weights on
+        self.guide._fitted = None  # training continues to move the weights
         self.values.append(now)

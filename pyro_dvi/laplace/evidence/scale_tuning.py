@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tuning of a scale by the evidence or on held-out data, and the search for its best value."""
+"""Tuning of a scale with the evidence or on held-out data, and the search for its best value."""
 
 import math
 from abc import ABC, abstractmethod
@@ -33,13 +33,13 @@ from pyro_dvi.runs.predictive_of_outputs import integrated
 
 
 class Criterion(ABC):
-    """A score for values of a scale."""
+    """A score of the values of a scale."""
 
     @abstractmethod
     def score(self, candidates: Candidates) -> Callable[[float], float]:
-        """Return the function of the value that tuning maximises.
+        """Return the score as a function of the value; tuning maximises it.
 
-        It raises ``NotPositiveDefiniteError`` for a value without a Gaussian.
+        The function raises ``NotPositiveDefiniteError`` if the precision at a value is not positive definite.
         """
 
 
@@ -50,21 +50,21 @@ class ByEvidence(Criterion):
     .. math:: \log p_c(D) \approx \log p(D \mid \hat u) + \log p_c(\hat u) + \tfrac D2 \log 2\pi
         - \tfrac12 \log\det(G + \Pi_c)
 
-    The determinant is that of the precision used for predictions: the matrix for ``Dense()`` and ``Functional()``, the
-    diagonal for ``Diagonal()``, the factors for ``KroneckerFactored()``, the retained directions for
-    ``TopEigen(rank)``. These methods fit once for all values if their Gaussian allows it. Methods that solve or draw
-    use the matrix up to D = 1,000. For larger D, a common multiplier of all priors, and the scale of constant Gaussian
-    noise, need its eigenvalues once; any other scale needs them for each value.
+    The determinant is that of the precision used for predictions: the full matrix for ``Dense()`` and ``Functional()``,
+    the diagonal for ``Diagonal()``, the factors for ``KroneckerFactored()``, the retained directions for
+    ``TopEigen(rank)``. These methods fit once for all values if possible. Methods based on solves or draws use the full
+    matrix up to D = 1,000. For larger D, a common multiplier of all priors or the scale of constant Gaussian noise
+    needs the eigenvalues of the matrix once; any other scale needs them for each value.
 
     Status: Laplace's approximation at the current mode, which is not the mode for another c. For a joint optimum, train
-    again or polish with the chosen scale, and repeat. The evidence scores the model, not its predictions: class
-    probabilities are under-confident after tuning, whatever the method (test NLL of a network on digits: .28 to .58; at
-    its mode and with :class:`ByValidation` .06). Tune a classifier on validation data if possible.
+    or polish again with the chosen scale, and repeat. The evidence scores the model, not its predictions: class
+    probabilities are under-confident after tuning with any method (test NLL of a network on digits: 0.28 to 0.58; at
+    its mode and with :class:`ByValidation`: 0.06). If possible, tune a classifier on validation data.
 
     Args:
-        determinant: ``ByLanczos(num_probes, steps)`` for the matrix itself, whatever the approximation. None: the
-            determinant of the method; for methods that solve or draw, of the matrix up to D = 1,000, and from Lanczos
-            quadrature for larger D.
+        determinant: ``ByLanczos(num_probes, steps)`` for the full matrix with any method. None means the determinant of
+            the method; for methods based on solves or draws, the full matrix up to D = 1,000, and Lanczos quadrature
+            for larger D.
 
     Source: MacKay (1992); Immer et al. (2021), "Scalable marginal likelihood estimation".
     """
@@ -109,16 +109,15 @@ class ByValidation(Criterion):
     .. math:: \frac1M \sum_{j} \log \int p(y_j \mid f)\, \mathcal N\bigl(f; f(x_j; \hat u), J_j P^{-1} J_j^\top\bigr)\,
         \mathrm df
 
-    Each value that is tried costs a prediction, whose gradients are kept for the next prior where memory allows, and a
-    fit unless the Gaussian can take another prior or noise:
-    ``Diagonal()``, ``KroneckerFactored()`` and ``TopEigen(k)`` fit once for a multiplier of all priors, ``Dense()``
-    builds its matrix once and factorises it for each value.
+    Each value costs a prediction, whose gradients are reused for the next prior if memory allows, and a fit unless the
+    Gaussian can be converted to the new prior or noise: ``Diagonal()``, ``KroneckerFactored()`` and ``TopEigen(k)`` fit
+    once for a multiplier of all priors, and ``Dense()`` computes its matrix once and factorises it for each value.
 
     Status: scores the predictions of :class:`~pyro_dvi.predictive.Linearised`.
 
     Args:
-        batches: held-out data with the observations, in tuples or mappings of the model's arguments.
-        link: maps Gaussian logits to class probabilities.
+        batches: held-out data with observations, as tuples or mappings of the model's arguments.
+        link: function that maps Gaussian logits to class probabilities.
         site: the observed site that is predicted; None for the only observed site.
 
     Example:
@@ -150,7 +149,7 @@ class ByValidation(Criterion):
     def score(self, candidates: Candidates) -> Callable[[float], float]:
         """Return the mean log predictive density as a function of the value."""
         passes = Passes(self.batches, candidates.energy.start.device)
-        kept: dict[int, tuple[Query, ObservedSite]] = {}  # the scale of a prior changes no output
+        kept: dict[int, tuple[Query, ObservedSite]] = {}  # the scale of a prior does not change outputs
 
         def score(value: float) -> float:
             posterior, total, count = candidates.posterior(value), 0.0, 0
@@ -169,13 +168,13 @@ class ByValidation(Criterion):
 
     @torch.no_grad()
     def _read(self, energy: Energy, args: tuple) -> tuple[Query, ObservedSite]:
-        """Return the outputs of a batch, and its observations."""
+        """Return the outputs of a batch and its observed site."""
         query = Query(energy.model, args, energy.locs, energy.layout, site=self.site)
         with evaluating(energy.model):
             run = run_joint(energy.model, args, {}, energy.locs)
         found = [site for site in run.sites if site.name == query.outputs.site]
         if not found:
-            raise DataError("validation batches need observations: (x, y)")
+            raise DataError("validation batches need observations: pass (x, y)")
         return query, found[0]
 
     @torch.no_grad()
@@ -191,15 +190,15 @@ class ByValidation(Criterion):
 
 @dataclass(frozen=True)
 class TuningCurve(InNotebook):
-    """Values that were tried, with their scores.
+    """The values that were tried, with their scores.
 
     Attributes:
-        values: ascending.
-        scores: larger is better; NaN where the precision is not positive definite.
+        values: the values, in ascending order.
+        scores: their scores (larger is better); NaN if the precision is not positive definite.
         best: the value with the largest score.
-        at_edge: the best value is the smallest or largest of all, or next to a value without a Gaussian.
+        at_edge: whether the best value is the smallest or largest, or next to a value without a Gaussian.
         what: the scale and the criterion, in words.
-        others: the curves of further scales that were tuned together with this one.
+        others: the curves of other scales that were tuned together with this one.
 
     Example:
         >>> import pyro, pyro.distributions as dist
@@ -230,17 +229,17 @@ class TuningCurve(InNotebook):
             for v, s in zip(self.values.tolist(), self.scores.tolist(), strict=True)
         ]
         if bool(self.scores.isnan().any()):
-            rows.append("  nan: the precision is not positive definite there: use GGN()")
+            rows.append("  nan: the precision is not positive definite; use GGN()")
         return "\n".join([self.what, *rows, *map(str, self.others)])
 
     def warn_at_edge(self) -> None:
-        """Warn where the best value is at the end of those tried, or of those with a Gaussian."""
+        """Warn if the best value is the smallest or largest tried, or next to a value without a Gaussian."""
         if self.at_edge:
-            singular = "next to values at which the precision is not positive definite: use GGN()"
+            singular = "next to values for which the precision is not positive definite: use GGN()"
             end = "largest" if self.best == self.values[-1] else "smallest"
-            ends = f"the {end} value tried: pass values=[...] beyond it"
+            ends = f"the {end} value tried: pass values=[...] that extend beyond it"
             where = singular if bool(self.scores.isnan().any()) else ends
-            warn(f"the best of {self.what} is {self.best:.4g}, {where}")
+            warn(f"the best value of {self.what} is {self.best:.4g}, {where}")
 
 
 def tune(
@@ -251,25 +250,26 @@ def tune(
     refinements: int,
     progress: bool,
 ) -> TuningCurve:
-    """Find the best value on a grid, then refine it repeatedly half-way to its neighbours, without a warning.
+    """Find the best value on a grid, then repeatedly try values half-way to its neighbours; no warnings.
 
     Args:
         candidates: quantities that depend on the value.
         criterion: the score to maximise.
-        values: the grid, positive; None: the default grid of the scale.
-        refinements: values to try between the neighbours of the best one, in pairs; none where that is at the edge.
-        progress: show a progress bar where there is a terminal or notebook.
+        values: grid of positive values; None means the default grid of the scale.
+        refinements: number of values to try, in pairs, between the neighbours of the best one; none if it is at the
+            edge.
+        progress: show a progress bar in a terminal or notebook.
 
     Raises:
-        ArgumentError: values that are not positive, or none.
-        NotPositiveDefiniteError: no value has a positive definite precision.
+        ArgumentError: ``values`` is empty, or a value is not positive.
+        NotPositiveDefiniteError: the precision is not positive definite for any value.
     """
     try:
         grid = sorted({float(v) for v in (candidates.scale.grid if values is None else values)})
-    except (TypeError, ValueError):  # one number, or none
+    except (TypeError, ValueError):  # not a sequence of numbers
         grid = []
     if not grid or not all(0 < v < math.inf for v in grid):
-        raise ArgumentError(f"values must be a list of positive numbers; got {values!r}")
+        raise ArgumentError(f"values must be a list of positive numbers, got {values!r}")
     what = f"{candidates.scale} by {criterion}"
     tried: dict[float, float] = {}  # minus infinity if there is no Gaussian
     with progress_bar(progress, len(grid) + refinements, unit="value") as bar:
@@ -286,7 +286,9 @@ def tune(
 
         place = grid.index(max(grid, key=attempt))
         if tried[grid[place]] == -math.inf:
-            raise NotPositiveDefiniteError("no value has a positive definite precision: polish, or use GGN()")
+            raise NotPositiveDefiniteError(
+                "the precision is not positive definite for any value: run guide.polish(batches), or use GGN()"
+            )
         at_edge = place in (0, len(grid) - 1)
         for _ in range(0 if at_edge else refinements // 2):
             index = sorted(tried).index(max(tried, key=tried.__getitem__))
@@ -295,7 +297,7 @@ def tune(
     best = max(tried, key=tried.__getitem__)
     ordered, scores = torch.tensor(sorted(tried.items()), dtype=torch.float64).unbind(1)
     index = sorted(tried).index(best)
-    # Next to values without a Gaussian the evidence tends to infinity.
+    # Towards values without a Gaussian, the evidence tends to infinity.
     singular = bool((scores[max(index - 1, 0) : index + 2] == -math.inf).any())
     scores = scores.masked_fill(scores == -math.inf, math.nan)
     return TuningCurve(ordered, scores, best, at_edge or singular, what)
@@ -306,7 +308,7 @@ UNDER_CONFIDENT = (
     "guide.tune(batches, criterion=ByValidation(held_out))"
 )
 _CLASSES = td.Categorical, td.OneHotCategorical, td.Bernoulli
-_ROUNDS, _SETTLED = 20, 0.01  # the largest relative change of a scale in the last round
+_ROUNDS, _SETTLED = 20, 0.01  # rounds, and the relative change of a scale below which they end
 
 
 def tune_together(
@@ -321,25 +323,26 @@ def tune_together(
     values: Sequence[float] | Tensor | None,
     **options: Any,
 ) -> tuple[TuningCurve, dict[str, float], Candidates, float]:
-    """Find the best value of each scale given those of the others, in rounds, until none changes.
+    """Find the best value of each scale given the others, in rounds, until none changes.
 
     Args:
         scales: scales of different sites.
-        whole: U with the present scales.
-        energy_of: returns U on the same batches for multipliers of the scales of sites.
-        factors: the multipliers so far.
+        whole: U with the current scales.
+        energy_of: function that returns U on the same batches for multipliers of the scales of sites.
+        factors: the current multipliers.
         criterion: the score to maximise.
-        method: how the Gaussian is represented.
-        seed: of random numbers.
-        values: the grid of each scale; after the first round values near the best one, within these.
-        options: of :func:`tune`.
+        method: representation of the Gaussian.
+        seed: random seed.
+        values: the grid of each scale. After the first round, only values near the best one and within the range of the
+            grid are tried.
+        options: further arguments of :func:`tune`.
 
     Returns:
-        The curve of the first scale in the last round, which holds the others; the multipliers; the candidates of the
-        last scale, and its value.
+        The curve of the first scale in the last round, with the other curves; the multipliers; the candidates of the
+        last scale; its value.
 
     Raises:
-        ArgumentError: no scale, or two of one site.
+        ArgumentError: there is no scale, or there are two of one site.
     """
     check_scales("scale", scales)
     sound(whole)
@@ -348,7 +351,7 @@ def tune_together(
         warn(UNDER_CONFIDENT)
     sites = [scale.sites(whole) for scale in scales]
     if not sites or len({*chain(*sites)}) < sum(map(len, sites)):
-        raise ArgumentError(f"scale must be one scale, or several of different sites; got {scales}")
+        raise ArgumentError(f"scale must be one scale, or several of different sites, got {scales}")
     grids, found = [values for _ in scales], dict(factors)
     for done in range(_ROUNDS):
         before, curves = found, list[TuningCurve]()
@@ -366,7 +369,7 @@ def tune_together(
             steps = 2 ** torch.arange(-2, 3, dtype=torch.float64)
             grids = [(c.best * steps).clamp(*e) for c, e in zip(curves, ends, strict=True)]
     else:
-        warn(f"the best values still change after {_ROUNDS} rounds: tune again")
+        warn(f"the best values still change after {_ROUNDS} rounds: call guide.tune again")
     for curve in curves:
         curve.warn_at_edge()
     return replace(curves[0], others=tuple(curves[1:])), found, candidates, curve.best

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hessian-free Laplace: variances from second fits of an energy tilted by the prediction.
+"""Hessian-free Laplace: variances from second fits of an energy that is tilted by the prediction.
 
 A mode chooses the tilting functions and computes variances from the fits; a solver sets their strength and runs the
 fits.

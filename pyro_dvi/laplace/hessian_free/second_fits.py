@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hessian-free Laplace: tilted fits for each query or an evaluation set, and the Gaussian computed from them."""
+"""Hessian-free Laplace: tilted fits for each query or for an evaluation set, and the Gaussian computed from them."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
@@ -22,31 +22,32 @@ from pyro_dvi.linalg.operator import identity_rows
 
 
 class Mode(ABC):
-    r"""Choice of the functions by which U is tilted; by default, there is one pair of fits per output k.
+    r"""Choice of the functions that tilt U; by default, one pair of fits per output k.
 
     .. math:: r_k(u) = \frac1M \sum_j f_k(x_j; u), \qquad
         \frac{\partial f_k(x; u_\lambda)}{\partial\lambda} \to \frac1M \sum_j \operatorname{Cov}(f_k(x), f_k(x_j))
 
-    If r is the mean of an output over M inputs, one pair of fits serves any number of queries, but gives the mean of a
-    row of the covariance matrix, not its diagonal. This is correct only for inputs that are as correlated with the M
-    inputs as with themselves; otherwise, it is too small by the mean correlation, and negative if that is negative.
+    If r is the mean of an output over M inputs, one pair of fits serves any number of queries, but it gives the mean of
+    a row of the covariance matrix, not its diagonal. The two agree only for inputs that are as correlated with the M
+    inputs as with themselves; otherwise, the result is smaller in proportion to the mean correlation, and negative if
+    this is negative.
 
     Attributes:
-        reusable: whether the fits can be used for other queries of the same site.
+        reusable: whether the fits can be reused for other queries of the same site.
     """
 
     reusable: bool = False
 
-    def check(self, local: LocalEnergy) -> None:  # noqa: B027 (most suit every model)
-        """Raise for models that the mode does not support."""
+    def check(self, local: LocalEnergy) -> None:  # noqa: B027 (most modes support every model)
+        """Raise if the mode does not support the model."""
 
     @abstractmethod
     def tilts(self, local: LocalEnergy, query: Query) -> Iterable[Tilt]:
         """Return the functions r."""
 
     def responses(self, fits: Iterable[Fits], query: Query) -> Tensor:
-        """Return ``[B, K, K]`` of either sign, computed from the fits: by default the row means."""
-        found = torch.stack([pair.slope(query.at) for pair in fits], -1)  # [B, K] by the tilt of each output
+        """Return ``[B, K, K]``, of either sign, computed from the fits; by default, the row means."""
+        found = torch.stack([pair.slope(query.at) for pair in fits], -1)  # [B, K] for the tilt of each output
         return 0.5 * (found + found.mT)
 
 
@@ -57,15 +58,16 @@ class Pointwise(Mode):
     .. math:: \frac{f_j(x; u_\lambda) - f_j(x; u_{-\lambda})}{2\lambda}
         = \nabla f_j^\top P^{-1} \nabla f_k + O(\text{step}^2), \qquad u_\lambda = \arg\min_u U(u) - \lambda f_k(x; u)
 
-    All outputs of a tilted fit together give a row of the K x K covariance.
+    All outputs of a tilted fit together give a row of the K × K covariance.
 
-    Status: converges to the exact covariance of the linearised model; B K pairs of fits for B inputs and K outputs.
+    Status: converges to the exact covariance of the linearised model; needs B K pairs of fits for B inputs and K
+    outputs.
 
     Source: McInerney & Kallus (2024), the main method.
     """
 
     def tilts(self, local: LocalEnergy, query: Query) -> Iterator[Tilt]:
-        """Give one tilt for each output of each input."""
+        """Yield one tilt for each output of each input."""
         units = identity_rows(query.mean.flatten(), at_once=1)
         return (OutputTilt(query, weights.reshape(query.mean.shape)) for weights in units)
 
@@ -84,7 +86,7 @@ class Pointwise(Mode):
 
 @dataclass(frozen=True, eq=False)
 class Sum(Mode):
-    r"""Tilt by the sum of an output over an evaluation set, divided by its size M.
+    r"""Tilt by the mean of an output over an evaluation set of size M.
 
     .. math:: r_k(u) = \frac1M \sum_j f_k(x_j; u)
 
@@ -92,18 +94,18 @@ class Sum(Mode):
     matrix, not the variance; see :class:`Mode`.
 
     Args:
-        inputs: arguments of the model for the evaluation set, a tensor or a tuple; None: the inputs of each query, with
-            new fits for each query.
+        inputs: arguments of the model for the evaluation set, a tensor or a tuple. None means the inputs of each query,
+            with new fits for each query.
 
-    Source: McInerney & Kallus (2024), the pre-trained variant. The paper does not divide by M; without that, the
-        result grows with the evaluation set.
+    Source: McInerney & Kallus (2024), the pre-trained variant. The paper does not divide by M, so its result grows with
+    the evaluation set.
     """
 
     inputs: Any = None
 
     @property
     def reusable(self) -> bool:  # type: ignore[override]
-        """The fits belong to the evaluation set."""
+        """Whether there is an evaluation set, to which the fits belong."""
         return self.inputs is not None
 
     def tilts(self, local: LocalEnergy, query: Query) -> list[Tilt]:
@@ -122,19 +124,20 @@ class Sum(Mode):
 
 @dataclass(frozen=True, eq=False)
 class AbsoluteSum(Sum):
-    r"""Tilt by the sum of absolute outputs over an evaluation set, divided by its size M, and read absolute outputs.
+    r"""Tilt by the mean of absolute outputs over an evaluation set of size M, and read absolute outputs.
 
     .. math:: r_k(u) = \frac1M \sum_j |f_k(x_j; u)|, \qquad
         \frac{\partial |f_k(x; u_\lambda)|}{\partial\lambda} \to
         \frac{s(x)}M \sum_j s(x_j) \operatorname{Cov}(f_k(x), f_k(x_j)), \quad s = \operatorname{sign} f_k
 
-    Predictions of different signs are often negatively correlated; the signs then prevent cancellation.
+    Predictions of different signs are often negatively correlated; absolute values prevent that they cancel.
 
-    Status: a signed row mean of the covariance matrix, not the variance; it can be negative, and depends on where the
-    zero of the output lies. The signs are those at the mode, which is the absolute value until an output crosses zero.
+    Status: gives a signed row mean of the covariance matrix, not the variance; it can be negative, and depends on the
+    origin of the outputs. The signs are fixed at the mode, which gives the absolute values until an output crosses
+    zero.
 
     Args:
-        inputs: as for :class:`Sum`.
+        inputs: as in :class:`Sum`.
 
     Source: McInerney & Kallus (2024), the pre-trained variant with absolute values.
     """
@@ -150,38 +153,37 @@ class AbsoluteSum(Sum):
 
 @dataclass(frozen=True)
 class HessianFree(Method):
-    r"""Variances from second fits: the shift of a prediction when a multiple of it is added to the loss.
+    r"""Compute variances from second fits: the shift of a prediction when a multiple of it is added to the loss.
 
     .. math:: u_{\pm\lambda} = \arg\min_u U(u) \mp \lambda f(x; u), \qquad
         \frac{f(x; u_\lambda) - f(x; u_{-\lambda})}{2\lambda} \to \nabla f^\top (\nabla^2 U)^{-1} \nabla f
 
-    with U as in :class:`~pyro_dvi.LaplaceGuide`: a sum over all data, the likelihood divided by the KL weight, the
-    prior in full.
+    with U as in :class:`~pyro_dvi.LaplaceGuide`: the full prior, and the likelihood of all data divided by the KL
+    weight.
 
     Status: depends on the solver. With ``Pointwise()`` and ``NewtonCG()``, which uses Hessian-vector products, the
-    result is the covariance of the exact Hessian up to terms of the order of the squared step and the tolerance.
-    ``Adam`` and ``SGD`` use only gradients, and start from any network without checking it, as in the paper. They
-    subtract two fits, so that the effect of unfinished training cancels; the paper subtracts the original network:
-    ``less="mode"``. Fine-tuning with ``Adam`` and ``SGD`` ends before the minimum: after 300 steps on the regressions
-    of the paper, minus an untilted fit, standard deviations are 15 to 32 % too small in the median, and a tenth of them
-    by a factor of more than 1.7 to 3.5. Modes other than ``Pointwise()`` do not estimate the variance.
-
-    ``ConjugateGradient(Hessian())`` gives the same results as ``NewtonCG()`` with one linear solve instead of two fits,
-    at about a ninth of the cost in our benchmark.
+    result is the covariance of the exact Hessian, up to terms of the order of the squared step and the tolerance.
+    ``Adam`` and ``SGD`` use only gradients and start from any network without checking it, as in the paper. They
+    subtract two fits, so that the effect of unfinished training cancels; the paper subtracts the original network
+    (``less="mode"``). Fine-tuning with ``Adam`` and ``SGD`` ends before the minimum: after 300 steps on the regressions
+    of the paper, with an untilted fit subtracted, standard deviations are 15 to 32 % too small in the median, and a
+    tenth of them are too small by a factor of more than 1.7 to 3.5. Modes other than ``Pointwise()`` do not estimate
+    the variance. ``ConjugateGradient(Hessian())`` gives the same results as ``NewtonCG()`` with one linear solve
+    instead of two fits, at about a ninth of the cost in our benchmark.
 
     Args:
         mode: ``Pointwise()``, or one of the pre-trained modes ``Sum(inputs)``, ``AbsoluteSum(inputs)``, ``InSample()``
             and ``LabelShift()``, which fit once for all queries.
-        solver: ``NewtonCG()`` at a minimum (``guide.polish(batches)``); elsewhere ``Adam(strength)`` or
-            ``SGD(strength, learning_rate)``.
-        less: the fit that is subtracted: ``"opposite"``, with the opposite tilt; ``"untilted"``, with half the cost for
-            ``NewtonCG`` and an error of the order of the step; ``"mode"``, the original network, as in the paper, with
-            which unfinished training counts as variance, of either sign.
+        solver: ``NewtonCG()`` at a minimum (``guide.polish(batches)``); otherwise ``Adam(strength)`` or ``SGD(strength,
+            learning_rate)``.
+        less: the fit that is subtracted: ``"opposite"``, the fit with the opposite tilt; ``"untilted"``, a fit without
+            tilt, at half the cost with ``NewtonCG`` and with an error of the order of the step; ``"mode"``, the
+            original network, as in the paper, so that unfinished training counts as variance, of either sign.
 
     Raises:
-        ArgumentError: if an option is not such an object.
-        NotPositiveDefiniteError: at a query, if the mode is not a minimum, or a variance is negative.
-        NotConvergedError: at a query, if a tilted minimum was not found.
+        ArgumentError: an argument is not one of these objects or names.
+        NotPositiveDefiniteError: in a query, the mode is not a minimum, or a variance is negative.
+        NotConvergedError: in a query, a tilted minimum was not found.
 
     Source: McInerney & Kallus (2024).
 
@@ -208,7 +210,7 @@ class HessianFree(Method):
     solver: Solver = field(default_factory=NewtonCG)
     less: str = "opposite"
 
-    precision = Hessian()  # second fits of U are equivalent to it; not a field
+    precision = Hessian()  # not a field, because second fits of U correspond to this matrix
     by_spectrum = True
 
     def __post_init__(self) -> None:
@@ -216,29 +218,30 @@ class HessianFree(Method):
         check_choice("mode", self.mode, Mode, modes)
         check_choice("solver", self.solver, Solver, "NewtonCG() or Adam(strength)")
         if self.less not in ("opposite", "untilted", "mode"):
-            raise ArgumentError(f'less must be "opposite", "untilted" or "mode", not {self.less!r}')
+            raise ArgumentError(f'less must be "opposite", "untilted" or "mode", got {self.less!r}')
 
     @property
     def needs_minimum(self) -> bool:  # type: ignore[override]
-        """True if the solver needs one."""
+        """Whether the solver needs the mode to be a minimum."""
         return self.solver.needs_minimum
 
     def fit(self, local: LocalEnergy, *, seed: int = 0) -> "HessianFreePosterior":
-        """Return the posterior; its fits are made at the first query."""
+        """Return the posterior; the second fits run at the first query."""
         self.mode.check(local)
         if not isinstance(self.mode, Pointwise):
             warn(
-                f"{type(self.mode).__name__}() gives means of rows of the covariance, not variances: use Pointwise()"
+                f"{type(self.mode).__name__}() gives means of rows of the covariance, not variances: for variances, "
+                "use Pointwise()"
             )
         return HessianFreePosterior(local, self)
 
 
 class HessianFreePosterior(LaplacePosterior):
-    """A Gaussian that is represented by second fits only.
+    """A Gaussian represented by second fits.
 
     Args:
-        local: U around the mode.
-        method: choice of the fits.
+        local: U with its derivatives at the mode.
+        method: the method, with its mode and solver.
     """
 
     def __init__(self, local: LocalEnergy, method: HessianFree) -> None:
@@ -247,7 +250,7 @@ class HessianFreePosterior(LaplacePosterior):
         self._kept: dict[str | None, list[Fits]] = {}
 
     def responses(self, query: Query) -> Tensor:
-        """Return the numbers that the mode of the fit gives for covariances, ``[B, K, K]``, of either sign."""
+        """Return the values that the method's mode gives in place of covariances, ``[B, K, K]``, of either sign."""
         return self.method.mode.responses(self._fits(query), query)
 
     def covariance(self, query: Query) -> Tensor:
@@ -255,13 +258,13 @@ class HessianFreePosterior(LaplacePosterior):
 
         Raises:
             NotPositiveDefiniteError: a variance is negative.
-            NonFiniteError: one is NaN or infinite.
+            NonFiniteError: a variance is NaN or infinite.
         """
         return self._checked(self.responses(query))
 
     def joint_covariance(self, query: Query) -> Tensor:
         if not isinstance(self.method.mode, Pointwise):
-            raise UnsupportedError("covariances of pairs of inputs need HessianFree(Pointwise())")
+            raise UnsupportedError("covariances between inputs need HessianFree(Pointwise())")
         return self._checked(self.method.mode.joint(self._fits(query), query))
 
     def _checked(self, covariance: Tensor) -> Tensor:
@@ -271,7 +274,8 @@ class HessianFreePosterior(LaplacePosterior):
         if negative := int((variances < 0).sum()):
             raise NotPositiveDefiniteError(
                 f"{negative} of {variances.numel()} variances of {type(self.method.mode).__name__}() are negative: run "
-                "guide.polish(batches) and use HessianFree(Pointwise(), NewtonCG()), or read posterior.responses(query)"
+                "guide.polish(batches) and use HessianFree(Pointwise(), NewtonCG()), or get the values with "
+                "posterior.responses(query)"
             )
         return covariance
 
@@ -293,33 +297,32 @@ def parameter_uncertainty(
     subset: Subset | None = None,
     solver: Solver | None = None,
 ) -> dict[str, Tensor]:
-    r"""Return a variance for every latent, from two further fits with a small multiple of the L1 norm added.
+    r"""Return a variance for every latent, from two fits with a small multiple of the L1 norm added.
 
     .. math:: u_{\pm\lambda} = \arg\min_u U(u) \mp \lambda \|u\|_1, \qquad
         \frac{|u_{i,\lambda}| - |u_{i,-\lambda}|}{2\lambda} \to
         \sum_j s_i s_j (P^{-1})_{ij}, \quad s = \operatorname{sign} \hat u
 
-    Status: equal to the variance where latents are uncorrelated; in general the sum of a row of the covariance with the
-    signs of the mode, which may be negative. Such entries are NaN, with a warning; this does not mean that they are
-    small. The signs are those at the mode. For actual variances, use ``PosteriorSamples(n)``, ``Diagonal()`` or
-    ``Dense()``.
+    Status: equal to the variance if latents are uncorrelated; in general, the signed sum of a row of the covariance,
+    with the signs of the mode. If the sum is negative, the entry is NaN, with a warning; this does not mean that the
+    variance is small. For actual variances, use ``PosteriorSamples(n)``, ``Diagonal()`` or ``Dense()``.
 
     *Sparsification*: a latent whose mode is small relative to its standard deviation can be set to zero with little
-    loss, ``weight * (weight.abs() > 2 * variance.sqrt())``. If the variance is NaN, this removes the latent, so check
-    the number of NaN values.
+    loss, ``weight * (weight.abs() > 2 * variance.sqrt())``. This also removes latents whose variance is NaN, so check
+    their number.
 
     Args:
-        guide: for ``NewtonCG()`` at a minimum of U (``guide.polish``).
+        guide: the guide; for ``NewtonCG()``, at a minimum of U (``guide.polish``).
         batches: all the data.
         subset: the latents that vary, as in ``guide.fit``.
-        solver: of the tilted fits; ``NewtonCG()`` by default.
+        solver: solver of the tilted fits; by default, ``NewtonCG()``.
 
     Returns:
-        For each site the variances of its unconstrained values, in squared units of these; zero outside a mask.
+        For each site, the variances of its unconstrained values, in squared units; zero outside a mask.
 
     Raises:
-        ArgumentError: the solver is no such object.
-        NotPositiveDefiniteError: the mode is no minimum.
+        ArgumentError: ``solver`` is not a solver object.
+        NotPositiveDefiniteError: the mode is not a minimum.
         NotConvergedError: a tilted minimum was not found.
 
     Source: McInerney & Kallus (2024), Eqs. 31 and 32.
@@ -350,8 +353,10 @@ def parameter_uncertainty(
     variances = pair.slope(lambda point: tilt.signs * point)
     negative = variances < 0
     if bool(negative.any()):
-        count = f"{int(negative.sum())} of {len(variances)} row sums of the covariance are negative"
-        warn(f"{count}, because latents are correlated: these are NaN. PosteriorSamples(n) gives variances.")
+        count = f"{int(negative.sum())} of {len(variances)} signed row sums of the covariance are negative"
+        warn(
+            f"{count}, because latents are correlated; these entries are NaN. For variances, use PosteriorSamples(n)."
+        )
     return energy.layout.place(energy.layout.split(torch.where(negative, torch.nan, variances)))
 
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Second fits: minima of U tilted by a function r of the latents, with Newton's method or continued training.
+r"""Second fits: minima of U tilted by a function r of the latents, from Newton's method or continued training.
 
 .. math:: U_\lambda(u) = U(u) - \lambda\, r(u)
 
-To first order its minimum moves from the mode by :math:`\lambda P^{-1} \nabla r`: a second fit gives the product of the
-Gaussian's covariance with a gradient.
+To first order, the minimum moves from the mode by :math:`\lambda P^{-1} \nabla r`, so a second fit gives the product of
+the Gaussian's covariance with a gradient.
 """
 
 from abc import ABC, abstractmethod
@@ -25,11 +25,11 @@ from pyro_dvi.linalg.operator import conjugate_gradients
 
 
 class Tilt(ABC):
-    """A function r of the flat vector, given by its gradient."""
+    """A function r of the flat vector, defined by its gradient."""
 
     @abstractmethod
     def gradient(self, point: Tensor, batch: Arguments | None = None) -> Tensor:
-        """Return the gradient [D] of r, or an estimate from one batch of the data, if r depends on them."""
+        """Return the gradient [D] of r or, if r depends on the data, an estimate from one batch."""
 
     def tilted_gradient(
         self, energy: Energy, point: Tensor, strength: float, batch: Arguments | None = None
@@ -63,7 +63,7 @@ class OutputTilt(Tilt):
 
 @dataclass(frozen=True)
 class Fits:
-    r"""End points of two fits of one tilt, and the difference of their strengths.
+    r"""The minima of two fits with one tilt, and the difference of their strengths.
 
     Attributes:
         above: minimum of :math:`U - \lambda r`, [D].
@@ -76,15 +76,15 @@ class Fits:
     apart: float
 
     def slope(self, function: Callable[[Tensor], Tensor]) -> Tensor:
-        r"""Return the derivative by :math:`\lambda` of a function of the minimum, as a difference quotient."""
+        r"""Return a difference quotient: the derivative by :math:`\lambda` of a function of the minimum."""
         return (function(self.above) - function(self.below)) / self.apart
 
 
-_AT_ONCE = 64  # tilts solved together; each holds several vectors [D]
+_AT_ONCE = 64  # maximum number of tilts solved together; each needs several vectors [D]
 
 
 class Solver(ABC):
-    """Choice of the strength of the tilt, and search for the minima.
+    """Choice of the strength of the tilts, and search for the minima.
 
     Attributes:
         needs_minimum: whether the latents must be at a minimum of U.
@@ -96,9 +96,9 @@ class Solver(ABC):
         """Yield the fits of each tilt in order.
 
         Args:
-            local: U around the mode.
+            local: U with its derivatives at the mode.
             tilts: functions r.
-            less: the fit that is subtracted, see :class:`HessianFree`.
+            less: the fit that is subtracted; see :class:`HessianFree`.
         """
         remaining = iter(tilts)
         while chunk := list(islice(remaining, _AT_ONCE)):
@@ -111,15 +111,16 @@ class Solver(ABC):
 
 @dataclass(frozen=True)
 class FineTuning(Solver):
-    r"""Continue training from the mode with a fixed strength, for some epochs over the minibatches.
+    r"""Continue training from the mode with a fixed strength, for some epochs of minibatches.
 
-    Uses only gradients of U and r, and works with any network. All fits use the same minibatches in the same order and
-    differ only by their tilts, so minibatch noise and the effect of unfinished training cancel to first order.
+    This uses only gradients of U and r and works with any network. All fits use the same minibatches in the same order
+    and differ only in their tilts, so minibatch noise and the effect of unfinished training cancel to first order.
 
     Args:
-        strength: :math:`\lambda`, in inverse units of the output. It moves an output of standard deviation
-            :math:`\sigma` by :math:`\lambda\sigma` standard deviations, which should be below one, but above rounding.
-        learning_rate: of the optimizer.
+        strength: :math:`\lambda`, in inverse units of the output. It moves an output with standard deviation
+            :math:`\sigma` by :math:`\lambda\sigma` standard deviations, which should be below 1 but well above rounding
+            errors.
+        learning_rate: learning rate of the optimizer.
         epochs: passes over the data.
     """
 
@@ -136,7 +137,7 @@ class FineTuning(Solver):
 
     @abstractmethod
     def optimizer(self, points: list[Tensor]) -> torch.optim.Optimizer:
-        """Return an optimizer of torch, which treats each of the flat vectors by itself."""
+        """Return a torch optimizer of the flat vectors, which it must treat independently."""
 
     def solve(self, local: LocalEnergy, tilts: list[Tilt], less: str) -> list[Fits]:
         """Return the fits of some tilts; see :meth:`fits`."""
@@ -149,9 +150,9 @@ class FineTuning(Solver):
         return [Fits(a, b, apart) for a, b in zip(ends[:count], below, strict=True)]
 
     def ends(self, local: LocalEnergy, problems: list[tuple[Tilt, float]]) -> Tensor:
-        """Return where training of U less each tilt times its strength ends: ``[S, D]``."""
+        """Return the end points ``[S, D]`` of training on U minus each tilt times its strength."""
         energy = local.energy
-        local.log_likelihood  # noqa: B018 (whether the batches are all the data)
+        local.log_likelihood  # noqa: B018 (checks that the batches are all the data)
         points = [local.point.clone().requires_grad_() for _ in problems]
         optimizer = self.optimizer(points)
         for _ in range(self.epochs):
@@ -165,25 +166,26 @@ class FineTuning(Solver):
 
 @dataclass(frozen=True)
 class SGD(FineTuning):
-    r"""Stochastic gradient descent, with momentum if wanted.
+    r"""Stochastic gradient descent, optionally with momentum.
 
     Status: ends before the minimum. After T full-batch steps with learning rate :math:`\eta` and without momentum, the
     variance is
 
     .. math:: \nabla f^\top P^{-1} \bigl(1 - (1 - \eta P)^T\bigr) \nabla f
 
-    to first order. It is too small: a direction of curvature below :math:`1/\eta T` contributes about
-    :math:`\eta T` instead of the inverse of its curvature, and most of a network's variance comes from such directions.
-    It is positive even if P has negative curvature, so there is no error for a network far from its minimum.
+    to first order. This is too small: a direction with curvature below :math:`1/\eta T` contributes about
+    :math:`\eta T` instead of its inverse curvature, and most of a network's variance comes from such directions. It is
+    positive even if P has negative curvature, so there is no error for a network far from its minimum.
 
     Args:
-        strength: as for :class:`FineTuning`.
-        learning_rate: :math:`\eta`, for U, a sum over the data: N times less than for a mean. It must be below two
-            divided by the largest eigenvalue of P.
+        strength: as in :class:`FineTuning`.
+        learning_rate: :math:`\eta`. As U is a sum over the data, it is N times smaller than for a mean loss. It must be
+            smaller than 2 divided by the largest eigenvalue of P.
         epochs: passes over the data.
         momentum: as in torch.
 
-    Source: McInerney & Kallus (2024) for fine-tuning from the mode; ``HessianFree(less="mode")`` is their difference.
+    Source: McInerney & Kallus (2024) for fine-tuning from the mode; they subtract the mode, as
+    ``HessianFree(less="mode")``.
 
     Example:
         >>> import pyro, pyro.distributions as dist
@@ -207,15 +209,15 @@ class SGD(FineTuning):
 
 @dataclass(frozen=True)
 class Adam(FineTuning):
-    """Adam, the usual optimizer of networks.
+    """Fine-tuning with Adam.
 
-    Status: ends before the minimum, at an unknown distance: variances are mostly too small, as with :class:`SGD`, and
-    may be negative after few steps. After 300 steps on a network of 151 weights, standard deviations were 15 to 32 %
-    too small in the median, and a tenth of them by a factor of more than 1.7 to 3.5.
+    Status: ends before the minimum, at an unknown distance, so variances are mostly too small, as with :class:`SGD`,
+    and may be negative after few steps. After 300 steps on a network with 151 weights, standard deviations were 15 to
+    32 % too small in the median, and a tenth of them were too small by a factor of more than 1.7 to 3.5.
 
     Args:
-        strength: as for :class:`FineTuning`.
-        learning_rate: in units of the unconstrained latents.
+        strength: as in :class:`FineTuning`.
+        learning_rate: learning rate, in units of the unconstrained latents.
         epochs: passes over the data.
 
     Source: McInerney & Kallus (2024) for fine-tuning from the mode, see :class:`SGD`; Kingma & Ba (2015).
@@ -228,39 +230,40 @@ class Adam(FineTuning):
 
 
 _SMALLER_STEPS = 3  # attempts, each with a quarter of the previous step
-_ROUNDING = 0.03  # corrections, relative to the step, that may be rounding
+_ROUNDING = 0.03  # corrections, relative to the step, that may be due to rounding
 
 
 @dataclass(frozen=True)
 class NewtonCG(Solver):
-    r"""Newton's method with the Hessian at the mode, solved with conjugate gradients.
+    r"""Newton's method with the Hessian at the mode, with conjugate-gradient solves.
 
     .. math:: u \leftarrow u - P^{-1}\,\bigl(\nabla U(u) - \lambda \nabla r(u)\bigr), \qquad
         u_0 = \hat u + \lambda P^{-1} \nabla r(\hat u), \qquad
         \lambda = \text{step} / \sqrt{\nabla r^\top P^{-1} \nabla r}
 
-    The strength moves r by ``step`` of its posterior standard deviations, whatever its units. Only Hessian-vector
-    products are used. Because the minima are a small step from the mode, the Hessian at the mode is used for all of
-    them: many tilts share one graph and one run of conjugate gradients, and the first solve is used for both signs.
+    The strength is chosen such that r moves by ``step`` posterior standard deviations, in any units. Only
+    Hessian-vector products are used. Because the minima are close to the mode, the Hessian at the mode is used for all
+    of them: many tilts share one graph and one run of conjugate gradients, and the first solve is used for both signs.
     Corrections shrink by a factor that is proportional to the step.
 
     A correction d changes a variance by at most the relative amount :math:`|d|_P / \text{step}`, by the Cauchy-Schwarz
     inequality. The search ends when the next correction, extrapolated from the last two, would be below the tolerance.
-    In float32, rounding may keep corrections above it; if they no longer shrink, they are accepted up to 3 %. Above 3
-    %, the step is too large for the Hessian at the mode, and a quarter of it is tried, up to three times.
+    In float32, rounding may keep corrections above the tolerance; if they no longer shrink, corrections up to 3 % are
+    accepted. Above 3 %, the step is too large for the Hessian at the mode, and the search is repeated with a quarter of
+    the step, up to three times.
 
-    Status: the minimum, to the tolerance.
+    Status: finds the minimum up to the tolerance.
 
     Args:
-        step: distance of the second fits from the mode in posterior standard deviations.
-        tolerance: relative error of a variance, if rounding allows.
-        solve_tolerance: relative residual of each run of conjugate gradients; later corrections make up for it.
-        max_corrections: maximal number of Newton steps after the first.
+        step: distance of the second fits from the mode, in posterior standard deviations.
+        tolerance: relative error of a variance, limited by rounding.
+        solve_tolerance: relative residual of each run of conjugate gradients, which later corrections compensate.
+        max_corrections: maximum number of Newton steps after the first.
 
     Raises:
         ArgumentError: an option is out of range.
-        NotPositiveDefiniteError: at a query: the Hessian is not positive definite: the mode is no minimum.
-        NotConvergedError: at a query: a minimum was not found.
+        NotPositiveDefiniteError: in a query, the Hessian is not positive definite, so the mode is not a minimum.
+        NotConvergedError: in a query, a tilted minimum was not found.
 
     Source: Kelley (1995), Section 5.4.1, for the chord method; Nocedal & Wright (2006), Alg. 7.1, for Newton-CG.
     """
@@ -272,15 +275,15 @@ class NewtonCG(Solver):
 
     def __post_init__(self) -> None:
         if not 0 < self.step <= 1:
-            raise ArgumentError(f"step must be between 0 and 1 standard deviations, not {self.step}")
+            raise ArgumentError(f"step must be between 0 and 1 standard deviations, got {self.step}")
         for name in ("tolerance", "solve_tolerance"):
             check_positive(name, getattr(self, name))
         check_count("max_corrections", self.max_corrections)
 
     def solve(self, local: LocalEnergy, tilts: list[Tilt], less: str) -> list[Fits]:
-        """Return the fits of some tilts, with smaller steps where the first is too large."""
+        """Return the fits of some tilts, with smaller steps if the first is too large."""
         mode = local.point
-        found = [Fits(mode, mode, 1.0)] * len(tilts)  # for r that do not depend on the latents
+        found = [Fits(mode, mode, 1.0)] * len(tilts)  # the result if r does not depend on the latents
         gradients = torch.stack([tilt.gradient(mode) for tilt in tilts])
         pending = gradients.any(1).nonzero()[:, 0]
         if not len(pending):
@@ -288,7 +291,7 @@ class NewtonCG(Solver):
         directions = torch.zeros_like(gradients)
         directions[pending] = self._inverse(local, gradients[pending])
         scales = (gradients * directions).sum(-1).sqrt()
-        # The remaining distance to the minimum would count as variance, divided by a small step.
+        # Otherwise, the remaining distance to the minimum, divided by a small step, would count as variance.
         left = self._inverse(local, local.gradient.unsqueeze(0))[0] if less == "untilted" else 0.0
         step = self.step
         for _ in range(_SMALLER_STEPS + 1):
@@ -307,13 +310,14 @@ class NewtonCG(Solver):
                 return found
         tried = f"with steps of {self.step:g} to {4 * step:g} posterior standard deviations"
         raise NotConvergedError(
-            f"{len(pending)} tilted minima were not found, {tried}: run guide.polish, or use a smaller step or float64"
+            f"{len(pending)} tilted minima were not found {tried}: run guide.polish(batches), or use a smaller step or "
+            "float64"
         )
 
     def _minima(
         self, local: LocalEnergy, tilts: list[Tilt], strengths: Tensor, directions: Tensor, step: float
     ) -> tuple[Tensor, Tensor]:
-        """Return the minima ``[S, D]``, and which of them were found: where the corrections shrink."""
+        """Return the minima ``[S, D]``, and a mask of those that were found because their corrections shrank."""
         points = local.point + strengths.unsqueeze(-1) * directions
         found = torch.zeros_like(strengths, dtype=torch.bool)
         active = torch.arange(len(tilts), device=points.device)
@@ -339,5 +343,5 @@ class NewtonCG(Solver):
         return points, found
 
     def _inverse(self, local: LocalEnergy, rows: Tensor) -> Tensor:
-        """Return the rows times the inverse of the Hessian of U, ``[S, D]``, by conjugate gradients."""
+        """Return products of the inverse Hessian of U with the rows, ``[S, D]``, from conjugate gradients."""
         return conjugate_gradients(local.hessian, rows, tolerance=self.solve_tolerance).x

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One pair of fits tilted by the predictions for the training data, or trained on shifted labels."""
+"""Modes with one pair of fits, tilted by the predictions for the training data or trained on shifted labels."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -21,7 +21,7 @@ from pyro_dvi.runs.sites import example_axis
 
 @dataclass(frozen=True)
 class _MeanTilt(Tilt):
-    """Mean of an output over the data, batch by batch."""
+    """The mean of an output over the data, batch by batch."""
 
     energy: Energy
     site: str | None
@@ -35,7 +35,7 @@ class _MeanTilt(Tilt):
         return torch.stack([self._part(batch, point) for batch in self.energy.passes]).sum(0)
 
     def _part(self, batch: Arguments, point: Tensor) -> Tensor:
-        """Gradient of one batch's part of the mean."""
+        """Return the gradient of one batch's contribution to the mean."""
         query = _query(self.energy, batch, self.site)
         weights = point.new_zeros(query.num_rows, self.size)
         weights[:, self.output] = 1 / self.rows
@@ -49,7 +49,7 @@ def _query(energy: Energy, batch: Arguments, site: str | None) -> Query:
 
 
 class _LabelTilt(_MeanTilt):
-    """The same mean, added to U by a shift of its labels."""
+    """The mean of an output over the data, added to U by a shift of the labels."""
 
     def tilted_gradient(
         self, energy: Energy, point: Tensor, strength: float, batch: Arguments | None = None
@@ -75,7 +75,7 @@ class _Shift(Messenger):
         rows = value.numel() // self.tilt.size
         axis = example_axis(msg["name"], msg, rows) - len(msg["fn"].event_shape) + value.dim()
         others = [n for i, n in enumerate(value.shape) if i != axis]
-        column = value.new_zeros(rows, self.tilt.size)  # one where the labels belong to the column
+        column = value.new_zeros(rows, self.tilt.size)  # 1 if the labels belong to the column
         column[:, self.tilt.output] = 1
         shift = self.strength * noise.scale.square()
         msg["value"] = value + shift * column.reshape(rows, *others).movedim(0, axis)
@@ -87,11 +87,11 @@ class InSample(Mode):
 
     .. math:: r_k(u) = \frac1N \sum_{i=1}^N f_k(x_i; u)
 
-    No evaluation set is needed. With ``Adam`` or ``SGD`` a step takes a minibatch, as in training, at about twice the
-    cost; ``NewtonCG`` goes through all data for each gradient.
+    No evaluation set is needed. With ``Adam`` or ``SGD``, a step takes one minibatch, as in training, at about twice
+    the cost; ``NewtonCG`` uses all data for each gradient.
 
-    Status: gives :math:`\frac1N\sum_i \operatorname{Cov}(f_k(x), f_k(x_i))`, a row mean against the training data, not
-    the variance. Away from the data it can fall where the variance rises, or be negative.
+    Status: gives :math:`\frac1N\sum_i \operatorname{Cov}(f_k(x), f_k(x_i))`, a row mean over the training data, not the
+    variance. Far from the data, it can decrease although the variance increases, or be negative.
 
     Source: McInerney & Kallus (2024), the in-sample variant.
     """
@@ -108,20 +108,21 @@ class InSample(Mode):
 
 @dataclass(frozen=True)
 class LabelShift(InSample):
-    r"""Tilt by the training predictions, through the labels.
+    r"""Tilt by the mean training prediction, through shifted labels.
 
     For Gaussian noise with a known scale, completing the square shows that
 
     .. math:: \frac{(y_i - f_i)^2}{2\beta\sigma_i^2} - \frac\lambda N f_i =
         \frac{(y_i + \lambda\beta\sigma_i^2/N - f_i)^2}{2\beta\sigma_i^2} + \text{const},
 
-    so training on shifted labels is equivalent to the tilted fit, and the training loop does not change. The result
-    equals that of :class:`~pyro_dvi.laplace.hessian_free.training_modes.InSample`, at the cost of training.
+    so training on shifted labels is equivalent to the tilted fit, and the training loop does not change. The result is
+    the same as with :class:`~pyro_dvi.laplace.hessian_free.training_modes.InSample`, at the cost of ordinary training.
 
-    Status: equal to ``InSample()``. Masked examples are ignored, because they have no labels.
+    Status: the same as ``InSample()``, except that masked examples are ignored, because they have no labels.
 
     Raises:
-        ModelError: at fit: several observed sites, one that is not Normal, or a noise scale that is a latent.
+        ModelError: in ``fit``, the model has several observed sites, its site is not Normal, or its noise scale is
+            latent.
 
     Source: McInerney & Kallus (2024), the variant by data augmentation.
     """
@@ -129,11 +130,11 @@ class LabelShift(InSample):
     _tilt = _LabelTilt
 
     def check(self, local: LocalEnergy) -> None:
-        """Require one observed site that is Normal with a known scale."""
+        """Raise unless the model has one observed site, which is Normal with a known scale."""
         run = local.first.run
         if len(run.sites) != 1 or run.factors:
             names = [site.name for site in (*run.sites, *run.factors)]
-            raise ModelError(f"LabelShift() needs one observed site, not {names}: use InSample()")
+            raise ModelError(f"LabelShift() needs one observed site, got {names}: use InSample()")
         noise = untransformed(run.sites[0].fn)
         if not isinstance(noise, td.Normal) or noise.scale.requires_grad:
             unlike = f"unlike that of {run.sites[0].name!r}, a {type(noise).__name__}: use InSample()"
@@ -143,5 +144,7 @@ class LabelShift(InSample):
         """Return one tilt for each column of the labels."""
         site = local.first.run.sites[0].name
         if query.outputs.site != site:
-            raise UnsupportedError(f"LabelShift() tilts {site!r}, not {query.outputs.site!r}: use InSample()")
+            raise UnsupportedError(
+                f"LabelShift() supports only site {site!r}, not {query.outputs.site!r}: use InSample()"
+            )
         return super().tilts(local, query)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Representations of the Gaussian around a mode, one file per method."""
+"""Representations of the Gaussian around a mode."""

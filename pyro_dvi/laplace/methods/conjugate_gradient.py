@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Covariances and draws from linear solves with the precision, using matrix-vector products only."""
+"""Covariances and samples from linear solves with the precision, with matrix-vector products only."""
 
 from dataclasses import dataclass, field
 
@@ -17,20 +17,21 @@ from pyro_dvi.linalg.operator import conjugate_gradients, gaussian_rows
 
 @dataclass(frozen=True)
 class ConjugateGradient(Method):
-    r"""Solve :math:`P v = J^\top e` for every output at every query, :math:`J P^{-1} J^\top = J V`.
+    r"""Solve :math:`P v = J^\top e` for every output in every query, so that :math:`J P^{-1} J^\top = J V`.
 
     No matrix is stored. A query of B examples and K outputs solves B K systems together; each iteration costs two
     full-data gradients per system. For many queries, see ``PosteriorSamples``.
 
-    Status: exact to the tolerance: variances are too small by less than its square times the condition number.
+    Status: exact up to the tolerance; the relative error of a variance, which is too small, is less than the squared
+    tolerance times the condition number.
 
     Args:
         precision: ``GGN()``, or ``Hessian()`` at a minimum.
-        tolerance: bound on ``|J' e - P v| / |J' e|``; in float32, the smallest bound that is used is about 1e-4.
-        max_iterations: by default ``min(10 D, 1000)``.
+        tolerance: bound on ``|J' e - P v| / |J' e|``; in float32, it is at least about 1e-4.
+        max_iterations: maximum number of iterations; by default ``min(10 D, 1000)``.
 
     Raises:
-        NotPositiveDefiniteError: P has a direction of negative curvature: the mode is no minimum.
+        NotPositiveDefiniteError: P has a direction of negative curvature, so the mode is not a minimum.
         NotConvergedError: the tolerance was not reached in ``max_iterations``.
 
     Source: Hestenes & Stiefel (1952); O'Leary (1980) for blocks.
@@ -78,7 +79,9 @@ def solutions(method: "ConjugateGradient | PosteriorSamples", local: LocalEnergy
     if not solution.converged:
         worst = float(solution.residuals.max())
         reached = f"the residual {worst:.2g}, not {tolerance:.2g}, after {solution.iterations} iterations"
-        raise NotConvergedError(f"{reached} with {matrix!r}: allow more of either, or use float64")
+        raise NotConvergedError(
+            f"{reached} with {matrix!r}: increase tolerance or max_iterations, or use float64"
+        )
     return solution.x * half
 
 
@@ -86,8 +89,8 @@ class ConjugateGradientPosterior(LaplacePosterior):
     """A Gaussian represented by linear solves with its precision.
 
     Args:
-        method: with a precision, a tolerance and a number of iterations.
-        local: U around the mode.
+        method: the method, with its precision, tolerance and number of iterations.
+        local: U with its derivatives at the mode.
     """
 
     def __init__(self, method: ConjugateGradient, local: LocalEnergy) -> None:
@@ -96,20 +99,20 @@ class ConjugateGradientPosterior(LaplacePosterior):
     def solve(self, vectors: Tensor) -> Tensor:
         return solutions(self._method, self._local, vectors)
 
-    def joint_covariance(self, query: Query) -> Tensor:  # never holds all rows
+    def joint_covariance(self, query: Query) -> Tensor:  # does not store all rows
         found = torch.cat([query.forward(self.solve(rows)).flatten(1) for rows in query.rows()])
         return 0.5 * (found + found.mT)
 
 
 def check_tolerance(tolerance: float) -> None:
-    """Raise an error unless the tolerance is below 1; from 1 on, zero would solve every equation."""
+    """Raise an error unless the tolerance is below 1; with a larger one, zero would solve every system."""
     if not 0 < tolerance < 1:
-        raise ArgumentError(f"tolerance must be a relative error between 0 and 1, not {tolerance!r}")
+        raise ArgumentError(f"tolerance must be a relative error between 0 and 1, got {tolerance!r}")
 
 
 @dataclass(frozen=True)
 class PosteriorSamples(Method):
-    r"""Represent the Gaussian by draws, computed once and used for every prediction.
+    r"""Represent the Gaussian by samples that are drawn once and used for every prediction.
 
     With independent standard normal :math:`\xi, \zeta`,
 
@@ -118,19 +121,18 @@ class PosteriorSamples(Method):
         \quad\Rightarrow\quad v_s \sim \mathcal N(0, P^{-1}), \qquad
         J_* P^{-1} J_*^\top \approx \frac1S \sum_s (J_* v_s)(J_* v_s)^\top .
 
-    The right-hand sides take one pass over all data, S conjugate-gradient solves run together, and a query costs S
-    products, whatever the number of outputs.
+    The right-hand sides take one pass over all data. The S conjugate-gradient solves run together, and a query costs S
+    products, independent of the number of outputs.
 
-    Status: unbiased up to the tolerance of the solves; a variance has the relative standard error
-    :math:`\sqrt{2/S}` (9 % for 256 draws), a standard deviation half of it. The errors of variances are shared by all
-    inputs and do not average out over them: with 64 draws, the AUROC of out-of-distribution digits varied by 0.08
-    between seeds. Supports the Gauss-Newton matrix only, because a Hessian is not a sum of squares from which noise
-    could be drawn.
+    Status: unbiased up to the tolerance of the solves. A variance has a relative standard error of :math:`\sqrt{2/S}`
+    (9 % for 256 draws), a standard deviation half as much. All inputs share the same draws, so the errors do not
+    average out over inputs: with 64 draws, the AUROC for out-of-distribution digits varied by 0.08 between seeds. Only
+    the Gauss-Newton matrix is supported, because a Hessian is not a sum of squares, from which noise could be drawn.
 
     Args:
-        num_samples: S. Antithetic pairs would not help: the estimate is even in the draws.
+        num_samples: S, the number of draws. Antithetic pairs would not help, because the estimate is even in the draws.
         tolerance: tolerance of the solves, see :class:`ConjugateGradient`; the default is far below the sampling error.
-        max_iterations: by default ``min(10 D, 1000)``.
+        max_iterations: maximum number of iterations; by default ``min(10 D, 1000)``.
 
     Raises:
         UnsupportedError: the prior couples latents.
@@ -155,7 +157,7 @@ class PosteriorSamples(Method):
     tolerance: float = 1e-2
     max_iterations: int | None = None
 
-    precision = GGN()  # not a field: a Hessian has no factor to draw with
+    precision = GGN()  # not a field, because a Hessian has no factor with which to draw
     by_spectrum = True
 
     def __post_init__(self) -> None:
@@ -172,10 +174,10 @@ class PosteriorSamples(Method):
 
 
 class SamplesPosterior(LaplacePosterior):
-    r"""A Gaussian with the covariance of a number of draws, :math:`\frac1S\sum_s v_s v_s^\top`.
+    r"""A Gaussian whose covariance is the second moment of draws, :math:`\frac1S\sum_s v_s v_s^\top`.
 
     Attributes:
-        samples: the draws v, without the mode, ``[S, D]``.
+        samples: the draws v minus the mode, ``[S, D]``.
     """
 
     stored = ("mode", "samples")

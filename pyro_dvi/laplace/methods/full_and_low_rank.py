@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The precision as a full matrix, or as the prior's plus a low-rank matrix."""
+"""The precision as a full matrix, or as the prior precision plus a low-rank matrix."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,20 +20,21 @@ from pyro_dvi.linalg.lanczos import top_eigenpairs
 
 @dataclass(frozen=True)
 class Dense(Method):
-    r"""Build :math:`P \in \mathbb R^{D\times D}` and factorise it.
+    r"""Compute and factorise the full matrix :math:`P \in \mathbb R^{D\times D}`.
 
-    Memory :math:`3 D^2` numbers. The Gauss-Newton matrix is computed from per-example gradients (K backward passes for
-    K outputs) if layers have rules for them; otherwise, and for the Hessian, a column costs two gradients.
+    It needs memory for :math:`3 D^2` numbers. The Gauss-Newton matrix is computed from per-example gradients (K
+    backward passes for K outputs) if all layers have per-example rules; otherwise, and for the Hessian, a column costs
+    two gradients.
 
     Status: exact.
 
     Args:
         precision: ``GGN()`` or ``Hessian()``.
-        max_size: largest D; a larger D raises an error instead of running out of memory.
+        max_size: maximum D; a larger D raises an error instead of running out of memory.
 
     Raises:
         ArgumentError: D is larger than ``max_size``.
-        NotPositiveDefiniteError: P has an eigenvalue that is not positive: the mode is no minimum.
+        NotPositiveDefiniteError: P has an eigenvalue that is not positive, so the mode is not a minimum.
 
     Source: MacKay (1992) for the Hessian; Schraudolph (2002) for the Gauss-Newton matrix.
 
@@ -58,18 +59,18 @@ class Dense(Method):
         size = len(local.point)
         if size > self.max_size:
             raise ArgumentError(
-                f"Dense() would build a matrix of {size} x {size}: use PosteriorSamples(), or a larger max_size"
+                f"Dense() would compute a {size} x {size} matrix: use PosteriorSamples(), or a larger max_size"
             )
         precision = self.precision.matrix(local)
         return DensePosterior(local.point, 0.5 * (precision + precision.mT), local.prior_diagonal)
 
 
 class DensePosterior(RootPosterior):
-    """A Gaussian by the Cholesky factor of its precision.
+    """A Gaussian represented by the Cholesky factor of its precision.
 
     Attributes:
-        precision: P, [D, D].
-        prior: the prior's part, [D], if known to be diagonal.
+        precision: P, ``[D, D]``.
+        prior: diagonal prior precision, [D]; None if it is not known to be diagonal.
     """
 
     stored = ("mode", "precision")
@@ -93,7 +94,7 @@ class DensePosterior(RootPosterior):
 
     def covariance(self, query: Query) -> Tensor:
         self._rows_asked += query.num_rows * query.size
-        if self._rows_asked < len(self.mode):  # solves for so few rows take less work than the inverse
+        if self._rows_asked < len(self.mode):  # for few rows, solves are cheaper than the inverse
             return LaplacePosterior.covariance(self, query)
         return super().covariance(query)
 
@@ -104,7 +105,7 @@ class DensePosterior(RootPosterior):
         half, rows, found = self._half_inverse, examples.rows(part).to(self._half_inverse), []
         for k, span in enumerate(examples.spans):
             block, before = half[span, : span.stop], rows[..., : span.stop].mT
-            if k in examples.single:  # rows are products of delta and a, and a is the same for all outputs
+            if k in examples.single:  # rows are outer products of delta and a, and all outputs share a
                 a, delta = examples.single[k].factors(part, half.dtype)
                 units = examples.single[k].by_unit(block)
                 found.append(delta @ torch.cat([(a @ unit).unsqueeze(1) @ before for unit in units], 1))
@@ -115,9 +116,9 @@ class DensePosterior(RootPosterior):
 
     @cached_property
     def _half_inverse(self) -> Tensor:
-        r"""The lower triangle S of the covariance, with half of its diagonal, so that it is :math:`S + S^\top`.
+        r"""The lower triangle S of the covariance :math:`S + S^\top`, with half of its diagonal.
 
-        Computed in double precision, because variances near the data are small differences of large prior variances.
+        It is computed in double precision, because variances near the data are small differences of large numbers.
         """
         wide = self.precision.to(widest(self.mode.device))
         half = torch.cholesky_inverse(torch.linalg.cholesky(wide)).tril_()
@@ -140,29 +141,29 @@ class DensePosterior(RootPosterior):
 
 @dataclass(frozen=True)
 class TopEigen(Method):
-    r"""Keep the k directions that the data determine best, relative to the prior.
+    r"""Keep the k directions in which the data reduce the prior uncertainty most.
 
-    With the diagonal prior precision :math:`\Pi` and the likelihood's curvature G,
+    With the diagonal prior precision :math:`\Pi` and the curvature G of the likelihood,
 
     .. math::
         \Pi^{-1/2} G\, \Pi^{-1/2} \approx U^\top \Lambda U, \qquad
         P \approx \Pi^{1/2} (I + U^\top \Lambda U)\, \Pi^{1/2}, \qquad
         P^{-1} \approx \Pi^{-1/2} \Bigl(I - U^\top \tfrac{\Lambda}{1+\Lambda}\, U\Bigr) \Pi^{-1/2} .
 
-    These are top directions of the precision, where the posterior is narrow; elsewhere it stays as wide as the prior.
-    For one prior scale they are the top eigenvectors of G.
+    In these directions, the posterior is narrow; in all other directions, it is as wide as the prior. If all latents
+    have the same prior scale, they are the top eigenvectors of G.
 
-    Status: exact for k = D, or if k reaches the rank of G; otherwise variances are too large, never too small.
+    Status: exact if k is at least the rank of G; otherwise variances are too large, never too small.
 
     Args:
-        rank: k, the number of directions, at most D; the search for them holds about 2 k + 64 vectors.
+        rank: k, the number of directions, at most D; the eigensolver stores about 2 k + 64 vectors.
         precision: ``GGN()`` or ``Hessian()``.
-        tolerance: of the eigenvectors' residuals, relative to the largest eigenvalue.
+        tolerance: bound on the residuals of the eigenvectors, relative to the largest eigenvalue.
 
     Raises:
         UnsupportedError: the prior couples latents.
         NotPositiveDefiniteError: the Hessian is not positive definite.
-        NotConvergedError: the eigenvectors were not found to the tolerance.
+        NotConvergedError: the eigenvectors did not converge to the tolerance.
 
     Source: Spantini et al. (2015), Theorem 2.3, for the optimality of the update relative to the prior.
 
@@ -210,10 +211,10 @@ class TopEigen(Method):
 
 
 class TopEigenPosterior(RootPosterior):
-    """A Gaussian of low rank plus diagonal.
+    """A Gaussian whose precision is a diagonal plus a low-rank matrix.
 
     Attributes:
-        prior: the prior's precision, [D].
+        prior: diagonal prior precision, [D].
         values: eigenvalues relative to the prior, ``[k]``.
         vectors: the eigenvectors, orthonormal rows ``[k, D]``.
     """
@@ -240,7 +241,7 @@ class TopEigenPosterior(RootPosterior):
 
     def reweighted(self, likelihood: float, prior: Tensor) -> "TopEigenPosterior | None":
         factor = common_ratio(prior, self.prior)
-        if factor is None:  # the directions are others then
+        if factor is None:  # the directions would change
             return None
         return TopEigenPosterior(self.mode, prior, self.values * (likelihood / factor), self.vectors)
 

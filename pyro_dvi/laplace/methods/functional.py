@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""The Gaussian in function space: a linear system of the size of the data, not of the latents.
+r"""The Gaussian in function space, with linear systems of the size of the data instead of the latents.
 
 Let R be the N K rows of J on the data, each multiplied by the square root of its Fisher information. By Woodbury's
 identity,
@@ -9,8 +9,8 @@ identity,
     P^{-1} = S - S R^\top B^{-1} R\, S, \qquad
     B = I + R\, S R^\top, \qquad S = \Pi^{-1},
 
-so that rows of J occur only in products :math:`k = J S J'^\top`. If gradients of a layer are outer products,
-:math:`\delta_{ik} a_i^\top`, and its prior variance is one number s, its part of k is
+so rows of J occur only in products :math:`k = J S J'^\top`. If the gradients of a layer are outer products
+:math:`\delta_{ik} a_i^\top`, and its prior variance is a single number s, its term in k is
 :math:`s\,(a_i \cdot a'_j)(\delta_{ik} \cdot \delta'_{jl})`, and no row is formed.
 """
 
@@ -29,30 +29,31 @@ from pyro_dvi.laplace.energy.query import Query
 from pyro_dvi.laplace.methods.method import LaplacePosterior, Method
 from pyro_dvi.linalg.operator import gaussian_rows
 
-_ROWS, _ENTRIES = 512, 1 << 24  # rows of J, and entries of them, that are formed together
+_ROWS, _ENTRIES = 512, 1 << 24  # maximum numbers of rows of J, and of entries, that are formed at a time
 
 
 @dataclass(frozen=True)
 class Functional(Method):
     r"""The Gaussian of ``Dense()`` as a Gaussian process, for models with many more latents than observations.
 
-    With the kernel :math:`k(x, x') = J(x)\, \Pi^{-1} J(x')^\top` and the data X, whose rows are weighted by the root of
-    their Fisher information,
+    With the kernel :math:`k(x, x') = J(x)\, \Pi^{-1} J(x')^\top` and the data X, whose rows are weighted by the square
+    root of their Fisher information,
 
     .. math::
         \operatorname{Cov}(x) = k(x, x) - k(x, X)\,\bigl(I + k(X, X)\bigr)^{-1} k(X, x), \qquad
         \log\det P = \log\det\bigl(I + k(X, X)\bigr) + \log\det \Pi .
 
-    Memory: :math:`2 (NK)^2` numbers in double precision, the autograd graphs of all data, and K gradients per layer.
-    Rows of J are formed, one site at a time, for convolutions, layers that are used several times or at several
-    positions, layers whose weights differ in their prior scale, and functions without rules. For these, a query of n
-    outputs costs :math:`n N K` multiplications per latent, for other layers far less.
+    It needs memory for :math:`2 (NK)^2` numbers in double precision, the autograd graphs of all data, and K gradients
+    per layer. Rows of J are formed, one site at a time, for convolutions, layers that are used several times or at
+    several positions, layers whose weights have different prior scales, and functions without rules. For these, a query
+    of n outputs costs :math:`n N K` multiplications per latent; for other layers, far fewer.
 
-    Status: exact. The kernel is computed in double precision, so that in float32 a variance has a relative error of
-    at most some :math:`10^{-7}\sqrt\lambda` with the largest eigenvalue of :math:`k(X, X)`; measured: 4e-6 for 2.5e6.
+    Status: exact. The kernel is computed in double precision, so in float32 the relative error of a variance is at most
+    about :math:`10^{-7}\sqrt\lambda`, where :math:`\lambda` is the largest eigenvalue of :math:`k(X, X)` (measured:
+    4e-6 for 2.5e6).
 
     Args:
-        max_size: largest N K; a larger N K raises an error instead of running out of memory.
+        max_size: maximum N K; a larger N K raises an error instead of running out of memory.
 
     Raises:
         ArgumentError: N K is larger than ``max_size``.
@@ -86,11 +87,14 @@ class Functional(Method):
             size += examples.outputs.numel()
             if size > self.max_size:
                 raise ArgumentError(
-                    f"Functional() has more than {self.max_size} rows: use Dense(), PosteriorSamples() or max_size"
+                    f"Functional() has more than {self.max_size} rows: use Dense(), PosteriorSamples(), or a larger "
+                    "max_size"
                 )
             data.append(_Rows(examples, slice(0, len(examples.outputs))))
         if not data:
-            raise ModelError(f"no observed site depends on {local.energy.layout.names}")
+            raise ModelError(
+                f"no observed site depends on {local.energy.layout.names}: choose other sites with subset="
+            )
         variances = _variances(prior, data)
         kernel = torch.cat([torch.cat([_kernel(one, two, variances) for two in data], 1) for one in data])
         return FunctionalPosterior(local.point, prior, data, kernel)
@@ -98,7 +102,7 @@ class Functional(Method):
 
 @dataclass(eq=False)
 class _Rows:
-    """Rows of J of some examples, one after the other, in double precision."""
+    """Rows of J of some examples, in double precision."""
 
     examples: ExampleGradients
     part: slice
@@ -107,12 +111,12 @@ class _Rows:
         return (self.part.stop - self.part.start) * self.examples.outputs.shape[1]
 
     def factors(self, k: int) -> tuple[Tensor, Tensor] | None:
-        """Return a ``[m, q]`` and delta ``[m, K, p]`` of a site whose gradients are their outer products."""
+        """Return a ``[m, q]`` and delta ``[m, K, p]`` if the gradients of a site are their outer products."""
         outer = self.examples.single.get(k)
         return None if outer is None else outer.factors(self.part, widest(self.examples.outputs.device))
 
     def parts(self, tensors: Sequence[int] | None = None) -> Iterator[tuple[slice, Tensor]]:
-        """Give rows of some sites (None: all) a part at a time, ``[m K, size]``, with their places."""
+        """Yield the rows of some sites (None: all) in parts ``[m K, size]``, with their positions."""
         examples, (_, outputs) = self.examples, self.examples.outputs.shape
         size = sum(examples.sizes[k] for k in tensors) if tensors else examples.size
         together = max(1, _ENTRIES // (outputs * size))
@@ -141,18 +145,18 @@ def _kernel(one: _Rows, two: _Rows, variances: Sequence[Tensor]) -> Tensor:
 
 
 def _variances(prior: Tensor, data: Sequence[_Rows]) -> list[Tensor]:
-    """Return the prior variances ``[size]`` of each site, ``[1]`` where all are the same."""
+    """Return the prior variances of each site, ``[size]``, or ``[1]`` if all are equal."""
     parts = (1 / prior.to(widest(prior.device))).split(data[0].examples.sizes)
     return [part[:1] if bool((part == part[0]).all()) else part for part in parts]
 
 
 class FunctionalPosterior(LaplacePosterior):
-    """A Gaussian represented by the kernel of the data.
+    """A Gaussian represented by the kernel matrix of the data.
 
     Attributes:
         prior: the prior's precision, [D].
         kernel: k(X, X), ``[N K, N K]``.
-        root: multiplier of the rows of J on the data, in addition to the root of their Fisher information.
+        root: factor of the rows of J on the data, in addition to the square root of their Fisher information.
     """
 
     def __init__(
@@ -187,7 +191,7 @@ class FunctionalPosterior(LaplacePosterior):
         return self._updated(vectors, self.kernel.new_zeros(len(vectors), len(self.kernel)))
 
     def _updated(self, vectors: Tensor, noise: Tensor) -> Tensor:
-        """Return S v - S Rᵀ B⁻¹ (R S v + noise); draws from N(0, P⁻¹) for draws v from N(0, Π) and unit noise."""
+        """Return S v - S Rᵀ B⁻¹ (R S v + noise), a draw from N(0, P⁻¹) if v is one from N(0, Π), with unit noise."""
         prior = self.prior.to(self.kernel)
         seen, found = noise.clone(), vectors.to(self.kernel) / prior
         for places, rows in self._rows():
@@ -206,7 +210,7 @@ class FunctionalPosterior(LaplacePosterior):
         return ((1 - reduction / prior) / prior).to(self.mode)
 
     def _rows(self) -> Iterator[tuple[slice, Tensor]]:
-        """Give the rows of R a part at a time, with their places."""
+        """Yield the rows of R in parts, with their positions."""
         before = 0
         for data in self._data:
             for places, rows in data.parts():
@@ -215,7 +219,7 @@ class FunctionalPosterior(LaplacePosterior):
 
     def reweighted(self, likelihood: float, prior: Tensor) -> "FunctionalPosterior | None":
         factor = common_ratio(prior, self.prior)
-        if factor is None:  # kernels of single sites are not kept
+        if factor is None:  # kernels of single sites are not stored
             return None
         kernel, root = self.kernel * (likelihood / factor), self.root * likelihood**0.5
         return FunctionalPosterior(self.mode, prior, self._data, kernel, root)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Independent layers, each with a Kronecker product of its inputs and gradients; and independent latents.
+r"""Gaussians with independent layers (a Kronecker product each), or with independent latents.
 
-The gradient of output k with respect to a layer's weight is :math:`J_k = \sum_t \delta_{kt} a_t^\top`, with one
-position t in a dense layer, so covariances of outputs are computed from the inputs a and the gradients of a layer,
-without rows of the Jacobian.
+The gradient of output k with respect to a layer's weight is :math:`J_k = \sum_t \delta_{kt} a_t^\top`, with a single
+position t in a dense layer. Covariances of outputs are therefore computed from the inputs a and the output gradients
+:math:`\delta` of a layer, without rows of the Jacobian.
 """
 
 from collections.abc import Callable, Iterable
@@ -35,7 +35,7 @@ def products_at_layer(
 ) -> Tensor:
     r"""Return :math:`\sum_{pq} v_{pq}\,J_{kpq}\,J_{lpq}` for each example, ``[B, K, K]``.
 
-    With one position it is :math:`\sum_p \delta_{kp}\,\delta_{lp} \sum_q v_{pq}\,a_q^2`.
+    For a single position, this is :math:`\sum_p \delta_{kp}\,\delta_{lp} \sum_q v_{pq}\,a_q^2`.
 
     Args:
         outer: factors of the gradients J of a weight.
@@ -62,7 +62,7 @@ def products_of_diagonal(
     Args:
         examples: J.
         variances: v, ``[D]``.
-        tensors: the tensors to include; None: all.
+        tensors: indices of the tensors to include; None means all.
     """
     spans, rest, total = examples.spans, [], variances.new_zeros(())
     for k in range(len(spans)) if tensors is None else tensors:
@@ -80,21 +80,21 @@ def products_of_diagonal(
 
 @dataclass(eq=False)
 class KroneckerBlock:
-    r"""The precision of the weights W ``[p, q]`` of a layer; the last column is its bias, if it has one.
+    r"""The precision of the weights W ``[p, q]`` of a layer, with its bias as last column if it has one.
 
     .. math::
         P = \Pi^{1/2} \Bigl(I + \hat B \otimes \hat A\Bigr) \Pi^{1/2}, \qquad \Pi = r c^\top, \quad
         \hat B = r^{-1/2} B\, r^{-1/2} = U D_B U^\top, \quad \hat A = c^{-1/2} A\, c^{-1/2} = V D_A V^\top,
 
-    so all computations use the basis :math:`U^\top W V`, in which P is diagonal.
+    All computations use the basis :math:`U^\top W V`, in which P is diagonal.
 
     Args:
-        tensors: the index of the weight among the sites, and of the bias if there is one.
+        tensors: the index of the weight, and of the bias if there is one, among the sites.
         places: positions of W in a flat vector, ``[p, q]``.
         prior: :math:`\Pi`, ``[p, q]``.
         left: U, ``[p, p]``.
         right: V, ``[q, q]``.
-        values: :math:`1 + d_B d_A^\top` with these eigenvalues, ``[p, q]``.
+        values: eigenvalues :math:`1 + d_B d_A^\top`, ``[p, q]``.
     """
 
     tensors: tuple[int, ...]
@@ -105,23 +105,23 @@ class KroneckerBlock:
     values: Tensor
 
     def reweighted(self, likelihood: float, prior: float) -> "KroneckerBlock":
-        """Return the block with both parts of its precision multiplied by numbers."""
+        """Return the block with its likelihood and prior precision multiplied by factors."""
         values = 1 + (self.values - 1) * (likelihood / prior)
         return replace(self, prior=self.prior * prior, values=values)
 
     def whitened(self, matrix: Tensor) -> Tensor:
-        """Return the half of P⁻¹ that takes W to the eigenbasis."""
+        """Apply the square root of P⁻¹ that maps W to the eigenbasis."""
         return self.left.mT @ (matrix / self.prior.sqrt()) @ self.right / self.values.sqrt()
 
     def in_eigenbasis(self, inputs: Tensor, deltas: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a and delta such that their outer product is :meth:`whitened`, but for the eigenvalues."""
+        """Return a and delta whose outer product is :meth:`whitened`, up to the eigenvalues."""
         if len(self.tensors) > 1:
             inputs = F.pad(inputs, (0, 1), value=1.0)
         c = self.prior[0] / self.prior[0, 0]  # the prior is an outer product
         return inputs / c.sqrt() @ self.right, deltas / self.prior[:, 0].sqrt() @ self.left
 
     def coloured(self, matrix: Tensor) -> Tensor:
-        """Return the other half, the transpose of :meth:`whitened`."""
+        """Apply the transpose of :meth:`whitened`."""
         return self.left @ (matrix / self.values.sqrt()) @ self.right.mT / self.prior.sqrt()
 
     def variance(self) -> Tensor:
@@ -134,13 +134,13 @@ class KroneckerBlock:
 
 
 def _eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues, of which rounding may have made some negative, and eigenvectors."""
+    """Return eigenvalues, clamped because rounding can make them negative, and eigenvectors."""
     values, vectors = torch.linalg.eigh(0.5 * (matrix + matrix.mT))
     return values.clamp_min(0), vectors
 
 
 def _block(layer: KroneckerLayer, prior: Tensor) -> KroneckerBlock:
-    """Return the layer's block of the precision, given the prior's."""
+    """Return the block of a layer, given its prior precision."""
     r, c = nearest_product(prior[layer.places])
     beta, left = _eigen(layer.deltas / layer.positions / (r * r.mT).sqrt())
     alpha, right = _eigen(layer.inputs / (c.unsqueeze(-1) * c).sqrt())
@@ -150,10 +150,10 @@ def _block(layer: KroneckerLayer, prior: Tensor) -> KroneckerBlock:
 
 @dataclass(frozen=True)
 class KroneckerFactored(Method):
-    r"""Approximate the block of each dense or convolutional layer, with its bias, by a Kronecker product.
+    r"""Approximate the precision of each dense or convolutional layer, with its bias, by a Kronecker product.
 
-    With a layer's inputs a (and 1 for the bias) at T positions and the gradients :math:`\delta` of its outputs,
-    weighted by the Fisher information,
+    With a layer's inputs a (and 1 for the bias) at T positions and the gradients :math:`\delta` with respect to its
+    outputs, weighted by the Fisher information,
 
     .. math::
         P_{\text{layer}} \approx \Pi + B \otimes A, \qquad
@@ -163,12 +163,12 @@ class KroneckerFactored(Method):
     Status: approximate. Covariances between layers are dropped; within layers, inputs and gradients are treated as
     independent, and positions of a convolution as exchangeable. Exact for a single dense layer whose Fisher information
     is the same for all examples. The prior precision :math:`\Pi` is exact if it is :math:`r_i c_j` for a weight from
-    unit j to unit i, such as one scale per layer; otherwise it is replaced by the nearest such matrix in logarithms.
-    Sites that are not a weight or bias of such a layer, or are used several times, get a diagonal precision, with a
-    warning.
+    unit j to unit i, for example with one scale per layer; otherwise it is replaced by the nearest such matrix in
+    logarithms. Sites that are not a weight or bias of such a layer, or are used several times, get a diagonal
+    precision, with a warning.
 
     Raises:
-        UnsupportedError: the prior couples latents, observed sites differ in their number of rows, or ``subset`` has
+        UnsupportedError: the prior couples latents, observed sites have different numbers of rows, or ``subset`` has
             masks.
 
     Source: Martens & Grosse (2015); Grosse & Martens (2016), Eq. 25-27, for convolutions;
@@ -185,7 +185,7 @@ class KroneckerFactored(Method):
         tensor([0.2500])
     """
 
-    precision = GGN()  # not a field: factors of gradients approximate no other matrix
+    precision = GGN()  # not a field, because factors of gradients approximate no other matrix
     reweights = True
 
     def fit(self, local: LocalEnergy, *, seed: int = 0) -> "KroneckerPosterior":
@@ -193,14 +193,18 @@ class KroneckerFactored(Method):
         if local.energy.layout.chosen:
             masked = ", ".join(local.energy.layout.chosen)
             raise UnsupportedError(
-                f"KroneckerFactored() takes whole sites, not masks of {masked}: use Dense() or Diagonal()"
+                f"KroneckerFactored() does not support masks, here of {masked}: pass whole sites, or use Dense() or "
+                "Diagonal()"
             )
         prior = independent_prior_precision(local, "KroneckerFactored()")
         factors: KroneckerFactors | None = None
         previous: Any = None
         for examples in local.examples():
             if examples.recorder is previous:
-                raise UnsupportedError("KroneckerFactored() needs observed sites of as many rows each")
+                raise UnsupportedError(
+                    "KroneckerFactored() needs the same number of rows in all observed sites: use Dense() or "
+                    "Diagonal()"
+                )
             previous = examples.recorder
             factors = KroneckerFactors(examples) if factors is None else factors
             factors.add(examples)
@@ -208,20 +212,20 @@ class KroneckerFactored(Method):
         names = [local.energy.layout.names[k] for k in factors.rest]
         if names:
             warn(
-                f"KroneckerFactored() has no factors for {len(names)} sites, which are not weights or biases of a "
-                f"dense or convolutional layer that is used once; their precision is diagonal: {names[:5]}"
+                f"KroneckerFactored() uses a diagonal precision for {len(names)} sites, which are not weights or "
+                f"biases of a dense or convolutional layer that is used once: {names[:5]}"
             )
         blocks = [vars(_block(layer, prior)) for layer in factors.layers if layer.positions]
         return KroneckerPosterior(local.point, prior + factors.diagonal, blocks, prior)
 
 
 class KroneckerPosterior(RootPosterior):
-    """A Gaussian of independent layers.
+    """A Gaussian with independent layers.
 
     Attributes:
-        diagonal: precision of the latents that belong to no block, [D]; entries of blocks are unused.
-        blocks: the layers, see :class:`KroneckerBlock`.
-        prior: the prior's precision, [D]; layers use the nearest product.
+        diagonal: precision of the latents outside all blocks, [D]; the entries of blocks are not used.
+        blocks: the layers; see :class:`KroneckerBlock`.
+        prior: diagonal prior precision, [D]; blocks use the nearest outer product.
     """
 
     stored: ClassVar[tuple[str, ...]] = ("mode", "diagonal", "blocks")
@@ -269,7 +273,7 @@ class KroneckerPosterior(RootPosterior):
         blocks = []
         for layer in self._layers:
             factor = common_ratio(prior[layer.places], self.prior[layer.places])
-            if factor is None:  # the eigenvectors are others then
+            if factor is None:  # the eigenvectors would change
                 return None
             blocks.append(vars(layer.reweighted(likelihood, factor)))
         diagonal = likelihood * (self.diagonal - self.prior) + prior
@@ -282,19 +286,19 @@ class KroneckerPosterior(RootPosterior):
 
 @dataclass(frozen=True)
 class Diagonal(Method):
-    r"""A Gaussian with the precision's diagonal, :math:`p_\lambda = \sum_{ik} (w_{ik} J_{ik\lambda})^2 + \text{prior}`.
+    r"""Keep only the diagonal of the precision, :math:`p_\lambda = \sum_{ik} (w_{ik} J_{ik\lambda})^2 + \text{prior}`.
 
-    The GGN costs one backward pass per parameter of an observation (ten for ten classes), the Hessian two gradients per
+    The GGN costs one backward pass per output of the network (ten for ten classes), the Hessian two gradients per
     latent.
 
-    Status: the diagonal is exact, but off-diagonal entries, which are dropped, are not small in a network.
+    Status: the diagonal is exact; off-diagonal entries, which are not small in a network, are dropped.
 
     Args:
         precision: ``GGN()``, or ``Hessian()`` for small models.
 
     Raises:
-        NotPositiveDefiniteError: an entry is not positive.
-        UnsupportedError: if the elements of a site are dependent a priori.
+        NotPositiveDefiniteError: an entry of the diagonal is not positive.
+        UnsupportedError: the elements of a site are dependent a priori.
 
     Source: Ritter, Botev & Barber (2018), Section 3.
 
@@ -324,16 +328,16 @@ class Diagonal(Method):
 
 
 def likelihood_diagonal(local: LocalEnergy) -> Tensor:
-    """Return the diagonal [D] of the likelihood's Gauss-Newton matrix."""
+    """Return the diagonal [D] of the Gauss-Newton matrix of the likelihood."""
     return sum((examples.squares() for examples in local.examples()), torch.zeros_like(local.point))
 
 
 class DiagonalPosterior(KroneckerPosterior):
-    """A Gaussian of independent latents.
+    """A Gaussian with independent latents.
 
     Attributes:
         precision: the diagonal of P, [D].
-        prior: the prior's part, [D], if it is diagonal.
+        prior: diagonal prior precision, [D]; None if it is not diagonal.
     """
 
     independent = True
@@ -343,7 +347,7 @@ class DiagonalPosterior(KroneckerPosterior):
         super().__init__(mode, precision, [], prior)
         self.precision = precision
         if not bool((precision > 0).all()):
-            raise not_positive(f"the precision has an entry {float(precision.min()):.3g} on its diagonal")
+            raise not_positive(f"the diagonal of the precision has an entry {float(precision.min()):.3g}")
 
     def reweighted(self, likelihood: float, prior: Tensor) -> "DiagonalPosterior | None":
         if self.prior is None:

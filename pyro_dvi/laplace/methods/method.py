@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""The interface of a Laplace method, and of the Gaussian that it returns.
+r"""The interfaces of Laplace methods and of the Gaussians that they return.
 
 To add a method, subclass :class:`Method`; its :meth:`~Method.fit` evaluates U around the mode and returns a
-:class:`LaplacePosterior`. A posterior needs :meth:`~LaplacePosterior.solve`, from which covariances follow; other
-operations are optional. :class:`RootPosterior` is for a Gaussian with a root of its covariance.
+:class:`LaplacePosterior`. A posterior needs only :meth:`~LaplacePosterior.solve`, from which covariances follow; other
+operations are optional. :class:`RootPosterior` is the base class if a root of the covariance is available.
 """
 
 from abc import ABC, abstractmethod
@@ -22,18 +22,18 @@ from pyro_dvi.laplace.energy.query import Query
 from pyro_dvi.linalg.operator import gaussian_rows
 from pyro_dvi.runs.outputs import Outputs
 
-_ROWS, _ENTRIES = 512, 1 << 26  # rows of J, and entries of them, that are held together
+_ROWS, _ENTRIES = 512, 1 << 26  # maximum numbers of rows of J, and of entries, that are held at a time
 
 
 class Method(ABC):
     """A representation of the Gaussian around the mode.
 
     Attributes:
-        precision: the matrix P, or the matrix that is approximated: ``GGN()`` or ``Hessian()``.
-        by_spectrum: tuning by the evidence uses the eigenvalues of this matrix, once for all values, instead of
-            :meth:`LaplacePosterior.log_determinant`.
-        reweights: its posterior may have :meth:`LaplacePosterior.reweighted`.
-        needs_minimum: the policy for unconverged modes applies; else the mode may be no minimum.
+        precision: the matrix P, exact or approximated: ``GGN()`` or ``Hessian()``.
+        by_spectrum: whether tuning with the evidence computes the eigenvalues of this matrix once for all values,
+            instead of :meth:`LaplacePosterior.log_determinant` for each.
+        reweights: whether its posterior may implement :meth:`LaplacePosterior.reweighted`.
+        needs_minimum: whether the mode must be a minimum, so that the policy for unconverged modes applies.
     """
 
     precision: PrecisionMatrix
@@ -52,10 +52,10 @@ class Method(ABC):
 
 
 def check_method(method: object) -> None:
-    """Check that a method is one, and has a matrix for its precision.
+    """Check that an object is a method, and that it has a precision matrix.
 
     Raises:
-        ArgumentError: if it is a class or string instead of an object, or has no precision.
+        ArgumentError: it is a class or string instead of a method object, or has no precision.
     """
     check_choice("method", method, Method, "Dense(), Dense(Hessian()) or PosteriorSamples()")
     precision = getattr(method, "precision", None)
@@ -63,15 +63,15 @@ def check_method(method: object) -> None:
 
 
 class LaplacePosterior(ABC):  # noqa: B024 (a method gives what it can)
-    r"""A Gaussian :math:`\mathcal N(\hat u, P^{-1})` around the mode, as a method of ``laplace`` represents it.
+    r"""A Gaussian :math:`\mathcal N(\hat u, P^{-1})` around the mode, as represented by a method of ``laplace``.
 
     Attributes:
         mode: :math:`\hat u`, flat, [D].
-        independent: its precision is diagonal.
-        stored: the arguments of the class, tensors and plain values, that its attributes of the same names hold: what
-            a file keeps of it. None: it needs the model and the data, and is not saved.
+        independent: whether its precision is diagonal.
+        stored: names of the constructor arguments (tensors and plain values, kept as attributes of the same names) that
+            files contain. None means that it needs the model and the data and cannot be saved.
         kind: the name of the class in files.
-        kinds: the classes by these names.
+        kinds: mapping from these names to the classes.
     """
 
     mode: Tensor
@@ -89,10 +89,10 @@ class LaplacePosterior(ABC):  # noqa: B024 (a method gives what it can)
         return f"<{type(self).__name__} of {len(self.mode)} latents>"
 
     def state(self) -> dict[str, Any]:
-        """Return the arguments that a file keeps.
+        """Return the constructor arguments, for files.
 
         Raises:
-            UnsupportedError: if the posterior needs the model and the data.
+            UnsupportedError: the posterior needs the model and the data.
         """
         if self.stored is None:
             what = f"{type(self).__name__} needs the model and the data"
@@ -100,10 +100,10 @@ class LaplacePosterior(ABC):  # noqa: B024 (a method gives what it can)
         return {name: getattr(self, name) for name in self.stored}
 
     def quadratic(self, rows: Tensor) -> Tensor:
-        r"""Return :math:`R P^{-1} R^\top` as ``[*lead, n, n]`` for rows of J, ``[*lead, n, D]``; by :meth:`solve`.
+        r"""Return :math:`R P^{-1} R^\top`, ``[*lead, n, n]``, for rows R of J, ``[*lead, n, D]``, with :meth:`solve`.
 
         Raises:
-            UnsupportedError: the method cannot solve.
+            UnsupportedError: the method does not implement ``solve``.
         """
         found = rows @ self.solve(rows.flatten(0, -2)).reshape(rows.shape).mT
         return 0.5 * (found + found.mT)
@@ -119,7 +119,7 @@ class LaplacePosterior(ABC):  # noqa: B024 (a method gives what it can)
         r"""Return :math:`J P^{-1} J^\top` over all examples, ``[B K, B K]``.
 
         Raises:
-            UnsupportedError: the method knows the outputs of single examples only.
+            UnsupportedError: the method computes covariances of single examples only.
         """
         return self.quadratic(torch.cat(list(query.rows())))
 
@@ -127,35 +127,35 @@ class LaplacePosterior(ABC):  # noqa: B024 (a method gives what it can)
         """Draw from the Gaussian: flat vectors ``[count, D]``.
 
         Raises:
-            UnsupportedError: the method has no draws.
+            UnsupportedError: the method cannot draw samples.
         """
         raise self._lacks("draws of the latents", "PosteriorSamples(n) or Dense()")
 
     def solve(self, vectors: Tensor) -> Tensor:
-        r"""Return the rows :math:`P^{-1} v` for vectors ``[S, D]``.
+        r"""Return :math:`P^{-1} v` for each row v of ``vectors``, ``[S, D]``.
 
         Raises:
-            UnsupportedError: the method cannot.
+            UnsupportedError: the method cannot solve systems with P.
         """
-        raise self._lacks("solutions of P x = v, nor a joint covariance", "Dense() or ConjugateGradient()")
+        raise self._lacks("solutions of P x = v, and no joint covariance", "Dense() or ConjugateGradient()")
 
     def marginal_variance(self) -> Tensor:
         """Return the diagonal of the covariance, [D].
 
         Raises:
-            UnsupportedError: the method does not know it.
+            UnsupportedError: the method does not compute it.
         """
         raise self._lacks("variances of single latents", "Diagonal(), Dense() or PosteriorSamples(n)")
 
     def reweighted(self, likelihood: float, prior: Tensor) -> "LaplacePosterior | None":
-        r"""Return the Gaussian of precision :math:`a G + \Pi_c` instead of :math:`G + \Pi`; None if it needs a new fit.
+        r"""Return the Gaussian with precision :math:`a G + \Pi_c`, not :math:`G + \Pi`; None if it needs a fit.
 
         Args:
             likelihood: a, positive.
             prior: the diagonal of :math:`\Pi_c`, positive, [D].
 
         Raises:
-            NotPositiveDefiniteError: that precision is not positive definite.
+            NotPositiveDefiniteError: the new precision is not positive definite.
         """
         return None
 
@@ -163,9 +163,11 @@ class LaplacePosterior(ABC):  # noqa: B024 (a method gives what it can)
         """Return log det P, a scalar.
 
         Raises:
-            UnsupportedError: the method does not know it.
+            UnsupportedError: the method does not compute it.
         """
-        raise self._lacks("log-determinant", "Dense(), or ByLanczos() for that of the matrix")
+        raise self._lacks(
+            "log-determinant", "Dense(), or ByLanczos() for the log-determinant of the exact matrix"
+        )
 
     def _lacks(self, what: str, instead: str) -> UnsupportedError:
         return UnsupportedError(f"{type(self).__name__} has no {what}: use {instead}")
@@ -178,15 +180,18 @@ def not_positive(found: str, **options: Any) -> NotPositiveDefiniteError:
 
 
 class RootPosterior(LaplacePosterior):
-    r"""A Gaussian represented by a root C of its covariance, :math:`P^{-1} = C C^\top`; also a metric of searches."""
+    r"""A Gaussian represented by a root C of its covariance, :math:`P^{-1} = C C^\top`.
+
+    ``polish`` uses it as a metric.
+    """
 
     @abstractmethod
     def coloured(self, rows: Tensor) -> Tensor:
-        r"""Return :math:`C v` for rows ``[*lead, D]``."""
+        r"""Return :math:`C v` for rows v, ``[*lead, D]``."""
 
     @abstractmethod
     def whitened(self, rows: Tensor) -> Tensor:
-        r"""Return :math:`C^\top v` for rows ``[*lead, D]``."""
+        r"""Return :math:`C^\top v` for rows v, ``[*lead, D]``."""
 
     def quadratic(self, rows: Tensor) -> Tensor:
         white = self.whitened(rows)
@@ -198,7 +203,7 @@ class RootPosterior(LaplacePosterior):
         return self.covariance_of_examples(query.examples)
 
     def covariance_of_examples(self, examples: ExampleGradients) -> Tensor:
-        r"""Return :math:`J_i P^{-1} J_i^\top` for each example, ``[B, K, K]``; uses rows of J if rules are missing."""
+        r"""Return :math:`J_i P^{-1} J_i^\top` for each example, ``[B, K, K]``, from rows of J if rules are missing."""
         return torch.cat([self.quadratic(examples.rows(part)) for part in examples.chunks()])
 
     def draw(self, count: int, generator: torch.Generator) -> Tensor:
@@ -212,13 +217,13 @@ class RootPosterior(LaplacePosterior):
 class GaussianOutputs:
     r"""Outputs f of B examples, :math:`f \sim \mathcal N(\hat f, J P^{-1} J^\top)`.
 
-    Outputs are real numbers: a mean, logits, the logarithm of a rate or of a noise scale. The location of the
-    observed distribution is the prediction; :func:`~pyro_dvi.predict` uses the others too.
+    Outputs are real numbers: a mean, logits, the logarithm of a rate or of a noise scale. The prediction is the
+    location of the observed distribution; :func:`~pyro_dvi.predict` also uses the other outputs.
 
     Attributes:
-        outputs: the outputs at the mode, and the distribution around them.
-        full_covariance: covariance of all K outputs of each example, ``[B, K, K]``, in squared units of the outputs.
-        full_joint_covariance: of all outputs of all examples, ``[B, K, B, K]``; None unless asked for.
+        outputs: the outputs at the mode, and the distribution that they parameterise.
+        full_covariance: covariance of the K outputs of each example, ``[B, K, K]``, in squared units of the outputs.
+        full_joint_covariance: covariance of the outputs of all examples, ``[B, K, B, K]``; None unless requested.
     """
 
     outputs: Outputs
@@ -226,9 +231,9 @@ class GaussianOutputs:
     full_joint_covariance: Tensor | None = None
 
     @classmethod
-    @torch.enable_grad()  # Jacobians need it, whatever the mode of the caller
+    @torch.enable_grad()  # Jacobians need gradients even if the caller disabled them
     def of(cls, posterior: LaplacePosterior, query: Query, *, joint: bool = False) -> "GaussianOutputs":
-        """Return the outputs of a query; with ``joint`` also the covariance between examples."""
+        """Return the outputs of a query; with ``joint``, also the covariance between examples."""
         outputs = query.outputs.detached()
         if not joint:
             return cls(outputs, posterior.covariance(query).detach())
@@ -260,10 +265,12 @@ class GaussianOutputs:
         """Covariance of the predictions of all examples, ``[B k, B k]``, example by example.
 
         Raises:
-            ArgumentError: it was not asked for.
+            ArgumentError: it was not requested with ``joint=True``.
         """
         if self.full_joint_covariance is None:
-            raise ArgumentError("ask for the covariance between examples: guide.predictive(x, joint=True)")
+            raise ArgumentError(
+                "the covariance between examples was not computed: call guide.predictive(x, joint=True)"
+            )
         size = self.outputs.parameters[0].size
         whole = self.full_joint_covariance[:, :size, :, :size]
         return whole.reshape(len(whole) * size, -1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The record that a mode is a minimum, and its check before a fit."""
+"""The record that a mode is a minimum, and the check before a fit."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,13 +19,13 @@ from pyro_dvi.laplace.mode.search import GOOD_ENOUGH, Polished
 
 @dataclass(frozen=True)
 class Certificate:
-    r"""A record that a mode is a minimum, or stationary; it expires when the mode changes.
+    r"""A record that a mode is a minimum or a stationary point; it expires when the mode changes.
 
     Attributes:
-        point: the mode, and the U that it belongs to, with its data and its model.
-        sites: the sites of which all entries varied.
+        point: the mode, with the U, data and model to which it belongs.
+        sites: the sites all of whose entries were optimised.
         curvature: ``"Hessian"`` for a minimum with a positive definite Hessian; ``"GGN"`` for a stationary point.
-        decrement: :math:`g^\top P^{-1} g` with this matrix, an upper bound.
+        decrement: upper bound on :math:`g^\top P^{-1} g`, where P is this matrix.
     """
 
     point: PointMass
@@ -35,22 +35,24 @@ class Certificate:
 
     @classmethod
     def of(cls, point: PointMass, energy: Energy, shown: Polished | Diagnosis) -> "Certificate":
-        """Return the record of a search or a diagnosis on all the data."""
+        """Return the record for the result of a search or a diagnosis on all the data."""
         assert shown.newton_decrement is not None
         whole = tuple(name for name in energy.layout.names if name not in energy.layout.chosen)
         return cls(point, whole, shown.curvature, shown.newton_decrement)
 
     def is_of(self, point: PointMass) -> bool:
-        """Return True if the record is about this mode of this U."""
+        """Return whether the record belongs to this mode of this U."""
         return point.change_since(self.point) is None
 
     def covers(self, energy: Energy, model: Callable[..., Any], latents: dict[str, Tensor]) -> bool:
-        """Return True if the record holds for these data and this model; a minimum over more sites is one over fewer.
+        """Return whether the record is valid for these data and this model.
+
+        A minimum over more sites is also a minimum over fewer.
 
         Args:
             energy: U.
-            model: the model, with every scale as it is written.
-            latents: the mode, constrained.
+            model: the model, with the scales in its code.
+            latents: the constrained mode.
         """
         return (
             set(energy.layout.names) <= set(self.sites)
@@ -59,45 +61,45 @@ class Certificate:
         )
 
     def state(self) -> dict[str, Any]:
-        """Return tensors and plain values, for files."""
+        """Return the state as tensors and plain values, for files."""
         return {**vars(self), "point": self.point.state()}
 
     @staticmethod
     def from_state(state: Mapping[str, Any] | None) -> "Certificate | None":
-        """Return the object that :meth:`state` describes."""
+        """Restore an object from its :meth:`state`."""
         if state is None:
             return None
         return Certificate(**{**state, "point": PointMass.from_state(state["point"])})
 
 
 def check_policy(unconverged: object) -> None:
-    """Raise an error for an unknown policy for modes that are not minima.
+    """Check the policy for modes that are not minima.
 
     Raises:
-        ArgumentError: it is none.
+        ArgumentError: the policy is unknown.
     """
     if unconverged not in ("refuse", "accept"):
-        raise ArgumentError(f'unconverged must be "refuse" or "accept", not {unconverged!r}')
+        raise ArgumentError(f'unconverged must be "refuse" or "accept", got {unconverged!r}')
 
 
 def check_mode(policy: str, method: Method, energy: Energy, known: Certificate | None) -> Diagnosis | None:
-    r"""Check if the mode is a minimum; return the diagnosis if there was one.
+    r"""Check whether the mode is a minimum; return the diagnosis, or None if no diagnosis was needed.
 
-    The Gaussian of the Hessian exists only at a minimum. The Gauss-Newton matrix is positive definite anywhere, and its
-    Gaussian belongs to the linearised model, so there is only a warning if a lower bound shows that the minimum is more
-    than one posterior standard deviation away (:math:`g^\top P^{-1} g > 1`). A mode that ``polish``, ``diagnose`` or an
-    earlier fit has found to be a minimum of the same U on the same data is not checked again.
+    The Gaussian of the Hessian exists only at a minimum. The Gauss-Newton matrix is positive definite everywhere, and
+    its Gaussian belongs to the linearised model, so there is only a warning, if a lower bound shows that the minimum is
+    more than one posterior standard deviation away (:math:`g^\top P^{-1} g > 1`). A mode that ``polish``, ``diagnose``
+    or an earlier fit found to be a minimum of the same U on the same data is not checked again.
 
     Args:
         policy: ``"refuse"`` raises an error if the precision is the Hessian and the mode is not a minimum, or U has
             kinks (ReLU); ``"accept"`` checks only that U is finite and not random.
-        method: represents the Gaussian.
+        method: representation of the Gaussian.
         energy: U, of which the mode should be a minimum.
-        known: an earlier record about it.
+        known: an earlier record for this mode, if there is one.
 
     Raises:
-        UnconvergedError: by ``"refuse"``.
-        ModelError: the model is random, or a latent NaN.
+        UnconvergedError: the policy is ``"refuse"``, the precision is the Hessian, and the mode is not a minimum.
+        ModelError: the model is random, or a latent is NaN.
         NonFiniteError: U is NaN or infinite.
     """
     seen = None if known else sound(energy)
@@ -112,7 +114,7 @@ def check_mode(policy: str, method: Method, energy: Energy, known: Certificate |
         found = diagnose(energy)
     if not found.converged:
         error = UnconvergedError(
-            f"{type(method).__name__}, whose precision is the Hessian, needs a mode that is a minimum. {found}"
+            f"{type(method).__name__} has the Hessian as precision, so the mode must be a minimum. {found}"
         )
         error.diagnosis = found
         raise error

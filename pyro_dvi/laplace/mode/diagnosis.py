@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Diagnosis of a mode: its distance from a minimum, with a remedy."""
+"""Diagnosis of a mode: its distance from a minimum, and a remedy."""
 
 import math
 from contextlib import suppress
@@ -22,22 +22,23 @@ from pyro_dvi.linalg.operator import conjugate_gradients
 
 @dataclass(frozen=True)
 class Diagnosis(InNotebook):
-    r"""Distance of the mode from a minimum, found without moving it.
+    r"""Result of :meth:`~pyro_dvi.LaplaceGuide.diagnose`: the distance of the mode from a minimum.
 
     Attributes:
         value: U at the mode.
-        gradient_norm: of the gradient of U.
-        kinks: functions with kinks between latents and U (ReLU and others), which the Hessian ignores.
+        gradient_norm: norm of the gradient of U.
+        kinks: functions with kinks between the latents and U (such as ReLU), which the Hessian ignores.
         newton_decrement: :math:`g^\top P^{-1} g`, the squared distance to the minimum in posterior standard deviations;
-            the mean of any functional of the latents is shifted by at most its square root, in standard deviations. An
-            estimate from above: for a residual r of conjugate gradients, :math:`|r|^2 / \lambda_{\min}` is added, with
-            the smallest eigenvalue found. None if it was not computed.
+            the mean of a linear functional of the latents is off by at most its square root, in standard deviations. It
+            is estimated from above: for a residual r of conjugate gradients, :math:`|r|^2 / \lambda_{\min}` is added,
+            with the smallest eigenvalue found. None if it was not computed.
         decrement_at_least: a lower bound on the decrement.
         curvature: the matrix P of the decrement, ``"Hessian"`` or ``"GGN"``.
-        smallest_eigenvalue: of the Hessian of U, with its residual; an upper bound, so a negative value is a proof of
-            negative curvature. None if it was not computed.
-        in_prior_units: the eigenvalue is relative to the prior precision; it is 1 along directions without data.
-        tolerance: on the decrement.
+        smallest_eigenvalue: smallest eigenvalue found of the Hessian of U, with its residual. It is an upper bound, so
+            a negative value proves negative curvature. None if it was not computed.
+        in_prior_units: whether the eigenvalue is relative to the prior precision; it is then 1 in directions without
+            data.
+        tolerance: bound on the decrement.
     """
 
     value: float = math.nan
@@ -69,17 +70,18 @@ class Diagnosis(InNotebook):
 
     @property
     def verdict(self) -> str:
-        """The finding in words, with a remedy."""
+        """The result in words, with a remedy."""
         if self.at_saddle:
-            bends = "The mode is no minimum: minus the log posterior bends down in some direction"
+            bends = "The mode is not a minimum: U, minus the log posterior, has negative curvature in some direction"
             return f"{bends}. Train further, run guide.polish(batches), or use GGN()."
         if self.converged:
             return "Converged: a minimum with a positive definite Hessian."
         if not self.kinks:
             return self._distance
         return (
-            f"{self._distance} U has kinks ({', '.join(self.kinks)}), which the Hessian ignores and where the gradient "
-            f"need not vanish: GGN() does not require a minimum; to avoid kinks, use {without_kinks(self.kinks)}."
+            f"{self._distance} U has kinks ({', '.join(self.kinks)}), which the Hessian ignores and at which the "
+            "gradient need not vanish. Use GGN(), which does not require a minimum; to avoid kinks, use "
+            f"{without_kinks(self.kinks)}."
         )
 
     @property
@@ -112,21 +114,21 @@ class Diagnosis(InNotebook):
 
 
 def diagnose(energy: Energy, *, tolerance: float = 1e-2, steps: int = 200) -> Diagnosis:
-    r"""Examine U around the mode with its true Hessian or, if U has kinks, with the Gauss-Newton matrix.
+    r"""Check the mode with the true Hessian of U or, if U has kinks, with the Gauss-Newton matrix.
 
     The cost is at most :math:`2 \cdot \text{steps}` full-data gradients for the eigenvalue, and the same for the
     decrement, unless the gradient alone shows that it is within the tolerance.
 
-    Status: the eigenvalue is an upper bound, so negative curvature can be missed if ``steps`` of the Lanczos recursion
-    do not reveal it; the decrement is an estimate that uses this eigenvalue.
+    Status: the eigenvalue is an upper bound, so ``steps`` Lanczos steps can miss negative curvature; the decrement is
+    an estimate that uses this eigenvalue.
 
     Args:
         energy: U on fixed batches.
-        tolerance: on the Newton decrement; 0.01 is a tenth of a posterior standard deviation.
-        steps: of the Lanczos recursion, and of conjugate gradients.
+        tolerance: bound on the Newton decrement; 0.01 means a tenth of a posterior standard deviation.
+        steps: number of Lanczos steps and of conjugate-gradient steps.
 
     Raises:
-        ModelError: the model is random, or a latent NaN.
+        ModelError: the model is random, or a latent is NaN.
         NonFiniteError: U is NaN or infinite.
     """
     with undisturbed():
@@ -139,14 +141,14 @@ def diagnose(energy: Energy, *, tolerance: float = 1e-2, steps: int = 200) -> Di
         if not found.at_saddle:
             try:
                 return _with_decrement(found, local, Hessian(), steps)
-            except NotPositiveDefiniteError as error:  # a direction that the recursion has missed
+            except NotPositiveDefiniteError as error:  # a direction that the Lanczos recursion missed
                 assert error.curvature is not None
                 found = replace(found, smallest_eigenvalue=replace(lowest, value=error.curvature))
         return found
 
 
 def smallest_in_prior_units(local: LocalEnergy, steps: int, tolerance: float) -> Eigenpair:
-    """Return the smallest eigenpair of the Hessian, relative to the prior precision where that is diagonal."""
+    """Return the smallest eigenpair of the Hessian, relative to the prior precision if it is diagonal."""
     scale = local.prior_scale
     return smallest_eigenpair(
         lambda v: scale * local.hessian(scale * v), local.point, steps=steps, tolerance=tolerance
@@ -155,11 +157,11 @@ def smallest_in_prior_units(local: LocalEnergy, steps: int, tolerance: float) ->
 
 @undisturbed()
 def kinks(energy: Energy) -> tuple[str, ...]:
-    """Name the functions with kinks on the way from the latents that vary to U, in alphabetical order.
+    """Return the names of functions with kinks between the latents and U, in alphabetical order.
 
-    Those of densities are named with their place, as ``"abs in the likelihood"`` of a Laplace distribution.
+    Names of functions in densities include their place, such as ``"abs in the likelihood"`` for a Laplace distribution.
 
-    Status: of the first batch, at the mode; see :func:`~pyro_dvi.core.kinks.kinks_among`.
+    Status: only the first batch, at the mode, is examined; see :func:`~pyro_dvi.core.kinks.kinks_among`.
 
     Example:
         >>> import pyro_dvi as dvi
@@ -188,7 +190,7 @@ def kinks(energy: Energy) -> tuple[str, ...]:
 
 
 def without_kinks(found: tuple[str, ...]) -> str:
-    """Return the advice about functions with kinks, as a phrase."""
+    """Return a phrase that tells how to avoid the kinks."""
     of_networks = "smooth_activations_(net) before training"
     of_densities = "a density that is smooth at its mode, such as StudentT or Normal instead of Laplace"
     ways = {of_densities if " in " in name else of_networks for name in found}
@@ -197,22 +199,22 @@ def without_kinks(found: tuple[str, ...]) -> str:
 
 @undisturbed()
 def sound(energy: Energy) -> Diagnosis:
-    """Return the value of U and the norm of its gradient, for a model that gives the same U twice.
+    """Return the value of U and the norm of its gradient, after checking that the model is deterministic.
 
     Raises:
-        ModelError: the model is random, or a latent NaN.
+        ModelError: the model is random, or a latent is NaN.
         NonFiniteError: U is NaN or infinite.
     """
     bad = [name for name, u in energy.locs.items() if not bool(torch.isfinite(u).all())]
     if bad:
-        raise ModelError(f"NaN or infinite values in latent {bad[0]!r}: train with a lower learning rate")
+        raise ModelError(f"latent {bad[0]!r} has NaN or infinite values: train with a lower learning rate")
     local = energy.at(energy.start)
     value, gradient = local.value_and_gradient
     rounding = torch.finfo(gradient.dtype).eps ** 0.5 * (1 + abs(float(value)))
     if "repeats itself" not in energy.known and _difference(energy, local) > rounding:
         raise ModelError(
-            "The model is random: in evaluation mode, two runs at the same latents differ, so there is no "
-            "minimum. Remove dropout(x, training=True) or torch.rand from it."
+            "The model is random: in evaluation mode, two runs at the same latents differ, so there is no minimum. "
+            "Remove calls such as dropout(x, training=True) or torch.rand from the model."
         )
     energy.known.add("repeats itself")
     return Diagnosis(value=float(value), gradient_norm=float(gradient.norm()), tolerance=1.0)
@@ -221,7 +223,7 @@ def sound(energy: Energy) -> Diagnosis:
 def _difference(energy: Energy, local: LocalEnergy) -> float:
     """Return the difference between two runs on one batch."""
     batch = energy.passes.first_again()
-    with torch.enable_grad():  # as in the run that is known
+    with torch.enable_grad():  # as in the earlier run
         first, second = (
             local.first if known else energy.graph(*energy.run(batch, energy.start))
             for known in (not energy.passes.reordered, False)
@@ -230,16 +232,16 @@ def _difference(energy: Energy, local: LocalEnergy) -> float:
 
 
 def distance_by(posterior: LaplacePosterior, found: Diagnosis, energy: Energy) -> Diagnosis:
-    r"""Add the distance to the minimum in standard deviations of a Gaussian with the Gauss-Newton matrix.
+    r"""Add the distance to the minimum, in standard deviations of a Gaussian with the Gauss-Newton matrix.
 
     .. math:: v = \tilde P^{-1} g, \qquad g^\top P^{-1} g \ge \frac{(g^\top v)^2}{v^\top P v}
 
-    Where its distance :math:`g^\top v` is more than one, one product with P gives the lower bound. The prior's part of
-    the precision replaces a Gaussian that cannot solve at once.
+    If the estimate :math:`g^\top v` exceeds 1, one product with P gives the lower bound. If the Gaussian cannot solve
+    directly, the prior precision is used instead.
 
     Args:
-        posterior: the Gaussian around the mode, of a precision close to P.
-        found: earlier findings.
+        posterior: the Gaussian around the mode, whose precision :math:`\tilde P` approximates P.
+        found: the diagnosis so far.
         energy: U.
     """
     local = energy.at(energy.start)
@@ -263,16 +265,16 @@ def distance_by(posterior: LaplacePosterior, found: Diagnosis, energy: Energy) -
 
 
 def _with_decrement(found: Diagnosis, local: LocalEnergy, matrix: PrecisionMatrix, steps: int) -> Diagnosis:
-    r"""Add :math:`g^\top P^{-1} g` from both sides, in coordinates in which the prior precision is one.
+    r"""Add bounds on :math:`g^\top P^{-1} g`, in coordinates in which the prior precision is one.
 
-    With the residual r of an x from conjugate gradients it is :math:`g^\top x + r^\top P^{-1} r`. Eigenvalues of the
-    Gauss-Newton matrix are at least one, the prior's; the smallest eigenvalue of the Hessian was computed before.
+    For an x from conjugate gradients with residual r, it is :math:`g^\top x + r^\top P^{-1} r`. The eigenvalues of the
+    Gauss-Newton precision are at least one, from the prior; the smallest eigenvalue of the Hessian was computed before.
     """
     diagonal, lowest, scale = local.prior_diagonal, found.smallest_eigenvalue, local.prior_scale
     floor = 0.0 if diagonal is None else 1.0
     if isinstance(matrix, Hessian) and lowest is not None:
         shown = lowest.value - lowest.residual
-        floor = shown if diagonal is None else min(shown, 1.0)  # a larger one was found in too few steps
+        floor = shown if diagonal is None else min(shown, 1.0)  # a larger value comes from too few steps
     gradient = scale * local.gradient
     size = float(gradient.norm())
     enough = 0.1 * math.sqrt(found.tolerance * floor) / max(size, 1e-300) if floor > 0 else 1e-3

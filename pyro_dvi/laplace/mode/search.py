@@ -37,60 +37,61 @@ from pyro_dvi.laplace.mode.diagnosis import kinks, smallest_in_prior_units, with
 from pyro_dvi.linalg.minimise import Descent, InMetric, Minimum, descend, minimise_newton
 from pyro_dvi.linalg.operator import conjugate_gradients
 
-_DENSE = 2000  # number of latents up to which a matrix is refactorised about every thirty gradients
+_DENSE = 2000  # maximum number of latents for which a matrix is refactorised about every thirty gradients
 
 
 def metric_at(local: LocalEnergy) -> RootPosterior:
-    """Return the Gauss-Newton matrix of U, or its Kronecker factors: positive definite wherever the point is.
+    """Return the Gauss-Newton matrix of U, or its Kronecker factors; both are positive definite at any point.
 
-    Takes K backward passes for K outputs. The matrix is used if its size allows and its rows are cheap, the diagonal if
-    the latents have no factors, and the prior's precision if the model has no such matrix (``pyro.factor``).
+    This takes K backward passes for K outputs. The matrix is used if it is small and its rows are cheap, the diagonal
+    if the latents have no Kronecker factors, and the prior precision if the model has no Gauss-Newton matrix
+    (``pyro.factor``).
 
     Args:
-        local: U around a point.
+        local: U with its derivatives at a point.
     """
     try:
         if len(local.point) <= _DENSE and (matrix := GGN().from_examples(local)) is not None:
             with suppress(NotPositiveDefiniteError):
                 return DensePosterior(local.point, matrix)
         with suppress(NotPositiveDefiniteError, UnsupportedError), warnings.catch_warnings():
-            warnings.simplefilter("ignore", DviWarning)  # about sites that keep a diagonal
+            warnings.simplefilter("ignore", DviWarning)  # about sites with a diagonal precision
             return KroneckerFactored().fit(local)
         diagonal = prior_diagonal(local, "polish") + likelihood_diagonal(local)
-        # One where the prior has no positive curvature and the data add none.
+        # 1 for latents for which neither the prior nor the data have positive curvature.
         return DiagonalPosterior(local.point, torch.where(diagonal > 0, diagonal, 1.0))
     except (ModelError, UnsupportedError):
         return DiagonalPosterior(local.point, local.prior_scale.square().reciprocal())
 
 
 GOOD_ENOUGH = 1e-2
-"""A decrement at which no prediction is off by more than a tenth of its standard deviation."""
+"""A decrement at which predictions are off by at most a tenth of their standard deviations."""
 
-_NEAR = 1e-6  # the squared gradient, in the metric, at which Newton's method takes over
-_STEPS = 30  # of the quasi-Newton method, before the metric is recomputed
-_NEWTON_STEPS = 5  # likewise
-_NEGLIGIBLE = 1e-6  # decrease of U in nats below which a round is not worth its cost
+_NEAR = 1e-6  # squared gradient norm, in the metric, below which Newton's method takes over
+_STEPS = 30  # quasi-Newton steps before the metric is recomputed
+_NEWTON_STEPS = 5  # Newton steps before the metric is recomputed
+_NEGLIGIBLE = 1e-6  # decrease of U, in nats, below which another round is not worth its cost
 _KRYLOV_STEPS = 200
 
 
 @dataclass(frozen=True)
 class Polished(InNotebook):
-    r"""Result of :meth:`~pyro_dvi.LaplaceGuide.polish`: the distance of the mode from a minimum, before and after.
+    r"""Result of :meth:`~pyro_dvi.LaplaceGuide.polish`.
 
     Attributes:
         mode: the last point, flat, [D].
         value_before: U at the start.
         value: U at the mode.
-        gradient_norm: of the gradient of U at the mode.
-        newton_decrement: :math:`g^\top P^{-1} g` at the mode: the squared distance to the minimum in posterior standard
-            deviations; infinite where P is not positive definite.
-        curvature: the matrix P of the decrement: ``"Hessian"``, or ``"GGN"`` where U has kinks.
-        smallest_eigenvalue: of the Hessian, relative to the prior precision where that is diagonal (1 along
-            directions without data); None if the search ended before it was computed.
+        gradient_norm: norm of the gradient of U at the mode.
+        newton_decrement: :math:`g^\top P^{-1} g` at the mode, the squared distance to the minimum in posterior standard
+            deviations; infinite if P is not positive definite.
+        curvature: the matrix P of the decrement: ``"Hessian"``, or ``"GGN"`` if U has kinks.
+        smallest_eigenvalue: smallest eigenvalue of the Hessian, relative to the prior precision if it is diagonal (then
+            1 in directions without data); None if the search ended before it was computed.
         steps: number of steps.
         gradients: cost in full-data gradients.
-        converged: the mode is a minimum with a positive definite Hessian, or with kinks a point at rest, and
-            the decrement within the tolerance or 0.01.
+        converged: whether the mode is a minimum with a positive definite Hessian and a decrement below the tolerance or
+            0.01; if U has kinks, whether it is a stationary point.
         reason: why the search ended.
     """
 
@@ -108,13 +109,13 @@ class Polished(InNotebook):
 
     def __str__(self) -> str:
         lowest, down = self.smallest_eigenvalue, math.isinf(self.newton_decrement)
-        decrement = "none, since U bends down" if down else f"{self.newton_decrement:.3g}"
+        decrement = "none, because U has negative curvature" if down else f"{self.newton_decrement:.3g}"
         rows = {
             "U": f"{self.value_before:.8g} -> {self.value:.8g}",
             "gradient norm": f"{self.gradient_norm:.3g}",
             "Newton decrement": f"{decrement} ({self.curvature})",
             "smallest eigenvalue": "not computed" if lowest is None else f"{lowest:.3g}",
-            "work": f"{self.steps} steps, {self.gradients} gradients of all data",
+            "work": f"{self.steps} steps, {self.gradients} full-data gradients",
         }
         state = "converged" if self.converged else "not converged"
         return "\n".join([f"{state}: {self.reason}", *(f"  {k:<20} {text}" for k, text in rows.items())])
@@ -125,20 +126,20 @@ class BudgetSpent(Exception):
 
 
 class Search:
-    r"""A search on U, which remembers the best point and counts gradients.
+    r"""A minimisation of U that records the best point and counts gradients.
 
     Quasi-Newton steps in the metric of the Gauss-Newton matrix, which is recomputed every thirty steps, follow curved
-    valleys at a cost of one or two gradients each; Newton's method in this metric ends the search.
+    valleys at a cost of one or two gradients per step. Newton's method in this metric then finds the minimum.
 
     Args:
         energy: U.
-        max_gradients: budget of the search, in gradients of all data.
-        report: called after each step with U and the decrement or, far from the minimum, the squared norm of the
-            gradient in the metric, which estimates it.
+        max_gradients: budget of the search, in full-data gradients.
+        report: function that is called after each step with U and the decrement (far from the minimum, an estimate: the
+            squared norm of the gradient in the metric).
 
     Attributes:
         first_value: U at the start.
-        best: the lowest point so far, with U and the norm of its gradient.
+        best: the point with the lowest U so far, with U and the norm of its gradient.
         steps: number of steps.
     """
 
@@ -146,7 +147,7 @@ class Search:
         self.energy, self.report = energy, report
         self.before, self.max_gradients = energy.work.done, max_gradients
         self.limit: float = self.before + max_gradients
-        start = energy.at(energy.start)  # its gradient raises where U is not finite
+        start = energy.at(energy.start)  # its gradient raises if U is not finite
         self.best = start.point, float(start.value), float(start.gradient.norm())
         self.first_value = self.best[1]
         self.steps = 0
@@ -165,14 +166,14 @@ class Search:
             **outcome,
         )
 
-    # --- U, as a SmoothFunction ----------------------------------------------------------------------
+    # --- U as a SmoothFunction ----------------------------------------------------------------------
 
     def value_and_gradient(self, x: Tensor, /) -> tuple[Tensor, Tensor]:
-        """Return U and its gradient; infinite where the model fails, so that line searches shorten the step."""
+        """Return U and its gradient; infinite if the model fails, so that line searches shorten the step."""
         self._spend()
         try:
             value, gradient = self.energy.at(x).value_and_gradient
-        except (NonFiniteError, ValueError) as error:  # or Pyro's validation, of a scale that became NaN, say
+        except (NonFiniteError, ValueError) as error:  # ValueError: Pyro's validation, of a NaN scale
             if isinstance(error, PyroDviError) and not isinstance(error, ArithmeticError):
                 raise
             return x.new_tensor(math.inf), torch.full_like(x, math.nan)
@@ -190,7 +191,7 @@ class Search:
         if self.energy.work.done >= self.limit:
             raise BudgetSpent
 
-    # --- a minimum ------------------------------------------------------------------------------------------
+    # --- minimum --------------------------------------------------------------------------------------------
 
     def minimum(self, tolerance: float) -> Polished:
         """Move to a minimum with a positive definite Hessian, and keep it as the best point."""
@@ -200,7 +201,7 @@ class Search:
                 before = self.best[1]
                 x, down = self._descent(x, near)
                 if down.steps == _STEPS and not down.stuck and down.fallen >= _NEGLIGIBLE:
-                    continue  # along the valley
+                    continue  # stay with quasi-Newton steps
                 x, found = self._newton(x, wanted, _NEWTON_STEPS)
                 if found.smallest_eigenvalue is not None:
                     break
@@ -209,7 +210,7 @@ class Search:
                 near /= 100
         except BudgetSpent:
             self.limit = math.inf
-            spent = f"{self.max_gradients} gradients did not suffice for a tolerance of {tolerance:.1g}"
+            spent = f"{self.max_gradients} gradients were not enough for a tolerance of {tolerance:.1g}"
             x, found = self._newton(self.best[0], GOOD_ENOUGH, 1)
         local, lowest, value = self.energy.at(x), found.smallest_eigenvalue, None
         self.best = x, found.value, float(local.gradient.norm())
@@ -241,7 +242,7 @@ class Search:
         self.steps, self.decrement = self.steps + 1, decrement
         self.report(value, decrement)
 
-    # --- with kinks -----------------------------------------------------------------------------------------
+    # --- stationary point with kinks ---------------------------------------------------------------------
 
     def rest(self, kinked: tuple[str, ...]) -> Polished:
         """Move to a stationary point in the norm of the Gauss-Newton matrix, or until kinks stop the search."""
@@ -252,11 +253,11 @@ class Search:
                 if down.steps < _STEPS and not down.stuck:
                     decrement, target = self._gauss_newton_decrement(x), target / 10
                     if decrement <= GOOD_ENOUGH:
-                        reason = "at rest in the norm of the Gauss-Newton matrix"
+                        reason = "stationary in the norm of the Gauss-Newton matrix"
                 elif down.stuck or down.fallen <= GOOD_ENOUGH / 2:
                     reason = f"stopped at kinks of {', '.join(kinked)}"
         except BudgetSpent:
-            self.limit, reason = math.inf, f"{self.max_gradients} gradients did not suffice"
+            self.limit, reason = math.inf, f"{self.max_gradients} gradients were not enough"
         if decrement > GOOD_ENOUGH:
             decrement = self._gauss_newton_decrement(self.best[0])
         converged = decrement <= GOOD_ENOUGH
@@ -280,27 +281,27 @@ class Search:
 def polish(
     energy: Energy, keep: Callable[[Tensor], None], *, tolerance: float, max_gradients: int, progress: bool
 ) -> Polished:
-    """Descend to a minimum of U, and verify it with the true Hessian; see :meth:`~pyro_dvi.LaplaceGuide.polish`.
+    """Move to a minimum of U, and verify it with the true Hessian; see :meth:`~pyro_dvi.LaplaceGuide.polish`.
 
     Args:
         energy: U on fixed batches.
-        keep: called with the best point so far however the search ends, including Ctrl-C and errors.
-        tolerance: on the Newton decrement, in squared posterior standard deviations. If rounding hides further
+        keep: function that is called with the best point so far when the search ends, also after Ctrl-C or an error.
+        tolerance: bound on the Newton decrement, in squared posterior standard deviations. If rounding prevents further
             progress, or the budget is exhausted, a decrement below 0.01 is accepted.
-        max_gradients: budget of full-data gradients for the search; verification may take some hundred more.
+        max_gradients: budget of full-data gradients for the search; verification may take a few hundred more.
         progress: show a progress bar where there is a terminal or notebook.
 
     Raises:
-        UnconvergedError: if the search ended elsewhere; ``report`` describes it. The best point is kept.
-        NonFiniteError: U is NaN or infinite where the search starts.
+        UnconvergedError: the search did not end at a minimum; ``report`` describes it. The best point is kept.
+        NonFiniteError: U is NaN or infinite at the start.
         ArgumentError: a tolerance or a count is not positive.
     """
     check_positive("tolerance", tolerance)
     check_count("max_gradients", max_gradients)
     work, spent = energy.work, energy.work.done
     with progress_bar(progress, max_gradients, unit="gradient") as bar:
-
-        def report(value: float, decrement: float) -> None:  # holds no search, which holds it
+        # Must not refer to the search, which refers to it.
+        def report(value: float, decrement: float) -> None:
             bar.update(work.done - spent - bar.n)
             bar.set_postfix_str(f"U {value:.6g}, decrement {decrement:.2g}")
 
@@ -316,7 +317,9 @@ def polish(
             keep(search.best[0])
     if kinked and not found.converged:
         why = f"polish: {found.reason}; the guide keeps the best point. U has kinks ({', '.join(kinked)})"
-        warn(f"{why}: fit with GGN(), which needs no minimum; to avoid kinks, use {without_kinks(kinked)}.")
+        warn(
+            f"{why}: fit with GGN(), which does not require a minimum; to avoid kinks, use {without_kinks(kinked)}."
+        )
     elif not found.converged:
         ways = "a larger max_gradients", "float64, or a prior that constrains every direction"
         way = ways["gradients" not in found.reason]

@@ -42,7 +42,7 @@ def test_a_prior_of_the_batch_is_refused(size: int) -> None:
     local = energy.at(energy.start)
     for what in (lambda: local.log_likelihood, lambda: local.value, lambda: list(local.examples())):
         with pytest.raises(
-            ModelError, match="prior of 'slope' changes from batch to batch.*outside of the model"
+            ModelError, match="prior of 'slope' changes from batch to batch.*outside the model"
         ):
             what()
     whole = Energy(energy.model, [(X, Y)], LOCS)

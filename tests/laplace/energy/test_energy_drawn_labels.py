@@ -58,7 +58,7 @@ def test_shuffled_rows_are_refused_where_labels_are_drawn() -> None:
     shuffled = energy(DataLoader(data(), batch_size=50, shuffle=True), memory=0)
     local = shuffled.at(shuffled.start)
     assert torch.isfinite(local.gradient).all() and torch.isfinite(local.value)
-    with pytest.raises(DataError, match=r"'y', a Gumbel.*list\(loader\)"):
+    with pytest.raises(DataError, match=r"'y' \(Gumbel\).*list\(loader\)"):
         local.ggn(torch.ones(1, 1))
 
 

@@ -61,7 +61,7 @@ def test_a_loader_that_fills_the_same_tensors_again_is_noticed():
             return (self.buffer.copy_(x) for x, _ in batches())
 
     passes = Passes(Filling(), None)
-    with pytest.raises(DataError, match="within one.*copies"):
+    with pytest.raises(DataError, match="within a pass.*copies"):
         [list(passes) for _ in range(2)]
 
 
@@ -162,7 +162,7 @@ def test_the_same_tensors_count_once(kind):
         "mappings": [{"x": x, "y": y}, {"x": x, "y": y}],
         "tensors": [x, x],
     }[kind]
-    with pytest.raises(DataError, match="the same tensors twice.*all the data once"):
+    with pytest.raises(DataError, match="the same tensors twice.*every example once"):
         Passes(twice, None)
 
 
@@ -198,7 +198,7 @@ def test_the_same_data_in_other_tensors_count_once(kind):
         "copies": [(X, Y), (X.clone(), Y.clone())],
         "loader": DataLoader(ConcatDataset([data, data]), batch_size=4),
     }[kind]
-    with pytest.raises(DataError, match="two batches hold the same data.*pass every row once"):
+    with pytest.raises(DataError, match="two batches contain the same data.*pass every row once"):
         mode_of(twice)
 
 

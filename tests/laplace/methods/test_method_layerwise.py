@@ -63,7 +63,7 @@ def from_rows(posterior: LaplacePosterior, rows: Tensor, size: int) -> Tensor:
     return torch.diagonal(whole, dim1=0, dim2=2).movedim(-1, 0)
 
 
-@pytest.mark.filterwarnings("ignore:.*has no factors for")
+@pytest.mark.filterwarnings("ignore:.*uses a diagonal precision")
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 @pytest.mark.parametrize("problem", [convolutions, inputs_first, shared], ids=lambda f: f.__name__)
 def test_covariances_by_layers_are_those_of_rows(problem: Callable[[], Any], method: Method) -> None:
