@@ -74,9 +74,9 @@ def to_bayesian_(
     Args:
         module: any module; its class becomes the Pyro version of itself, so ``isinstance`` keeps working.
         prior_scale: the prior's standard deviation, in units of the weight: a number, ``fan_in``, ``LearnedScale()``,
-            ``HierarchicalScale(...)``, a Pyro distribution (scalar, or of the parameter's shape), a callable of
-            ``(name, parameter)`` that returns one of these, or a mapping from name patterns to these, in which the
-            first match decides.
+            ``OptimalScale()``, ``HierarchicalScale(...)``, a Pyro distribution (scalar, or of the parameter's shape), a
+            callable of ``(name, parameter)`` that returns one of these, or a mapping from name patterns to these, in
+            which the first match decides.
         include: what becomes Bayesian: module types (the parameters such a module owns itself), name patterns
             (``"encoder.*"``), predicates of ``(name, module, parameter)``, or a list of these. A pattern with a
             wildcard skips normalisation layers; name them exactly, by type or with a predicate.
