@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Kullback-Leibler divergence of factorised Gaussian posteriors from any prior of the model.
 
-In order of preference: closed form (Normal priors, also at their optimal scale, and priors that are a transformed Normal
-under the posterior's own transform, such as LogNormal), Gauss-Hermite quadrature (any prior that factorises over
-elements), and one reparameterised sample (the rest: Dirichlet, MultivariateNormal, ...). All are given the values of the
-prior's own parents. Point masses contribute their negative log prior.
+In order of preference: closed form (Normal priors, also at their optimal scale, and priors that are a transformed
+Normal under the posterior's own transform, such as LogNormal), Gauss-Hermite quadrature (any prior that factorises
+over elements), and one reparameterised sample (the rest: Dirichlet, MultivariateNormal, ...). All are given the
+values of the prior's own parents. Point masses contribute their negative log prior.
 """
 
 import math
