@@ -15,14 +15,31 @@ import pyro
 import torch
 from torch import Tensor
 
-from benchmarks.moments.uci_methods import MNVI, FullCovarianceMoments, MeanFieldMoments, Method, SampledVI
+from benchmarks.moments.uci_methods import (
+    MNVI,
+    EmpiricalBayes,
+    FixedWeight,
+    FullCovarianceMoments,
+    MeanFieldMoments,
+    Method,
+    SampledVI,
+)
 from benchmarks.moments.uci_paper import AUTHORS_PROTOCOL, Paper
 from benchmarks.moments.uci_peers import MAP, Dropout
 from benchmarks.moments.uci_tables import tables
 from benchmarks.shared.benchmark import Benchmark, Budget, Row, Settings
 from benchmarks.shared.regressions import SETS, Rows, TrainingSets, folds, hold_out, load
 
-METHODS: tuple[type[Method], ...] = (MNVI, MeanFieldMoments, FullCovarianceMoments, MAP, Dropout, SampledVI)
+METHODS: tuple[type[Method], ...] = (
+    MNVI,
+    MeanFieldMoments,
+    FullCovarianceMoments,
+    EmpiricalBayes,
+    FixedWeight,
+    MAP,
+    Dropout,
+    SampledVI,
+)
 NAMES = (AUTHORS_PROTOCOL, *(method.name for method in METHODS))
 SMALL = ("boston", "concrete", "energy", "wine-quality-red", "yacht")  # on which further seeds are cheap
 
@@ -51,6 +68,14 @@ def run(settings: Settings, data_dir: str | None) -> Row:
     if "chosen" in settings:
         chosen = [float(value) for value in settings["chosen"].split()]
         return {"folds": test(method, x, y, parts, chosen, seed)}
+    if len(method.candidates) == 1:
+        results = test(method, x, y, parts, [*method.candidates] * len(parts), seed)
+        return {
+            "members": method.members,
+            "steps": method.recipe.steps,
+            "batch_size": batch_size(y),
+            "folds": results,
+        }
     return tune_and_test(method, x, y, parts)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from benchmarks.moments.uci_network import INPUT_AXIS, Networks
 from benchmarks.shared.regressions import Minibatch, Rows, TrainingSets
 from pyro_dvi import predict
+from pyro_dvi.bayesian import OptimalScale
 from pyro_dvi.guides import MeanFieldGuide
 from pyro_dvi.links import GaussHermite
 from pyro_dvi.moment_propagation.elbo import MomentPropagationELBO, VarianceWeighted
@@ -168,6 +169,23 @@ class FullCovarianceMoments(MeanFieldMoments):
     name = "DVI (full covariance)"
     rule = Moments(noise=GaussHermite(32), propagation=FullCovariance())
     full_covariance = True
+
+
+class FixedWeight(FullCovarianceMoments):
+    """DVI at a KL weight of 1: nothing is tuned."""
+
+    name = "DVI, KL weight 1"
+    tuned = "nothing"
+    candidates = (1.0,)
+
+
+class EmpiricalBayes(FixedWeight):
+    """The same with prior variances that are optimal given the posterior: both parts of the paper on DVI."""
+
+    name = "DVI, empirical Bayes"
+
+    def model(self, num_inputs: int, sizes: Tensor, values: Tensor) -> Networks:
+        return Networks(num_inputs, sizes, kl_weights=values, alpha=OptimalScale().alpha)
 
 
 class SampledVI(Method):

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Many networks of one hidden layer as one Pyro model: the leading dimension of every weight counts networks."""
 
+from typing import Any
+
 import pyro
 import pyro.distributions as dist
 import torch
@@ -9,6 +11,7 @@ from pyro import poutine
 from pyro.nn import PyroModule
 from torch import Tensor, nn
 
+from pyro_dvi.gaussians.optimal_scale import OptimalScaleNormal
 from pyro_dvi.moment_propagation.elbo import VarianceWeighted
 
 HIDDEN = 50
@@ -25,6 +28,8 @@ class Networks(PyroModule):
         num_inputs: d.
         sizes: number of training rows of each network.
         prior_scale: standard deviation of all weights.
+        alpha: where given, the prior variance of each weight tensor is optimal under an inverse-Gamma prior with this
+            alpha, whose mode is the square of ``prior_scale``.
         kl_weights: of each network, on top of the ELBO's own.
         weighting: of observations, for objectives that have none of their own.
 
@@ -39,6 +44,7 @@ class Networks(PyroModule):
         sizes: Tensor,
         *,
         prior_scale: float = 1.0,
+        alpha: float | None = None,
         kl_weights: Tensor | float = 1.0,
         weighting: VarianceWeighted | None = None,
     ) -> None:
@@ -46,7 +52,7 @@ class Networks(PyroModule):
         count = len(sizes)
         self.shapes = {"hidden": (num_inputs, HIDDEN), "mean": (HIDDEN, 1), "noise": (HIDDEN, 1)}
         self.sizes = sizes.float()
-        self.prior_scale = prior_scale
+        self.prior_scale, self.alpha = prior_scale, alpha
         self.kl_weights = torch.as_tensor(kl_weights).expand(count)
         self.weighting = weighting
         self.step, self.warm_up = 0, 1.0
@@ -68,10 +74,14 @@ class Networks(PyroModule):
             pyro.plate("networks", len(self.sizes), dim=-1),
             poutine.scale(scale=self.kl_weights * self.warm_up),
         ):
-            return [
-                pyro.sample(site, dist.Normal(0.0, self.prior_scale).expand(shape).to_event(2))
-                for site, shape in self.shapes.items()
-            ]
+            return [pyro.sample(site, self.prior(shape)) for site, shape in self.shapes.items()]
+
+    def prior(self, shape: tuple[int, int]) -> Any:
+        """Return the prior of a weight tensor of one network."""
+        if self.alpha is None:
+            return dist.Normal(0.0, self.prior_scale).expand(shape).to_event(2)
+        alpha = torch.tensor(self.alpha)
+        return OptimalScaleNormal(alpha, (alpha + 1) * self.prior_scale**2, shape)
 
     def forward(self, x: Tensor, y: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         """Observe ``y`` at inputs ``x``: example by network by feature, ``[m, K]`` at ``[m, K, d]``."""

@@ -76,9 +76,9 @@ def to_bayesian_(
     Args:
         module: any module. Its class changes to a Pyro subclass of the original, so ``isinstance`` still works.
         prior_scale: the prior's standard deviation, in units of the weight: a number, ``fan_in``, ``LearnedScale()``,
-            ``HierarchicalScale(...)``, a Pyro distribution (scalar, or of the parameter's shape), a callable of
-            ``(name, parameter)`` that returns one of these, or a mapping from name patterns to these, of which the
-            first match applies.
+            ``OptimalScale()``, ``HierarchicalScale(...)``, a Pyro distribution (scalar, or of the parameter's shape), a
+            callable of ``(name, parameter)`` that returns one of these, or a mapping from name patterns to these, of
+            which the first match applies.
         include: what becomes Bayesian: module types (for the parameters directly in such a module), name patterns
             (``"encoder.*"``), predicates of ``(name, module, parameter)``, or a list of these. A pattern with a
             wildcard skips normalisation layers; select them by their full names, by type or with a predicate.

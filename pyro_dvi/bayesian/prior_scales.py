@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prior scales that depend on the size of a layer, are learned with the guide, or have a prior of their own."""
+"""Prior scales: by the size of a layer, learned, optimal in closed form, or with a prior of their own."""
 
 import math
 from collections.abc import Callable
@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.distributions import constraints
 
 from pyro_dvi.bayesian.converted import Placed, ScaleMixturePrior, SitePrior, buffer_name, set_attribute
-from pyro_dvi.bayesian.priors import Prior, as_prior, check_no_gradient, positive
+from pyro_dvi.bayesian.priors import Given, Prior, as_prior, check_no_gradient, positive
 from pyro_dvi.bayesian.selection import Candidate
 from pyro_dvi.errors import ArgumentError
+from pyro_dvi.gaussians.optimal_scale import OptimalScaleNormal
 
 Unit = float | Callable[[str, Tensor], float]
 
@@ -117,6 +118,49 @@ class LearnedScale(Prior):
         """Evaluate the rule, if a callable was given."""
         start = target.parameter.new_full((), _value_for(target, self.init, "LearnedScale: init"))
         return lambda: _with_scale(target, PyroParam(start, constraint=constraints.positive))
+
+
+@dataclass(frozen=True)
+class OptimalScale(Prior):
+    r"""A prior scale that always has its optimal value given the posterior (empirical Bayes, in closed form).
+
+    .. math::
+        w_i \sim N(0, s^2), \qquad s^2 \sim \mathrm{InvGamma}\bigl(\alpha, (\alpha + 1)\,u^2\bigr), \qquad
+        s_*^2 = \frac{\sum_i (\mu_i^2 + \sigma_i^2) + 2(\alpha + 1)\,u^2}{n + 2(\alpha + 1)}
+
+    Each weight tensor has its own variance. Its optimum follows from the posterior means and standard deviations of the
+    n weights, as if the tensor had :math:`2(\alpha + 1)` further weights of size u. Nothing is learned or sampled: the
+    KL divergence to N(0, s*²), less the log density of s*², is a function of the posterior.
+
+    Status: exact for Gaussian posteriors, factorised or with covariances, and for point masses. Where the divergence is
+    sampled, as for flows, each draw has an optimum of its own. A MAP estimate, or a temperature below 1, shrinks the
+    scale, though never below :math:`u\sqrt{2(\alpha + 1) / (n + 2(\alpha + 1))}`.
+
+    Args:
+        unit: u, the most probable scale, in units of the weight: a float, or a callable of ``(name, parameter)`` that
+            returns one, such as ``fan_in``.
+        alpha: :math:`\alpha`, positive; the larger it is, the closer scales stay to u. By default, the authors' value.
+
+    Source: Wu et al. (2019), "Deterministic variational inference for robust Bayesian neural networks".
+
+    Example:
+        >>> from pyro_dvi.bayesian import to_bayesian_
+        >>> net = to_bayesian_(nn.Linear(3, 2, bias=False), prior_scale=OptimalScale(0.5))
+        >>> prior = net._pyro_samples["weight"](net)
+        >>> loc, scale = torch.zeros(2, 3), torch.ones(2, 3)
+        >>> prior.optimal_variance(loc, scale).sqrt()  # between 0.5 and 1
+        tensor(0.7179)
+    """
+
+    unit: Unit = 1.0
+    alpha: float = 4.4798
+
+    def prepared(self, target: Candidate) -> Callable[[], SitePrior]:
+        """Prepare a prior with the unit of this parameter."""
+        unit = _value_for(target, self.unit, "OptimalScale: unit")
+        alpha = torch.tensor(positive(self.alpha, "OptimalScale: alpha"), dtype=torch.float64)
+        prior = OptimalScaleNormal(alpha, (alpha + 1) * unit**2, target.parameter.shape)
+        return Given(prior).prepared(target)
 
 
 @dataclass(eq=False)

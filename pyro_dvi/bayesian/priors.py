@@ -147,8 +147,8 @@ def as_prior(prior: PriorLike, place: str = "prior_scale") -> Prior:
         return ByRule(prior)
     raise ArgumentError(
         f"{place} is {prior!r}: pass a number, a distribution of pyro.distributions such as Normal(0., scale), fan_in, "
-        "LearnedScale(), HierarchicalScale(), a callable of (name, parameter), or a mapping from name patterns to "
-        "these"
+        "LearnedScale(), OptimalScale(), HierarchicalScale(), a callable of (name, parameter), or a mapping from name "
+        "patterns to these"
     )
 
 

@@ -21,6 +21,7 @@ from torch.distributions import constraints, transform_to
 from pyro_dvi.core.distributions import broadcasts_to, strip_event_dims
 from pyro_dvi.core.undisturbed import preserve_buffers
 from pyro_dvi.errors import ArgumentError, GuideError, ModelError, PyroDviError, warn
+from pyro_dvi.gaussians.optimal_scale import OptimalScaleNormal
 from pyro_dvi.guides.factors import Factor, GuideSite, complete_loaded, owner_of
 from pyro_dvi.runs.explained import AS_A_MODEL, explained_errors
 from pyro_dvi.runs.latents import unconstraining_transform
@@ -387,9 +388,10 @@ class FactorisedGuide(AutoGuide):
 
 
 def prior_scale_of(prior: Any, loc: Tensor) -> Tensor:
-    """Return the standard deviation of a prior in unconstrained space if it is Normal there, otherwise 1."""
+    """Return the standard deviation of a prior that is Normal in unconstrained space given its scale, otherwise 1."""
     base = strip_event_dims(prior)
     if isinstance(base, torch.distributions.TransformedDistribution):
         base = strip_event_dims(base.base_dist)
-    scale = base.scale.detach() if isinstance(base, torch.distributions.Normal) else torch.ones(())
+    known = isinstance(base, torch.distributions.Normal | OptimalScaleNormal)
+    scale = base.scale.detach() if known else torch.ones(())
     return scale.to(loc) if scale.dim() <= loc.dim() else loc.new_ones(())

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Kullback-Leibler divergence of factorised Gaussian posteriors from any prior of the model.
 
-In order of preference: closed form (Normal priors, and priors that are a transformed Normal under the posterior's
-own transform, such as LogNormal), Gauss-Hermite quadrature (any prior that factorises over elements), and one
-reparameterised sample (the rest: Dirichlet, MultivariateNormal, ...). All are given the values of the prior's
-own parents. Point masses contribute their negative log prior.
+In order of preference: closed form (Normal priors, also at their optimal scale, and priors that are a transformed
+Normal under the posterior's own transform, such as LogNormal), Gauss-Hermite quadrature (any prior that factorises
+over elements), and one reparameterised sample (the rest: Dirichlet, MultivariateNormal, ...). All are given the
+values of the prior's own parents. Point masses contribute their negative log prior.
 """
 
 import math
@@ -24,6 +24,7 @@ from pyro_dvi.gaussians.normal_divergence import (
     normal_divergence,
 )
 from pyro_dvi.gaussians.normals import MatrixNormal, MultiplicativeNormal, total_correlation
+from pyro_dvi.gaussians.optimal_scale import OptimalScaleNormal
 from pyro_dvi.moments.quadrature import gauss_hermite
 from pyro_dvi.runs.latents import GaussianSite, Latent, elementary, unconstraining_transform
 
@@ -194,7 +195,12 @@ def _divergence_to_prior(latent: Latent) -> Tensor:
         ratio, shift = latent.scale / normal.scale, (latent.loc - normal.loc) / normal.scale
         divergence = 0.5 * (ratio.square() + shift.square() - 1) - ratio.log()
         return _scaled(latent, _per_batch_element(latent, divergence))
-    return _scaled(latent, -_entropy(latent) - _expectation(latent, _log_density))
+    prior = strip_event_dims(latent.prior)
+    if isinstance(prior, OptimalScaleNormal) and latent.transform is None:
+        expected = _per_batch_element(latent, prior.expected_log_prob(latent.loc, latent.scale))
+    else:
+        expected = _expectation(latent, _log_density)
+    return _scaled(latent, -_entropy(latent) - expected)
 
 
 def _expected_log_density(latent: Latent) -> Tensor:

@@ -19,6 +19,7 @@ import pyro_dvi as dvi
 from pyro_dvi.bayesian import (
     HierarchicalScale,
     LearnedScale,
+    OptimalScale,
     classifier,
     fan_in,
     init_to_module,
@@ -114,7 +115,9 @@ def test_svi_trains_from_the_modules_own_weights(dtype, guide_type):
     assert draws["net.0.weight"].dtype is dtype
 
 
-@pytest.mark.parametrize("prior", [0.5, fan_in, dist.Laplace(0.0, 1.0), LearnedScale(), HierarchicalScale()])
+@pytest.mark.parametrize(
+    "prior", [0.5, fan_in, dist.Laplace(0.0, 1.0), LearnedScale(), OptimalScale(), HierarchicalScale()]
+)
 def test_priors_follow_a_move_after_the_conversion(prior):
     net = to_bayesian_(nn.Linear(3, 2), prior)
     x = torch.randn(4, 3)
@@ -125,7 +128,9 @@ def test_priors_follow_a_move_after_the_conversion(prior):
     assert {site["value"].dtype for site in sites(net, x).values()} == {torch.float32}
 
 
-@pytest.mark.parametrize("prior", [0.5, dist.Laplace(0.0, 1.0), LearnedScale(), HierarchicalScale()])
+@pytest.mark.parametrize(
+    "prior", [0.5, dist.Laplace(0.0, 1.0), LearnedScale(), OptimalScale(), HierarchicalScale()]
+)
 def test_priors_follow_a_move_to_a_device(prior, device):
     net = to_bayesian_(nn.Linear(3, 2), prior).to(device)
     assert {site["value"].device for site in sites(net, torch.randn(4, 3).to(device)).values()} == {device}
@@ -136,6 +141,7 @@ PRIORS = [
     fan_in,
     dist.StudentT(3.0, 0.0, 1.0),
     LearnedScale(),
+    OptimalScale(),
     HierarchicalScale(),
 ]
 

@@ -14,7 +14,7 @@ from pyro.infer.autoguide import AutoDelta, AutoDiagonalNormal, AutoNormal
 from torch import nn
 
 import pyro_dvi as dvi
-from pyro_dvi.bayesian import LearnedScale, init_to_module
+from pyro_dvi.bayesian import LearnedScale, OptimalScale, init_to_module
 from pyro_dvi.curvature import EmpiricalFisher, Fisher, GGNDiagonal
 from pyro_dvi.errors import ArgumentError, DataError, NonFiniteError, UnsupportedError
 from pyro_dvi.natural_gradients import IVON, OGN, VOGN, NoisyKFAC
@@ -81,6 +81,13 @@ def test_what_a_step_leaves_with_the_guide():
         model=lambda: Net(prior_scale=LearnedScale()),
     )
     assert replays(training) > 10
+
+
+@pytest.mark.parametrize("name", ["Fisher", "two draws", "MAP"])
+def test_a_prior_that_depends_on_the_posterior(name):
+    options = dict(zip(("guide", "elbo", "optimizer"), CASES[name], strict=True))
+    training = both(lambda t: steps(t, 30), model=lambda: Net(prior_scale=OptimalScale()), **options)
+    assert replays(training) >= 10 or name == "two draws"
 
 
 @pytest.mark.parametrize("name", ["Fisher", "two draws", "IVON", "NoisyKFAC"])

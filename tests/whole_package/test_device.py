@@ -16,7 +16,7 @@ from torch import Tensor, distributions as td, nn
 
 import pyro_dvi as dvi
 from pyro_dvi import metrics
-from pyro_dvi.bayesian import HierarchicalScale, LearnedScale
+from pyro_dvi.bayesian import HierarchicalScale, LearnedScale, OptimalScale
 from pyro_dvi.curvature.information import expected_information
 from pyro_dvi.laplace import ByEvidence, ByLanczos, Dense, HessianFree, PriorPrecision
 from pyro_dvi.laplace.hessian_free.solvers import Adam
@@ -100,7 +100,7 @@ def test_fisher_information_of_shapes(distribution, device):
     check_device(information(device), information("cpu"), device, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("prior", [LearnedScale(), HierarchicalScale()], ids=repr)
+@pytest.mark.parametrize("prior", [LearnedScale(), OptimalScale(), HierarchicalScale()], ids=repr)
 @pytest.mark.parametrize("method", ["Taylor, Gauss-Newton", "multiplicative noise"])
 def test_priors(method, prior, device):
     def results(where: torch.device | str) -> dict[str, Any]:
