@@ -121,7 +121,7 @@ class PreActivationBlock(nn.Module):
 
 
 def preact_resnet18(num_classes: int = 10, width: int = 64) -> nn.Sequential:
-    """ResNet-18 with batch norm and activation before each convolution (He et al., 2016), for 32x32 images in colour."""
+    """ResNet-18 with batch norm and activation before each convolution (He et al., 2016), for 32x32 colour images."""
     blocks: list[nn.Module] = [nn.Conv2d(3, width, 3, padding=1, bias=False)]
     inputs = width
     for outputs in (width, 2 * width, 4 * width, 8 * width):
