@@ -20,9 +20,9 @@ from pyro_dvi.curvature.example_gradients import ExampleGradients
 from pyro_dvi.curvature.kronecker import KroneckerFactors, KroneckerLayer, nearest_product
 from pyro_dvi.curvature.linearisation import ObservedSite, sum_of
 from pyro_dvi.curvature.squared_gradients import SquaredGradients
-from pyro_dvi.errors import ModelError
+from pyro_dvi.errors import ModelError, UnsupportedError, warn
 from pyro_dvi.gaussians.normals import MatrixNormal
-from pyro_dvi.guides.base import FactorisedGuide
+from pyro_dvi.guides.base import FactorisedGuide, prior_scale_of
 from pyro_dvi.guides.factors import Factor, GuideSite, owner_of
 from pyro_dvi.natural_gradients.drawn_run import DrawnRun, SquareMeasurement
 from pyro_dvi.natural_gradients.estimates import Estimate
@@ -42,7 +42,8 @@ class LayerFisher(Estimate):
     Args:
         at_mean: take them at the mean, and not at draws: K-FAC without noise.
         observed: gradients :math:`\delta` are of the observed labels. By default they are of labels drawn from the
-            model at the same weights, one for each example, which takes one more backward pass as well.
+            model at the same weights, one for each example, which takes one more backward pass as well; a
+            ``pyro.factor`` has no labels, and its own gradient is taken.
         rest_only: leave out the factors, as between the steps that measure them.
 
     Source: Zhang et al. (2018), "Noisy natural gradient as variational inference"; Martens & Grosse (2015).
@@ -138,6 +139,18 @@ class KroneckerGuide(NaturalGradientGuide):
         site = self._seen[weight]
         return unflattened(site.spread, site.loc.shape[0])
 
+    @torch.no_grad()
+    def initial_scales(self) -> dict[str, Tensor]:
+        """Return the standard deviations that training started from; see :meth:`FactorisedGuide.initial_scales`."""
+        scales = super().initial_scales()
+        for weight, bias in self.layers.items():
+            if bias is not None:
+                site = self._seen[weight]
+                spread = site.factor.initial(site.loc, prior_scale_of(site.prior, site.loc), site.event_dim)
+                start = site.factor.distribution(site.loc, spread)
+                scales[bias] = start.next_column(self._seen[bias].loc).stddev
+        return scales
+
     def precision_parameter(self, name: str) -> Tensor:
         """Return the parameter that the curvature of a site belongs to; a layer has one for weights and bias."""
         factor = self._seen[name].factor
@@ -174,16 +187,9 @@ class KroneckerGuide(NaturalGradientGuide):
 
     # Finding layers --------------------------------------------------------------------------------------------------
 
-    def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
-        self._arguments = args, kwargs  # until the layers are found
-        super()._setup_prototype(*args, **kwargs)
-
     def _check_sites(self, sites: dict[str, Any]) -> None:
         """Find the layers, in what was loaded or by a run of the model."""
-        (args, kwargs), following = (
-            vars(self).pop("_arguments"),
-            dict.fromkeys(sites, None) | dict(pairwise(sites)),
-        )
+        following = dict.fromkeys(sites, None) | dict(pairwise(sites))
         if any(owner_of(self.locs, name) is not None for name in sites):
             layers: dict[str, str | None] = {}
             for name in sites:
@@ -194,20 +200,23 @@ class KroneckerGuide(NaturalGradientGuide):
             self.layers = layers
         else:
             with preserve_buffers(), torch.enable_grad(), BlockMessenger():
-                self.layers = self._found(sites, following, args, kwargs)
+                self.layers = self._found(sites, following)
+        if not self.layers and any(site["value"].dim() > 1 for site in sites.values()):
+            warn(
+                "KroneckerGuide has found no layer, so that all weights are independent: layers are dense and "
+                "convolutional, as F.linear(x, w), x @ w and F.conv2d(x, w), and use their weights once"
+            )
 
-    def _found(
-        self, sites: dict[str, Any], following: dict[str, str | None], args: tuple, kwargs: dict[str, Any]
-    ) -> dict[str, str | None]:
+    def _found(self, sites: dict[str, Any], following: dict[str, str | None]) -> dict[str, str | None]:
         """Return the layers that a run of the model has."""
         trace: Any = self.prototype_trace
-        trace, values = trace.copy(), {}
+        trace, values, given = trace.copy(), {}, trace.nodes["_INPUT"]
         for name, site in sites.items():
             if is_real(site["fn"].support) and not site["cond_indep_stack"]:
                 values[name] = site["value"].detach().clone().requires_grad_()
                 trace.nodes[name] = {**site, "value": values[name]}
         with SquaredGradients(list(values.values())) as recorder:
-            run = Call(self.model.__wrapped__, self, args, kwargs).trace_model(trace)
+            run = Call(self.model.__wrapped__, self, given["args"], given["kwargs"]).trace_model(trace)
         terms = [site.log_prob(site.value) for site in observed_sites(run).terms]
         rows, _ = _rows_of_examples(recorder, terms)
         columns = [
@@ -228,6 +237,11 @@ class KroneckerGuide(NaturalGradientGuide):
     def _factor_of(self, name: str, site: Any, loc: Tensor) -> Factor:
         factor = super()._factor_of(name, site, loc)
         if name in self.layers:
+            if loc.dtype not in (torch.float32, torch.float64):
+                raise UnsupportedError(
+                    f"site {name!r} is {loc.dtype}, in which torch decomposes no matrices: convert the model by "
+                    ".float(), and train it under torch.autocast"
+                )
             return _Weights(self.initial_scale, self.layers[name] is not None)
         weight = next((weight for weight, bias in self.layers.items() if bias == name), None)
         return factor if weight is None else _Bias(self, weight)

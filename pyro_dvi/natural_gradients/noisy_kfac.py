@@ -121,7 +121,8 @@ def _inverse_roots(*factors: Tensor) -> list[Tensor]:
         root, info = torch.linalg.cholesky_ex(factor.flip(-2, -1))
         if info:
             raise NotPositiveDefiniteError(
-                "a Kronecker factor is singular to rounding: train in float64, or give a narrower prior"
+                "a Kronecker factor is singular to rounding: train in float64, scale the inputs to about one, or give "
+                "a narrower prior"
             )
         eye = torch.eye(len(factor), dtype=factor.dtype, device=factor.device)
         found.append(torch.linalg.solve_triangular(root.flip(-2, -1).mT, eye, upper=False))
