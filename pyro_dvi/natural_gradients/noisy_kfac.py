@@ -85,7 +85,7 @@ class NoisyKFACOptimizer(VOGNOptimizer):
             if update.locs[0].dim() < 2 or len(columns) != update.locs[0][0].numel() + len(update.locs) - 1:
                 raise GuideError(
                     "weight and bias of a layer have different options, or only one of them a gradient: give both the "
-                    "same"
+                    "same. Pyro's schedulers make an optimizer for each: use one of torch with NoisyKFACOptimizer"
                 )
             update.measurements = 1 + (update.count - 1) // update.group["factor_interval"]
             update.is_new &= not update.step.measured.rest_only

@@ -360,6 +360,15 @@ def test_options_of_a_layer_have_to_agree():
         svi.step(x, y)
 
 
+def test_a_scheduler_of_pyro_has_an_optimizer_for_each_tensor():
+    x, y = torch.randn(N, 2), torch.randn(N, 2)
+    model = regression(nn.Linear(2, 2), N)
+    scheduler = pyro.optim.ExponentialLR({"optimizer": NoisyKFACOptimizer, "optim_args": {}, "gamma": 0.5})
+    svi = SVI(model, dvi.KroneckerGuide(model), scheduler, loss=dvi.NaturalGradientELBO())
+    with pytest.raises(GuideError, match="Pyro's schedulers make an optimizer for each"):
+        svi.step(x, y)
+
+
 def test_a_layer_that_is_used_twice_later():
     def model(x, y, twice=False):
         w = pyro.sample("w", dist.Normal(torch.zeros(2, 2), 1.0).to_event(2))
