@@ -31,12 +31,14 @@ class Part:
         value: the value, kept alive so that its id is not reused.
         shape: shape of the weight.
         places: flat positions in the weight of the elements of the value; None: the weight itself.
+        turned: whether the value is the transpose of a matrix.
     """
 
     key: Any
     value: Any
     shape: torch.Size
     places: Tensor | None = None
+    turned: bool = False
 
     @property
     def indices(self) -> Tensor:
@@ -85,8 +87,9 @@ class WeightParts:
         if isinstance(result, Tensor) and part.value.requires_grad and not result.requires_grad:
             return False  # detached
         moved = func(part.indices, *args[1:], **kwargs)
+        turned = part.places is None and len(part.shape) == 2 and name in ("t", "T", "mT", "transpose")
         for value, places in zip(several(result), several(moved), strict=True):
-            self._parts[id(value)] = Part(part.key, value, part.shape, places)
+            self._parts[id(value)] = Part(part.key, value, part.shape, places, turned)
         return True
 
 

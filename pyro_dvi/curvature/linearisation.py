@@ -62,7 +62,8 @@ class ObservedSite:
         except NotImplementedError as error:
             raise UnsupportedError(
                 f"labels cannot be drawn at observed site {self.name!r}: {type(self.fn).__name__} has no sample(). "
-                "Use TaylorELBO(curvature=EmpiricalFisher()), which needs only the observed labels."
+                "Take a curvature of the observed labels: TaylorELBO(curvature=EmpiricalFisher()), or "
+                "LayerFisher(observed=True) for NoisyKFAC."
             ) from error
 
 

@@ -253,9 +253,10 @@ def expected_log_prob(
     if dependent:
         names = ", ".join(k for k, p in given.items() if isinstance(p, GaussianMoments))
         raise UnsupportedError(
-            f"{family.__name__}({names}) has outputs of a last layer with covariances between them, which only "
-            "Categorical, OneHotCategorical, Multinomial, MultivariateNormal and Normal with a deterministic scale "
-            "or exp(h) support. Use LastLayerGuide with PerOutput(), whose outputs are independent, or a MeanFieldGuide"
+            f"{family.__name__}({names}) has outputs with covariances between them, which only Categorical, "
+            "OneHotCategorical, Multinomial, MultivariateNormal and Normal with a deterministic scale or exp(h) "
+            "support. Leave out full_covariance=True, and use LastLayerGuide with PerOutput(), whose outputs are "
+            "independent, or a MeanFieldGuide"
         )
     return numerical_expectation(family, given, value)
 

@@ -145,8 +145,8 @@ class TiltedBound(LogitEstimator):
         """Minimise over the tilt, then evaluate the bound; at the optimum the tilt adds nothing to the gradient."""
         if has_covariances(logits):
             raise UnsupportedError(
-                "TiltedBound() is a bound for independent logits, but these share the noise of a last layer: use "
-                "Sobol(64), or covariances within each output only, the default of LastLayerGuide"
+                "TiltedBound() is a bound for independent logits, but these have covariances: use Sobol(64), leave out "
+                "full_covariance=True, or take covariances within each output only, the default of LastLayerGuide"
             )
         mu, v = logits.loc, logits.variance
         a = self._tilt(mu.detach(), v.detach())

@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.moments.dispatch import Kind, observed_by
@@ -49,7 +50,11 @@ class _Local(threading.local):
 
 
 _LOCAL = _Local()
-_KEEP_ROWS = frozenset("reshape view flatten squeeze unsqueeze".split())
+_KEEP_ROWS = frozenset("reshape view flatten squeeze unsqueeze expand".split())  # with the last dimension
+_PARTS_OF_ROWS = frozenset("getitem narrow split chunk flip".split())  # with all others
+_COPIES = frozenset(
+    "expand broadcast_to repeat tile repeat_interleave gather index_select take_along_dim".split()
+)
 
 
 @contextmanager
@@ -114,17 +119,19 @@ def full_product(product: Callable[..., Tensor], x: Any, weight: Any, bias: Any 
 
 
 def _check(product: Any, x: Any, weight: Any, bias: Any) -> None:
-    link = getattr(x, "link", None)
+    link, behind = getattr(x, "link", None), gaussian_behind(x)
     if product not in (F.linear, torch.matmul) or min(x.dim(), weight.dim()) < 2:
         name = name_of(getattr(product, "func", product))
         _refuse(f"{name} with arguments of shapes {tuple(x.shape)} and {tuple(weight.shape)}")
     if x.dim() > max(2, weight.dim()):
         _refuse(f"a layer with the same weights at each of {tuple(x.shape[1:-1])} positions of an example")
-    if any(isinstance(gaussian_behind(factor), JointMoments) for factor in (weight, bias)):
-        _refuse("a product with activations, or with weights that have covariances, as its second factor")
-    if link is not None and has_covariances(link.inner):
+    for factor in map(gaussian_behind, (weight, bias)):
+        if isinstance(factor, JointMoments):
+            sites = factor.noise.sites
+            _refuse(f"weights {sites} that have covariances" if sites else "activations as a second factor")
+    if link is not None and (has_covariances(link.inner) or not link.separate):
         _refuse(f"{link.name or 'a function'} of dependent activations")
-    if isinstance(x, JointMoments) and not x.noise.in_rows:
+    if isinstance(behind, JointMoments) and not behind.noise.in_rows:
         _refuse("a product of elements that were moved out of the rows of their examples")
 
 
@@ -148,9 +155,13 @@ class _FullCovariance(Followed):
         """Return activations with their covariances, or refuse the function."""
         x: Any = args[0] if args else None
         entry = ENTRIES[func]
+        uncertain = [a for a in tree_leaves((args, kwargs)) if isinstance(a, GaussianMoments)]
         if isinstance(result, JointMoments):
             return result
-        if isinstance(x, JointMoments) and entry.kind is Kind.ELEMENTWISE:
+        if entry.kind in (Kind.AFFINE, Kind.ELEMENTWISE) and result.dim() > 1:
+            if any((part.shape[-1:] or (1,)) < result.shape[-1:] for part in uncertain):
+                _refuse(f"{name_of(func)} of an uncertain number that several units share")
+        if isinstance(x, JointMoments) and entry.kind is Kind.ELEMENTWISE and len(uncertain) == 1:
             if not x.noise.between_outputs:
                 return independent(result)
             if entry.name == "relu" and x.noise.in_rows:
@@ -159,12 +170,29 @@ class _FullCovariance(Followed):
                 noise = _noise(result.loc, covariance)
                 return JointMoments(result.loc, None, noise, variance=result.variance)
         results = super().__call__(func, args, kwargs, result)
-        for part in parts_of(results):
-            if isinstance(part, JointMoments) and entry.kind is Kind.REARRANGEMENT:
-                kept = entry.name in _KEEP_ROWS and part.shape[-1:] == x.shape[-1:]
-                kept = kept or not part.noise.between_outputs
-                part.noise = replace(part.noise, in_rows=part.noise.in_rows and kept)
+        for part in parts_of(results) if entry.kind is Kind.REARRANGEMENT else ():
+            behind: Any = gaussian_behind(part)
+            if isinstance(behind, JointMoments) and not _keeps_rows(
+                entry.name.strip("_"), args, part, behind
+            ):
+                if part.link is not None:
+                    behind = behind.snapshot()
+                    part.link = replace(part.link, inner=behind)
+                behind.noise = replace(behind.noise, in_rows=False)
         return results
+
+
+def _keeps_rows(name: str, args: tuple, part: GaussianMoments, behind: JointMoments) -> bool:
+    """Return whether the last dimension still counts units of one example, each once."""
+    if name in _KEEP_ROWS and part.shape[-1:] == args[0].shape[-1:]:
+        return True
+    if name == "getitem":
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        copies = not all(i is None or i is ... or isinstance(i, int | slice) for i in index)
+    else:
+        copies = name in _COPIES
+    in_parts = name in _PARTS_OF_ROWS and part.shape[:-1] == args[0].shape[:-1]
+    return not copies and (in_parts or not behind.noise.between_outputs)
 
 
 def _refuse(what: str) -> NoReturn:

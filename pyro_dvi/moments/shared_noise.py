@@ -146,6 +146,9 @@ def covariance_of(*gaussians: GaussianMoments) -> Tensor:
 
     Args:
         gaussians: ``[*batch, n_k]``; all that share noise share the same noise.
+
+    Raises:
+        UnsupportedError: activations of different hidden layers, or not in the rows of their examples.
     """
     own = [g.rest if isinstance(g, JointMoments) and has_covariances(g) else g.variance for g in gaussians]
     rests = [torch.zeros_like(g.loc) if r is None else r for g, r in zip(gaussians, own, strict=True)]
@@ -155,6 +158,14 @@ def covariance_of(*gaussians: GaussianMoments) -> Tensor:
     if not shared:
         return covariance
     _check_bases(*shared)
+    if any(
+        n and n.base is not None and not n.in_rows and g.shape[-1] > 1
+        for n, g in zip(noises, gaussians, strict=True)
+    ):
+        raise UnsupportedError(
+            "the model has a density of elements that were moved out of the rows of their examples, as in (W @ x.T).T, "
+            f"{NO_RULE}"
+        )
     none = SharedNoise(torch.zeros_like(shared[0].factor[..., :1]), "")
     given = [(noise or none, (-1, *g.shape)) for noise, g in zip(noises, gaussians, strict=True)]
     factor = torch.cat([noise.factor.expand(shape) for noise, shape in given], -1).movedim(0, -1)

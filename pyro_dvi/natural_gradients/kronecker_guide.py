@@ -20,9 +20,9 @@ from pyro_dvi.curvature.example_gradients import ExampleGradients
 from pyro_dvi.curvature.kronecker import KroneckerFactors, KroneckerLayer, nearest_product
 from pyro_dvi.curvature.linearisation import ObservedSite, sum_of
 from pyro_dvi.curvature.squared_gradients import SquaredGradients
-from pyro_dvi.errors import ModelError
+from pyro_dvi.errors import ModelError, UnsupportedError, warn
 from pyro_dvi.gaussians.normals import MatrixNormal
-from pyro_dvi.guides.base import FactorisedGuide
+from pyro_dvi.guides.base import FactorisedGuide, prior_scale_of
 from pyro_dvi.guides.factors import Factor, GuideSite, owner_of
 from pyro_dvi.natural_gradients.drawn_run import DrawnRun, SquareMeasurement
 from pyro_dvi.natural_gradients.estimates import Estimate
@@ -42,7 +42,8 @@ class LayerFisher(Estimate):
     Args:
         at_mean: take gradients at the mean instead of at draws (K-FAC without noise).
         observed: compute :math:`\delta` from the observed labels. By default, labels are drawn from the model at the
-            same weights, one for each example, which takes an additional backward pass.
+            same weights, one for each example, which takes an additional backward pass. A ``pyro.factor`` has no
+            labels, so its own gradient is used.
         rest_only: do not measure the factors, as in the steps between their measurements.
 
     Source: Zhang et al. (2018), "Noisy natural gradient as variational inference"; Martens & Grosse (2015).
@@ -139,6 +140,18 @@ class KroneckerGuide(NaturalGradientGuide):
         site = self._seen[weight]
         return unflattened(site.spread, site.loc.shape[0])
 
+    @torch.no_grad()
+    def initial_scales(self) -> dict[str, Tensor]:
+        """Return the standard deviations that training started from; see :meth:`FactorisedGuide.initial_scales`."""
+        scales = super().initial_scales()
+        for weight, bias in self.layers.items():
+            if bias is not None:
+                site = self._seen[weight]
+                spread = site.factor.initial(site.loc, prior_scale_of(site.prior, site.loc), site.event_dim)
+                start = site.factor.distribution(site.loc, spread)
+                scales[bias] = start.next_column(self._seen[bias].loc).stddev
+        return scales
+
     def precision_parameter(self, name: str) -> Tensor:
         """Return the parameter for the curvature of a site; weights and bias of a layer share one."""
         factor = self._seen[name].factor
@@ -175,16 +188,9 @@ class KroneckerGuide(NaturalGradientGuide):
 
     # Finding layers --------------------------------------------------------------------------------------------------
 
-    def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
-        self._arguments = args, kwargs  # kept until the layers are found
-        super()._setup_prototype(*args, **kwargs)
-
     def _check_sites(self, sites: dict[str, Any]) -> None:
         """Find the layers, in the loaded parameters or by running the model."""
-        (args, kwargs), following = (
-            vars(self).pop("_arguments"),
-            dict.fromkeys(sites, None) | dict(pairwise(sites)),
-        )
+        following = dict.fromkeys(sites, None) | dict(pairwise(sites))
         if any(owner_of(self.locs, name) is not None for name in sites):
             layers: dict[str, str | None] = {}
             for name in sites:
@@ -195,20 +201,23 @@ class KroneckerGuide(NaturalGradientGuide):
             self.layers = layers
         else:
             with preserve_buffers(), torch.enable_grad(), BlockMessenger():
-                self.layers = self._found(sites, following, args, kwargs)
+                self.layers = self._found(sites, following)
+        if not self.layers and any(site["value"].dim() > 1 for site in sites.values()):
+            warn(
+                "KroneckerGuide found no layers, so all weights are independent: a layer is a dense or convolutional "
+                "function, such as F.linear(x, w), x @ w or F.conv2d(x, w), that uses its weights once"
+            )
 
-    def _found(
-        self, sites: dict[str, Any], following: dict[str, str | None], args: tuple, kwargs: dict[str, Any]
-    ) -> dict[str, str | None]:
+    def _found(self, sites: dict[str, Any], following: dict[str, str | None]) -> dict[str, str | None]:
         """Run the model and return its layers."""
         trace: Any = self.prototype_trace
-        trace, values = trace.copy(), {}
+        trace, values, given = trace.copy(), {}, trace.nodes["_INPUT"]
         for name, site in sites.items():
             if is_real(site["fn"].support) and not site["cond_indep_stack"]:
                 values[name] = site["value"].detach().clone().requires_grad_()
                 trace.nodes[name] = {**site, "value": values[name]}
         with SquaredGradients(list(values.values())) as recorder:
-            run = Call(self.model.__wrapped__, self, args, kwargs).trace_model(trace)
+            run = Call(self.model.__wrapped__, self, given["args"], given["kwargs"]).trace_model(trace)
         terms = [site.log_prob(site.value) for site in observed_sites(run).terms]
         rows, _ = _rows_of_examples(recorder, terms)
         columns = [
@@ -229,6 +238,11 @@ class KroneckerGuide(NaturalGradientGuide):
     def _factor_of(self, name: str, site: Any, loc: Tensor) -> Factor:
         factor = super()._factor_of(name, site, loc)
         if name in self.layers:
+            if loc.dtype not in (torch.float32, torch.float64):
+                raise UnsupportedError(
+                    f"site {name!r} is {loc.dtype}, in which torch decomposes no matrices: convert the model by "
+                    ".float(), and train it under torch.autocast"
+                )
             return _Weights(self.initial_scale, self.layers[name] is not None)
         weight = next((weight for weight, bias in self.layers.items() if bias == name), None)
         return factor if weight is None else _Bias(self, weight)

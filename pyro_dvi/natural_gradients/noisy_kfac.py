@@ -86,7 +86,8 @@ class NoisyKFACOptimizer(VOGNOptimizer):
             if update.locs[0].dim() < 2 or len(columns) != update.locs[0][0].numel() + len(update.locs) - 1:
                 raise GuideError(
                     "weight and bias of a layer have different options, or only one of them has a gradient: give both "
-                    "the same options, and freeze both or neither"
+                    "the same options, and freeze both or neither. Pyro's schedulers make one optimizer for each "
+                    "parameter: use a scheduler of torch with NoisyKFACOptimizer"
                 )
             update.measurements = 1 + (update.count - 1) // update.group["factor_interval"]
             update.is_new &= not update.step.measured.rest_only
@@ -122,7 +123,8 @@ def _inverse_roots(*factors: Tensor) -> list[Tensor]:
         root, info = torch.linalg.cholesky_ex(factor.flip(-2, -1))
         if info:
             raise NotPositiveDefiniteError(
-                "a Kronecker factor is numerically singular: train in float64, or use a narrower prior"
+                "a Kronecker factor is numerically singular: train in float64, scale the inputs to about one, or use a "
+                "narrower prior"
             )
         eye = torch.eye(len(factor), dtype=factor.dtype, device=factor.device)
         found.append(torch.linalg.solve_triangular(root.flip(-2, -1).mT, eye, upper=False))

@@ -13,6 +13,7 @@ from torch.distributions import Normal
 
 import pyro_dvi as dvi
 from pyro_dvi.errors import UnsupportedError
+from pyro_dvi.expectations import TiltedBound
 from pyro_dvi.expectations.points import gauss_hermite
 from pyro_dvi.moments import GaussianMoments
 from pyro_dvi.moments.full_covariance import full_covariances
@@ -181,8 +182,37 @@ def test_networks_without_a_rule_are_refused_by_name():
 def test_a_last_layer_with_covariances_is_refused():
     model = dvi.classifier(dense(3, 8, 3), num_data=12)
     guide = dvi.LastLayerGuide(model, "net.4", rest=dvi.MeanFieldGuide)
-    with pytest.raises(UnsupportedError, match="weights that have covariances"):
+    with pytest.raises(UnsupportedError, match=r"'net\.4\.weight' .* that have covariances"):
         dvi.MomentPropagationELBO(full_covariance=True).loss(model, guide, X, LABELS)
+
+
+def test_what_no_closed_form_covers_says_where_the_covariances_come_from():
+    net = dense(3, 8, 2)
+
+    def noisy(x, y=None):
+        f = net(x)
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(f[:, 0], nn.functional.softplus(f[:, 1])), obs=y)
+
+    cases = (noisy, Y, None), (dvi.classifier(dense(3, 8, 3), num_data=12), LABELS, TiltedBound())
+    for model, y, estimator in cases:
+        pyro.clear_param_store()
+        elbo = dvi.MomentPropagationELBO(full_covariance=True, estimator=estimator)
+        with pytest.raises(UnsupportedError, match="eave out full_covariance=True"):
+            elbo.loss(model, dvi.MeanFieldGuide(model), X, y)
+
+
+def test_a_linear_model_whose_rows_are_outputs_is_refused():
+    """The covariance of one density would be that of elements of different rows of the weights."""
+
+    def model(x, y=None):
+        w = pyro.sample("w", dist.Normal(torch.zeros(3, 3), 1.0).to_event(2))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Categorical(logits=(w @ x.T).T), obs=y)
+
+    elbo = dvi.MomentPropagationELBO(full_covariance=True)
+    with pytest.raises(UnsupportedError, match=r"as in \(W @ x\.T\)\.T"):
+        elbo.loss(model, dvi.MeanFieldGuide(model), X, LABELS)
 
 
 def test_a_likelihood_of_outputs_from_two_networks_is_refused():

@@ -144,6 +144,9 @@ def moved(function):
     lambda h: F.dropout(h, 0.5, training=False),
     lambda h: torch.flatten(h, 1),
     lambda h: h.float().double(),
+    lambda h: h.expand(4, 5),
+    lambda h: torch.flip(h.flip(-1), [1]),
+    lambda h: h.split([5, 0], -1)[0][..., :5],
 ])  # fmt: skip
 def test_functions_that_keep_rows_keep_their_covariances(function):
     weights = layers(3, 6, 5, 2)
@@ -151,6 +154,17 @@ def test_functions_that_keep_rows_keep_their_covariances(function):
     result = propagated(X, weights, moved(function))
     torch.testing.assert_close(result.variance, expected.variance, rtol=1e-6, atol=0)
     torch.testing.assert_close(covariance_of(result), covariance_of(expected), rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("part", [slice(2), slice(1, 4)])
+def test_some_units_of_a_layer_are_a_smaller_layer(part):
+    (w, b), (u, a), (v, c) = layers(3, 6, 5, 2)
+    fewer = [GaussianMoments(x.loc[part], x.variance[part]) for x in (u, a)]
+    last = GaussianMoments(v.loc[:, part], v.variance[:, part]), c
+    expected = propagated(X, [(w, b), tuple(fewer), last])
+    found = propagated(X, [(w, b), (u, a), last], moved(lambda h: h[:, part]))
+    torch.testing.assert_close(found.loc, expected.loc)
+    torch.testing.assert_close(covariance_of(found), covariance_of(expected))
 
 
 def test_a_batch_of_networks_and_products_of_matrices():
@@ -248,6 +262,7 @@ IMAGES = torch.ones(2, 1, 4, 4, dtype=torch.float64)
 KERNEL = GaussianMoments(
     torch.ones(1, 1, 2, 2, dtype=torch.float64), torch.ones(1, 1, 2, 2, dtype=torch.float64)
 )
+ONE = GaussianMoments(torch.ones(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64))
 REFUSED = {
     "a convolution": (lambda w: F.conv2d(IMAGES, KERNEL), r"torch\.conv2d with arguments"),
     "an einsum": (lambda w: torch.einsum("ni,oi->no", X, w[0][0]), "einsum with arguments"),
@@ -263,7 +278,16 @@ REFUSED = {
     ),
     "columns": (lambda w: F.linear(network(X, w[:2]).t(), layers(4, 2)[0][0]), "moved out of the rows"),
     "positions": (lambda w: F.linear(X.expand(2, 4, 3), *w[0]), r"same weights at each of \(4,\) positions"),
-    "on the right": (lambda w: torch.ones(4, 4) @ network(X, w[:2]), "as its second factor"),
+    "on the right": (lambda w: torch.ones(4, 4) @ network(X, w[:2]), "as a second factor"),
+    "a softmax": (lambda w: F.linear(F.linear(X, *w[0]).softmax(-1), w[1][0]), "softmax of dependent"),
+    "a larger one": (lambda w: (lambda h: torch.maximum(h, h.flip(-1)))(F.linear(X, *w[0])), "maximum"),
+    "one bias": (lambda w: F.linear(X, *w[0]) + ONE, "number that several units share"),
+    "one bias later": (lambda w: network(X, w) - ONE, "number that several units share"),
+    "one scale": (lambda w: F.linear(X * ONE, *w[0]), "number that several units share"),
+    "a unit twice": (lambda w: F.linear(network(X, w[:1]).relu()[:, [0, 0, 1, 2, 3, 4]], w[1][0]), "moved out"),
+    "copies of it": (lambda w: F.linear(network(X, w[:1])[:, :1].relu().expand(-1, 6), w[1][0]), "moved out"),
+    "repeated": (lambda w: F.linear(network(X, w[:1]).relu().repeat(1, 2)[:, :6], w[1][0]), "moved out"),
+    "a turned matrix": (lambda w: covariance_of((w[0][0] @ X.T).T), "density of elements"),
     "a change in place": (lambda w: torch.tanh_(network(X, w)), "are changed in place"),
     "dropout": (lambda w: F.dropout(network(X, w)), "dropout"),
 }  # fmt: skip

@@ -13,7 +13,8 @@ from pyro.infer import SVI
 from torch import Tensor, nn
 
 import pyro_dvi as dvi
-from pyro_dvi.errors import ArgumentError, GuideError, ModelError, UnsupportedError
+from pyro_dvi.analysis.diagnostics import scale_report
+from pyro_dvi.errors import ArgumentError, DviWarning, GuideError, ModelError, UnsupportedError
 from pyro_dvi.natural_gradients import NoisyKFAC, NoisyKFACOptimizer
 from tests.natural_gradients.layers import NOISE, N, covariance, design, matrix, regression, trained
 
@@ -141,6 +142,50 @@ def test_without_layers_it_is_vogn():
         svi = SVI(model, guide, optimizer, loss=dvi.NaturalGradientELBO())
         found.append([svi.step(x, 2 * x) for _ in range(5)] + [guide.precisions.w.item()])
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    "turned", [lambda w: w.T, lambda w: w.mT, lambda w: w.t(), lambda w: w.transpose(0, 1)]
+)
+def test_a_product_with_a_transpose_is_a_linear_layer(turned):
+    def model(x, y, multiply):
+        w = pyro.sample("w", dist.Normal(torch.zeros(3, 2), 1.0).to_event(2))
+        with pyro.plate("data", N):
+            pyro.sample("y", dist.Normal(multiply(x, w), 0.5).to_event(1), obs=y)
+
+    x, y, found = torch.randn(N, 2), torch.randn(N, 3), []
+    for multiply in (F.linear, lambda x, w: x @ turned(w)):
+        pyro.clear_param_store()
+        torch.manual_seed(0)
+        guide = dvi.KroneckerGuide(model)
+        svi = SVI(model, guide, NoisyKFAC({}), loss=dvi.NaturalGradientELBO())
+        losses = [svi.step(x, y, multiply) for _ in range(4)]
+        found.append((losses, guide.median()["w"], guide.roots("w")))
+        assert guide.layers == {"w": None}
+    torch.testing.assert_close(*found, rtol=1e-12, atol=0)
+
+
+def test_a_model_without_layers_warns():
+    def model(x, y):
+        w = pyro.sample("w", dist.Normal(torch.zeros(2, 2), 1.0).to_event(2))
+        with pyro.plate("data", N):
+            pyro.sample("y", dist.Normal(F.linear(torch.tanh(F.linear(x, w)), w), 0.5).to_event(1), obs=y)
+
+    guide = dvi.KroneckerGuide(model)
+    with pytest.warns(DviWarning, match="has found no layer"):
+        guide(torch.randn(N, 2), torch.randn(N, 2))
+    assert not guide.layers
+
+
+def test_initial_scales_of_weights_and_biases():
+    guide = dvi.KroneckerGuide(regression(nn.Linear(2, 3), N, scale=0.7), initial_scale=0.1)
+    guide(torch.randn(N, 2), torch.randn(N, 3))
+    for name, scales in guide.initial_scales().items():
+        torch.testing.assert_close(scales, torch.full_like(guide.median()[name], 0.07))
+    assert {row["state"] for row in scale_report(guide).rows} == {"at its start"}
+    pyro.clear_param_store()
+    trained_one, _ = trained(regression(nn.Linear(2, 3), N), torch.randn(N, 2), torch.randn(N, 3))
+    assert {row["state"] for row in scale_report(trained_one).rows} == {"unknown"}
 
 
 def test_several_observed_sites_and_an_unused_layer():
@@ -303,12 +348,28 @@ def test_options_that_cannot_be(options, message):
         NoisyKFAC(options)
 
 
+def test_layers_in_half_precision():
+    model = regression(nn.Linear(2, 2).bfloat16(), N)
+    x, y = torch.randn(N, 2, dtype=torch.bfloat16), torch.randn(N, 2, dtype=torch.bfloat16)
+    with pytest.raises(UnsupportedError, match=r"'net\.weight' is torch\.bfloat16.*torch\.autocast"):
+        dvi.KroneckerGuide(model)(x, y)
+
+
 def test_options_of_a_layer_have_to_agree():
     x, y = torch.randn(N, 2), torch.randn(N, 2)
     model = regression(nn.Linear(2, 2), N)
     optimizer = NoisyKFAC(lambda name: {"lr": 0.1 if "bias" in name else 0.2})
     svi = SVI(model, dvi.KroneckerGuide(model), optimizer, loss=dvi.NaturalGradientELBO())
     with pytest.raises(GuideError, match="different options"):
+        svi.step(x, y)
+
+
+def test_a_scheduler_of_pyro_has_an_optimizer_for_each_tensor():
+    x, y = torch.randn(N, 2), torch.randn(N, 2)
+    model = regression(nn.Linear(2, 2), N)
+    scheduler = pyro.optim.ExponentialLR({"optimizer": NoisyKFACOptimizer, "optim_args": {}, "gamma": 0.5})
+    svi = SVI(model, dvi.KroneckerGuide(model), scheduler, loss=dvi.NaturalGradientELBO())
+    with pytest.raises(GuideError, match="Pyro's schedulers make an optimizer for each"):
         svi.step(x, y)
 
 

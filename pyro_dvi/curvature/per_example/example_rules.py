@@ -254,7 +254,10 @@ def to_whole_weight(found: Contribution, part: Part) -> Contribution:
         whole = of_part.new_zeros(shape.numel())
         return whole.index_copy(0, places.to(whole.device), of_part).reshape(shape)
 
-    return Contribution(gradients, found.operands, squares, bilinear=found.bilinear)
+    outer = found.outer if part.turned else None
+    if outer is not None:
+        outer = replace(outer, inputs_first=not outer.inputs_first)
+    return Contribution(gradients, found.operands, squares, outer, found.bilinear)
 
 
 def _by_rule(function: Callable, place: int | str, arguments: Arguments) -> Contribution | None:

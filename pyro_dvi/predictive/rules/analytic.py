@@ -192,7 +192,9 @@ class Moments(PredictionRule):
     def __post_init__(self) -> None:
         check_choice("link", self.link, ClassLink, "SobolSoftmax() or Probit()")
         check_choice("noise", self.noise, NoiseLink, "MomentMatched() or GaussHermite(n)")
-        check_choice("propagation", self.propagation, Propagation, "Independent() or ReverseDelta()")
+        check_choice(
+            "propagation", self.propagation, Propagation, "Independent(), FullCovariance() or ReverseDelta()"
+        )
 
     def components(self, guide: Any, inputs: tuple[Any, ...], respond: Respond) -> Iterator[Response]:
         """Give the one component."""
