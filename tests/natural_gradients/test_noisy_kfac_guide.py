@@ -172,7 +172,7 @@ def test_a_model_without_layers_warns():
             pyro.sample("y", dist.Normal(F.linear(torch.tanh(F.linear(x, w)), w), 0.5).to_event(1), obs=y)
 
     guide = dvi.KroneckerGuide(model)
-    with pytest.warns(DviWarning, match="has found no layer"):
+    with pytest.warns(DviWarning, match="found no layers"):
         guide(torch.randn(N, 2), torch.randn(N, 2))
     assert not guide.layers
 
@@ -369,7 +369,7 @@ def test_a_scheduler_of_pyro_has_an_optimizer_for_each_tensor():
     model = regression(nn.Linear(2, 2), N)
     scheduler = pyro.optim.ExponentialLR({"optimizer": NoisyKFACOptimizer, "optim_args": {}, "gamma": 0.5})
     svi = SVI(model, dvi.KroneckerGuide(model), scheduler, loss=dvi.NaturalGradientELBO())
-    with pytest.raises(GuideError, match="Pyro's schedulers make an optimizer for each"):
+    with pytest.raises(GuideError, match="Pyro's schedulers make one optimizer for each"):
         svi.step(x, y)
 
 
