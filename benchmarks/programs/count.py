@@ -14,7 +14,7 @@ from typing import Any
 FOLDER = Path(__file__).parent
 LIBRARIES = ("laplace_torch", "torch_ivon", "tyxe", "torch_uncertainty", "numpyro")
 ROWS = {
-        "Variational inference (Variational Laplace in pyro-dvi, sampled VI elsewhere)": (
+    "Variational inference (Variational Laplace in pyro-dvi, sampled VI elsewhere)": (
         "variational_laplace",
         "vi",
     ),
