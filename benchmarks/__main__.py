@@ -49,19 +49,21 @@ def _run(benchmark: Benchmark, module: str, options: argparse.Namespace) -> int:
 def _parser(names: list[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("list", help="print names, questions and how many runs are there")
-    report = commands.add_parser("report", help="write tables and figures again from the runs that are there")
+    commands.add_parser("list", help="print names, questions and the number of existing runs")
+    report = commands.add_parser("report", help="write tables and figures again from the existing runs")
     report.add_argument("names", nargs="*", choices=[*names, "all"], default="all", metavar="NAME")
-    run = commands.add_parser("run", help="do the runs that are not there yet, then report")
+    run = commands.add_parser("run", help="do the missing runs, then write the report")
     run.add_argument("names", nargs="+", choices=[*names, "all"], metavar="NAME")
-    run.add_argument("--data-dir", help="folder with the data (else PYRO_DVI_DATA, else a download)")
+    run.add_argument("--data-dir", help="folder with the data (default: PYRO_DVI_DATA, or a download)")
     run.add_argument(
-        "--budget", choices=["small", "gpu"], default="small", help="gpu: the full settings of the papers"
+        "--budget", choices=["small", "gpu"], default="small", help="gpu: the papers' full settings"
     )
-    run.add_argument("--jobs", type=int, default=2, help="processes at a time, one thread each")
-    run.add_argument("--device", default="cpu", help="where data, and so networks, are: cuda for a GPU")
-    run.add_argument("--only", nargs="+", default=[], metavar="KEY=VALUE", help="of the runs, only these")
-    run.add_argument("--again", action="store_true", help="forget the runs that are there first")
+    run.add_argument("--jobs", type=int, default=2, help="number of parallel processes, with one thread each")
+    run.add_argument("--device", default="cpu", help="device of data and networks: cpu or cuda")
+    run.add_argument(
+        "--only", nargs="+", default=[], metavar="KEY=VALUE", help="do only the runs with these settings"
+    )
+    run.add_argument("--again", action="store_true", help="repeat runs that exist already")
     return parser
 
 

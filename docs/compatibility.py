@@ -228,7 +228,7 @@ def page(found: list[Table]) -> str:
         f"{number}. {message.replace('*', chr(92) + '*')}"
         for number, message in enumerate(notes, 1)
     ]
-    return "\n".join([*parts, "## What the library says\n", *quoted, ""])
+    return "\n".join([*parts, "## Messages\n", *quoted, ""])
 
 
 def write(app: Any) -> None:

@@ -96,7 +96,7 @@ def make_network(pixels: int, hidden: int) -> nn.Sequential:
 
 
 class PosteriorAsPrior(Learner):
-    """Bayes' rule task by task. ``strength`` is the weight of the KL divergence, or temperature."""
+    """Bayes' rule task by task. ``strength`` is the KL weight."""
 
     def __init__(self, network: nn.Sequential, strength: float, budget: Budget) -> None:
         super().__init__(network, strength, budget)
@@ -119,7 +119,7 @@ class PosteriorAsPrior(Learner):
         dvi.fit(svi, self.budget.loader(data), self.budget.epochs, progress=False)
 
     def probabilities(self, x: Tensor) -> Tensor:
-        """Average over draws of the weights."""
+        """Average over posterior samples."""
         return dvi.predict(self.model, self.guide, x, dvi.Samples(30), seed=0).probabilities
 
 
@@ -134,7 +134,7 @@ class NaturalGradient(PosteriorAsPrior):
 
 
 class VCL(PosteriorAsPrior):
-    """Mean-field variational inference with reparameterised draws, and the KL divergence in closed form.
+    """Mean-field variational inference with reparameterised samples, and the KL divergence in closed form.
 
     Source: Nguyen, Li, Bui & Turner (2018), "Variational continual learning", without coresets.
     """
@@ -261,7 +261,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--epochs", type=int, help="passes over the data of each task")
     parser.add_argument(
-        "--kl-weight", type=float, help="temperature of VOGN and VCL (default: chosen on validation data)"
+        "--kl-weight", type=float, help="KL weight of VOGN and VCL (default: chosen on validation data)"
     )
     parser.add_argument(
         "--seed",

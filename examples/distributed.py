@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train a Bayesian classifier with VOGN in several processes, as one process would with the joint minibatch.
+"""Train a Bayesian classifier with VOGN in several processes; the result equals one process with the joint minibatch.
 
 Start it with torchrun, with one process per GPU or per core::
 
@@ -42,7 +42,7 @@ def main() -> None:
         "--batch-size", type=int, default=100, help="examples in the joint minibatch of all processes"
     )
     parser.add_argument("--num-data", type=int, default=3000)
-    parser.add_argument("--kl-weight", type=float, default=0.3, help="temperature of the posterior")
+    parser.add_argument("--kl-weight", type=float, default=0.3, help="KL weight (default: 0.3)")
     parser.add_argument("--lr", type=float, default=0.01)
     args = parser.parse_args()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train VOGN on augmented images, with the data set counted as a chosen number of images.
+"""Train VOGN on augmented images, with a chosen effective number of images.
 
 With random crops and flips, a network sees different images in every epoch. The precision of the posterior is the
 prior's precision plus N times the curvature of one image. Augmented images carry more information than N images, but
@@ -7,10 +7,10 @@ less than as many independent ones. A factor rho, set by hand, gives the effecti
 
   N -> rho N        dvi.VOGN({"data_augmentation": rho})
 
-The precision of a weight is rho N s / tau + delta, with the average squared gradient s, the temperature tau and the
-prior's precision delta: a larger rho narrows the posterior and weakens the prior. Only the ratio rho / tau matters.
-There are two options because they describe different things: rho the effective number of images, tau how much the
-posterior given these images is cooled.
+The precision of a weight is rho N s / beta + delta, with the average squared gradient s, the KL weight beta and the
+prior precision delta: a larger rho narrows the posterior and weakens the prior. Only the ratio rho / beta matters.
+There are two options because they describe different things: rho the effective number of images, and beta how cold the
+posterior given these images is.
 
 One small convolutional network with batch normalisation is trained on images of Fashion-MNIST several times,
 
@@ -18,7 +18,7 @@ One small convolutional network with batch normalisation is trained on images of
   augmented              random crops and flips with torchvision's transforms
   augmented, rho = 5     the same, with each image counted five times (--rho)
 
-with the same temperature. A table shows the scores and the width of the posterior. Needs torchvision.
+with the same KL weight. A table shows the scores and the width of the posterior. This example needs torchvision.
 """
 
 import argparse
@@ -160,11 +160,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         type=float,
         nargs="+",
         default=[1.0, 5.0],
-        help="factors rho: the posterior counts rho N images (default: 1 5)",
+        help="factors rho: the posterior counts N images as rho N (default: 1 5)",
     )
-    parser.add_argument(
-        "--kl-weight", type=float, default=0.03, help="temperature tau of the posterior (default: 0.03)"
-    )
+    parser.add_argument("--kl-weight", type=float, default=0.03, help="KL weight beta (default: 0.03)")
     parser.add_argument(
         "--seed", type=int, default=0, help="random seed for images, weights and batches (default: 0)"
     )
@@ -189,7 +187,7 @@ def main(arguments: list[str] | None = None) -> list[Result]:
     images, labels = (part[order[: options.num_train]] for part in (images, labels))
     test_images, test_labels = idx_images("FashionMNIST", options.data_dir, train=False)
     test = Images(test_images[: options.num_test], test_labels[: options.num_test], plain)
-    print(f"{len(images)} training and {len(test)} test images; temperature {options.kl_weight}")
+    print(f"{len(images)} training and {len(test)} test images; KL weight {options.kl_weight}")
     runs = [("plain", plain, 1.0)]
     runs += [
         (f"augmented, rho = {rho:g}" if rho != 1 else "augmented", augmented, rho) for rho in options.rho

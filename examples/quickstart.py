@@ -11,8 +11,8 @@ be recognised. The methods are
   MAP, scaled          MAP with logits divided by a temperature fitted on validation data
   ensemble of 5 MAP    five MAP networks, with averaged probabilities
   Laplace              LaplaceGuide: a Gaussian around the MAP weights; its width is chosen on validation data
-  Variational Laplace  MeanFieldGuide and TaylorELBO: trained without draws, predicts at the posterior mean
-  VOGN                 NaturalGradientGuide and NaturalGradientELBO: one draw per step, predicts with draws
+  Variational Laplace  MeanFieldGuide and TaylorELBO: trained without sampling, predicts at the posterior mean
+  VOGN                 NaturalGradientGuide and NaturalGradientELBO: one weight sample per step, predicts with samples
 
 `python -m benchmarks run quickstart` chose the step size, prior scale and temperature of every method on validation
 data, with a seed not used here, and repeats the tables for five seeds.
@@ -107,7 +107,7 @@ def with_error_bars(net: nn.Sequential, data: Data, prior: float) -> tuple[Any, 
     scales = {f"{name}.*": prior * scale for name, scale in LAYERS.items()}
     model = dvi.regressor(dvi.to_bayesian_(deepcopy(net), prior_scale=scales), len(data.train[0]), NOISE)
     guide = dvi.LaplaceGuide(model)
-    guide.polish([data.train], progress=False)  # to the very minimum
+    guide.polish([data.train], progress=False)  # moves the weights to the minimum
     guide.fit([data.train])
     return model, guide
 
@@ -183,7 +183,7 @@ def noisy_digits(seed: int) -> Data:
 
 @dataclass
 class Training:
-    """Data, number of epochs and device; one method per compared method."""
+    """Data, number of epochs and device, with one training function for each compared method."""
 
     data: Data
     epochs: int = 120
@@ -227,12 +227,12 @@ class Training:
         guide.fit(self.loader, method, subset=subset, unconverged="accept")
         criterion = dvi.laplace.ByValidation([self.data.validation])
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", dvi.errors.DviWarning)  # that the narrowest Gaussian is best
+            warnings.simplefilter("ignore", dvi.errors.DviWarning)  # warns if the narrowest Gaussian is best
             guide.tune(self.loader, criterion=criterion, unconverged="accept", progress=False)
         return model, guide
 
     def variational_laplace(self, lr: float, prior: float, temperature: float) -> tuple[Any, Any]:
-        """A factorised Gaussian, trained without draws."""
+        """A factorised Gaussian, trained without sampling."""
         return self.run(dvi.MeanFieldGuide, self.build(prior), dvi.TaylorELBO(temperature=temperature), lr)
 
     def vogn(self, max_step: float, prior: float, temperature: float) -> tuple[Any, Any]:
@@ -359,7 +359,7 @@ def print_tables(scores: dict[str, dict[str, Row]]) -> None:
         print(f"{name:27} | {estimate} {row['accuracy']:>9.1%} {row['ece']:>6.1%} {row['auroc']:>6.3f}")
     print(
         "\nNLL in nats ± standard error; lower is better. AUROC: detection of digits with shuffled pixels by entropy.\n"
-        "sd: standard deviation of the function, on the data and in the gap. docs/benchmarks/index.md has five seeds."
+        "sd: standard deviation of the function, on the data and in the gap. docs/benchmarks/index.md shows five seeds."
     )
 
 

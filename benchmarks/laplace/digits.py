@@ -192,7 +192,7 @@ def scores(found: dict[str, Tensor], labels: Tensor) -> dict[str, float]:
 
 BENCHMARK = Benchmark(
     "laplace_quality",
-    "Which Laplace approximation of a digits classifier is how good, by evidence and by validation?",
+    "How good is each Laplace approximation of a digits classifier, tuned with evidence or validation data?",
     plan,
     run,
     report,

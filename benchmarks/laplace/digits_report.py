@@ -15,20 +15,20 @@ FAST, REFERENCE, PEER_FULL = "PosteriorSamples(256)", "Dense", "laplace-torch fu
 TIGHT = 1000  # times the precision of training
 
 INTRODUCTION = """\
-Scikit-learn's digits, shuffled by seed: 1,000 to train, 297 to validate, 500 to test. Networks trained to the mode
-under N(0, 1) priors; every method starts from the same weights. The precision of the prior is one multiplier, tuned by
-evidence with the weights fixed, or by validation likelihood on 13 values from 0.01 to 10,000. Evidence is that of each
-method's own precision, here and there. Probit link for all. AUROC: predictive entropy of the test digits against as
-many of uniform noise, permuted pixels, digits turned by 90 degrees. Mean over seeds ± standard deviation; the table has
-the number of seeds.
+Scikit-learn's digits are split by seed into 1,000 for training, 297 for validation and 500 for testing. Networks are
+trained to the mode under N(0, 1) priors, and every method starts from the same weights. One multiplier of the prior
+precision is tuned with fixed weights, by the evidence or by the validation likelihood on 13 values from 0.01 to 10,000.
+In both libraries, each method computes the evidence with its own precision. All methods use the probit link. AUROC is
+for separating the test digits, by predictive entropy, from equally many images of uniform noise, with permuted pixels,
+or rotated by 90 degrees. Scores are means over seeds ± standard deviation; the column "seeds" has their number.
 
-Seconds are *processor time of one thread* (fit and tune; prediction of 2,000 images). The machine was shared, and
-processor time suffers from that too, so small ratios mean little. Memory is the growth of the peak of the process over
-what it held before; first uses of libraries are part of it and of the time.
+Seconds are *processor time of one thread* (for fit and tuning, and for predicting 2,000 images). The machine was
+shared, which also affects processor time, so small ratios mean little. Memory is the increase in the peak memory of the
+process. Time and memory include the first use of each library.
 
-laplace-torch runs with its own defaults, but for `prior_structure="scalar"`, and BackPACK as the backend of the
-convolutional network, which is much faster there. Its full matrix takes a determinant in every step of tuning: it got
-10 steps with rate 0.5 in place of its 100 with rate 0.1, so that its time is *a lower bound*.
+laplace-torch runs with its default settings, except for `prior_structure="scalar"` and, for the convolutional network,
+the backend BackPACK, which is much faster there. With the full matrix, it computes a determinant in every tuning step;
+it was given 10 steps at rate 0.5 instead of its 100 at rate 0.1, so its time is *a lower bound*.
 """
 
 
@@ -84,9 +84,9 @@ def _foreign(found: Groups) -> list[str]:
         ratio = min(_seconds(full[s]) / _seconds(fast[s]) for s in seeds)
         target = f" (target: 50, **{'met' if ratio >= 50 else 'missed'}**)" if other == PEER_FULL else ""
         lines.append(
-            f"- {FAST} against {other}, both by evidence, {len(seeds)} seed(s): largest difference of AUROC "
-            f"{differences} (target: within 0.005, **{'met' if met else 'missed'}**); {other} takes at least "
-            f"{ratio:.1f} times as long{target}."
+            f"- {FAST} compared with {other}, both tuned with the evidence, {len(seeds)} seed(s): largest AUROC "
+            f"difference {differences} (target: within 0.005, **{'met' if met else 'missed'}**); {other} takes "
+            f"at least {ratio:.1f} times as long{target}."
         )
     return lines
 
@@ -107,7 +107,7 @@ def _mode(found: Groups, tuning: str) -> list[str]:
     if not gains:
         return []
     better = sum(gain > 0 for gain in gains)
-    said = f"- Tuned by {tuning}, {better} of {len(gains)} rows have a better NLL than the mode alone"
+    said = f"- Tuned with {tuning}, {better} of {len(gains)} methods have a better NLL than the mode alone"
     if tight:
-        said += f"; {tight} chose a precision of {TIGHT:,} or more, which leaves little but the mode"
+        said += f"; for {tight} the chosen precision is {TIGHT:,} or more, where the Gaussian is almost a point mass"
     return [said + "."]

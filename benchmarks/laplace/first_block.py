@@ -89,18 +89,18 @@ def report(rows: list[Row], folder: Path) -> str:
         "task",
         "prediction",
         "NLL",
-        "less the network's",
-        "less temperature scaling's",
+        "minus the network's",
+        "minus temperature scaling's",
         "accuracy",
         "ECE",
     ]
     about = (
-        "Mean ± standard deviation over seeds; differences paired by seed, ± half the 95 % interval, bold where it "
-        "leaves out zero. All three use the same trained network and the same validation data."
+        "Mean ± standard deviation over seeds; differences are paired by seed, ± half the 95 % interval, and bold if "
+        "the interval excludes zero. All three predictions use the same trained network and validation data."
     )
     return "\n\n".join([provenance("first_block", rows), about, table(header, lines)])
 
 
 BENCHMARK = Benchmark(
-    "first_block", "Do README's error bars hold on tasks that they were not written for?", plan, run, report
+    "first_block", "Do the README's error bars also work on other tasks?", plan, run, report
 )

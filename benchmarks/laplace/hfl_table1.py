@@ -135,31 +135,31 @@ def run(settings: Settings, data_dir: str | None) -> Row:
 def report(rows: list[Row], folder: Path) -> str:
     """A table for each task."""
     parts = [
-        f"{provenance('hfl_table1', rows)} {TUNING_STEPS} steps of fine-tuning, float64; means over seeds, in "
-        "distribution / out of distribution.",
-        "As printed: less the network that fine-tuning began with; less an untilted fit: less one that was trained on "
-        "for as many steps, this library's difference. Both have the MAP's mean; the rows from MAP at the minimum on "
-        "are those of the polished network.",
-        "The ratio is that of the standard deviation to the exact one, at the point of the 10th, 50th and 90th "
-        "percentile; the log error is the median of the absolute logarithm of the ratio of variances; the rank "
-        "correlation is Spearman's over the inputs, mean over seeds. Negative: share of inputs whose difference of "
-        "fits has the sign that no variance has. Work: gradients of all data.",
+        f"{provenance('hfl_table1', rows)} {TUNING_STEPS} steps of fine-tuning, float64. Scores are means over seeds, "
+        "in distribution / out of distribution.",
+        "*As printed*: the difference from the network that fine-tuning started from. *Less an untilted fit*: the "
+        "difference from a network trained for as many further steps without a tilt, which is this library's default. "
+        "Both use the mean of the MAP network. From the row *MAP at the minimum* on, the network is polished.",
+        "*Ratio*: standard deviation divided by the exact one, at the 10th, 50th and 90th percentile over inputs. *Log "
+        "error*: median absolute logarithm of the ratio of variances. *Rank*: Spearman's rank correlation with the "
+        "exact standard deviations over inputs, averaged over seeds. *Negative*: fraction of inputs at which the "
+        "difference of fits is negative, as no variance can be. *Work*: full-data gradients.",
     ]
     for task in dict.fromkeys(row["task"] for row in rows):
         own = [row for row in rows if row["task"] == task]
         noises = ", ".join(f"{row['noise']:g}" for row in own)
-        parts.append(f"**{task}**, N = {own[0]['num_data']}, noise chosen {noises}")
+        parts.append(f"**{task}**, N = {own[0]['num_data']}, chosen noise scales {noises}")
         parts.append(_table([row["methods"] for row in own if "failure" not in row]))
         for row in own:
             if "failure" in row:
                 why = " ".join(row["failure"].splitlines()[:2])
-                parts.append(f"Seed {row['seed']} is left out, having no exact result. {why}")
+                parts.append(f"Seed {row['seed']} is left out, because it has no exact result. {why}")
     first = min(row["seed"] for row in rows if "failure" not in row)
     _draw([row for row in rows if row["seed"] == first and "failure" not in row], folder / "hfl_table1.png")
     parts += [
         "![Standard deviations by input](hfl_table1.png)",
-        f"Standard deviations of the function by input, seed {first}; of negative differences, the root of the "
-        "magnitude. Grey: out of distribution.",
+        f"Standard deviation of the function at each input, seed {first}; for negative differences, the square root "
+        "of the magnitude. Grey: out of distribution.",
     ]
     return "\n\n".join(part.rstrip() for part in parts)
 
@@ -219,7 +219,7 @@ def _table(rows: list[dict[str, Row]]) -> str:
 
 BENCHMARK = Benchmark(
     "hfl_table1",
-    "Does Table 1 of the Hessian-free paper reproduce: second fits as printed, against exact Laplace?",
+    "Can Table 1 of the Hessian-free paper be reproduced, which compares second fits with exact Laplace?",
     plan,
     run,
     report,

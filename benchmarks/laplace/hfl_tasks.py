@@ -168,7 +168,7 @@ def errors(variance: Tensor, work: int, seconds: float, truth: Tensor) -> Row:
 
 BENCHMARK = Benchmark(
     "hfl_tasks",
-    "How near are second fits, matrices, solves and samples to the exact Laplace variance of four regressions?",
+    "How close are second fits, solvers and samples to the exact Laplace variance, on four regressions?",
     plan,
     run,
     report,

@@ -27,30 +27,30 @@ def report(rows: list[Row], folder: Path) -> str:
     ]
     parts = [
         f"{provenance('hfl_tasks', rows)} Float64 unless stated.",
-        "Settings: N = 100, noise 0.1 (known), 50 tanh units (D = 151), standard normal priors; 100 test points. The "
-        "work is in gradients of all data; the product of the Hessian with a vector counts 2. The machine did other "
-        "work at the time, so that seconds are rough and the work is the measure.",
+        "Settings: N = 100, noise 0.1 (known), 50 tanh units (D = 151), standard normal priors; 100 test points. Work "
+        "is measured in full-data gradients; a product of the Hessian with a vector counts as 2. The machine was "
+        "shared, so seconds are only rough, and work is the better measure. HFL: Hessian-free Laplace.",
         "## Errors and work",
-        "Relative error of the variance against the dense Hessian: the median and the largest over all points, seeds "
+        "Relative error of the variance with respect to the dense Hessian: median and maximum over all points, seeds "
         "and tasks.",
         _errors(rows),
         "## HFL pointwise by task",
         _by_task(rows, tasks),
         *failures,
         "## Scores",
-        "Means over seeds, of the 95 % interval (PICP), CRPS and NLL with noise; in distribution / out of "
-        "distribution. The pre-trained modes of HFL give negative numbers at some points, which no score can use: "
-        "these points are left out of their rows, and their share is given.",
+        "Means over seeds of the coverage of the 95 % interval (PICP), CRPS and NLL, all including the noise; in "
+        "distribution / out of distribution. The pre-trained modes of HFL give negative variances at some points. "
+        "These points are left out of their rows, and the last column gives their fraction.",
         *[f"**{task}**\n\n{_scores([r for r in rows if r['task'] == task])}" for task in tasks],
-        "## A mode that Adam left",
-        "Before `polish`: negative eigenvalues of the Hessian, and what `fit` with `HessianFree()` and a query say; "
-        "`unconverged='accept'` switches the check of the mode off.",
+        "## A mode found by Adam alone",
+        "Before `polish`: the number of negative eigenvalues of the Hessian, and the outcome of `fit` with "
+        "`HessianFree()` and a query. `unconverged='accept'` turns off the check of the mode.",
         _refusals(rows),
         "## Work",
         _work(rows),
         "![Bands](hfl_tasks.png)",
         "Bands of two standard deviations of the function (without noise), seed 0; grey where a mode of HFL gives a "
-        "negative number in the place of a variance.",
+        "negative variance.",
     ]
     return "\n\n".join(part.rstrip() for part in parts)
 
@@ -84,10 +84,8 @@ def _errors(rows: list[Row]) -> str:
                 sum(r["points"] for r in found),
             ]
         )
-    header = (
-        "method, median error, largest, median error against the GGN, negative, work, per point, seconds, "
-    )
-    return table((header + "points in all").split(", "), lines)
+    header = "method, median error, largest error, median error to the GGN, negative, work, work per point, seconds, "
+    return table((header + "total points").split(", "), lines)
 
 
 def _by_task(rows: list[Row], tasks: list[str]) -> str:
@@ -136,7 +134,7 @@ def _work(rows: list[Row]) -> str:
     pointwise = _of(rows, POINTWISE)
     points = pointwise[0]["points"]
     kinds = {
-        "training by Adam": [row["training"] for row in rows],
+        "training with Adam": [row["training"] for row in rows],
         "polish": [row["polish"] for row in rows],
         f"HFL pointwise, {points} points": pointwise,
         f"CG, {points} points": _of(rows, CG),
@@ -145,7 +143,7 @@ def _work(rows: list[Row]) -> str:
     for name, found in kinds.items():
         work = [r["evaluations"] for r in found]
         lines.append([name, f"{mean(work):.0f}", max(work), f"{mean(r['seconds'] for r in found):.1f}"])
-    return table(["what", "gradients of all data, mean", "largest", "seconds, mean"], lines)
+    return table(["", "full-data gradients, mean", "largest", "seconds, mean"], lines)
 
 
 def figure(rows: list[Row], path: Path) -> None:

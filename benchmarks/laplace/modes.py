@@ -288,18 +288,19 @@ def report(rows: list[Row], folder: Path) -> str:
         for row in rows
     ]
     return (
-        f"# From a trained network to its Laplace approximation\n\n{STEPS} steps of Adam, then `polish` and `fit` with "
-        "default arguments. Work of `polish` in gradients of all data; time of polish and fit relative to the "
-        f"training. {provenance('laplace_modes', rows)}\n\n"
-        + table(["problems", "end well", "work: median", "largest", "time: median", "largest"], summary)
+        f"# From a trained network to its Laplace approximation\n\nEach network is trained for {STEPS} steps of Adam; "
+        "then `polish` and `fit` run with default arguments. Work is the number of full-data gradients of `polish`; "
+        "time is the time of `polish` and `fit`, relative to training. "
+        f"{provenance('laplace_modes', rows)}\n\n"
+        + table(["problems", "succeeded", "median work", "largest", "median time", "largest"], summary)
         + "\n"
-        + table(["problem", "D", "work", "time", "ended", "warned"], each)
+        + table(["problem", "D", "work", "time", "outcome", "warnings"], each)
     )
 
 
 BENCHMARK = Benchmark(
     "laplace_modes",
-    "How often do polish and fit end well with default arguments, and at which cost?",
+    "How often do polish and fit succeed with default arguments, and at what cost?",
     plan,
     run,
     report,

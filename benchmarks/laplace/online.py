@@ -92,17 +92,18 @@ def report(rows: list[Row], folder: Path) -> str:
             if found:
                 lines.append([name, way, *(f"{mean(row[score] for row in found):.3f}" for score in scores)])
     return (
-        f"# Scales by the evidence, during training\n\nOne hidden layer of {HIDDEN} tanh units, {EPOCHS} epochs, means "
-        "over seeds. The prior of each layer, and the noise of the regression, are chosen by the evidence with "
-        f"Kronecker factors: every {EVERY} epochs, or once after training. Log evidence is that of the dense "
-        f"Gauss-Newton matrix; NLL is of test data. {provenance('laplace_online', rows)} Float64.\n\n"
+        f"# Scales tuned with the evidence during training\n\nOne hidden layer of {HIDDEN} tanh units, {EPOCHS} "
+        "epochs, means over seeds. The prior of each layer, and the noise of the regression, are chosen to maximise "
+        f"the evidence with Kronecker factors, every {EVERY} epochs or once after training. The log evidence in the "
+        "table is computed with the dense Gauss-Newton matrix; NLLs are test scores. "
+        f"{provenance('laplace_online', rows)} Float64.\n\n"
         + table(["data", "scales", "log evidence", "NLL, mode", "NLL, linearised"], lines)
     )
 
 
 BENCHMARK = Benchmark(
     "laplace_online",
-    "Does it help to choose prior and noise by the evidence while the network trains?",
+    "Does it help to choose prior and noise with the evidence during training?",
     plan,
     run,
     report,

@@ -385,7 +385,7 @@ def run(settings: Settings, data_dir: str | None) -> Row:
 
 BENCHMARK = Benchmark(
     "laplace_torch",
-    "Are results, time and memory those of laplace-torch?",
+    "How do results, time and memory compare with laplace-torch?",
     plan,
     run,
     report,

@@ -13,23 +13,25 @@ NAMES = {"nll": "NLL", "ece": "ECE", "auroc": "AUROC", "memory_mib": "MiB"}
 
 INTRODUCTION = """\
 Both libraries start from the same trained weights, under standard normal priors, and take turns in one process with one
-thread. Data: a curve with a gap and known noise, and three clusters in four dimensions (200 rows to train, made from
-the seed), scikit-learn's digits (600), Fashion-MNIST (2,000) and CIFAR-10 (1,000; the ResNet-18 is torchvision's, and
-only its last layer has a prior); 150 rows validate, 250 test. Rows without ± are of one seed.
+thread. The training data are a curve with a gap and known noise, and three clusters in four dimensions (200 rows
+each, simulated for each seed), scikit-learn's digits (600), Fashion-MNIST (2,000) and CIFAR-10 (1,000; the ResNet-18 is
+torchvision's, and only its last layer has a prior). There are 150 rows for validation and 250 for testing. Rows of the
+tables without ± come from one seed.
 
-One multiplier of the prior precision is tuned, by each method's own evidence or by the likelihood of the validation
-rows on 7 values from 0.1 to 100,000. Probit link.
+One multiplier of the prior precision is tuned, with each method's own evidence or by the likelihood of the validation
+rows on 7 values from 0.1 to 100,000. All methods use the probit link.
 
-Cells are *ours / laplace-torch*, means over seeds. Seconds are processor time on a machine with other work, which a
-busy machine lengthens for both; those of a prediction are the median of three for 200 rows, after a first one. Memory
-is by how much the resident memory grows at its peak, in MiB, while fitting, tuning by evidence and predicting. AUROC
-tells test inputs from others by predictive entropy, or variance: inputs beyond the curve's ends, wide noise, digits
-turned by 90 degrees, MNIST, or noise.
+Cells show *pyro-dvi / laplace-torch*, means over seeds. Seconds are processor time on a shared machine, whose load
+affects both libraries. The time of a prediction is the median of three predictions for 200 rows, after a first
+one. Memory is the growth of the peak resident memory in MiB, while fitting, tuning with the evidence and predicting.
+AUROC is for separating test inputs, by predictive entropy or variance, from inputs beyond the ends of the curve, wide
+noise, digits rotated by 90 degrees, MNIST, or noise.
 
-laplace-torch has its own defaults, and so the Curvlinops backend, but for one precision (`prior_structure="scalar"`)
-and the loss on validation data, which is the mean NLL here: its default is a running metric that is not reset between
-the values of the search. Where its matrix has more than 2,000 rows, its tuning by evidence got 10 steps of 0.5 in place
-of 100 of 0.1, since each takes a determinant: its time there is a lower bound.
+laplace-torch runs with its default settings, and hence with the Curvlinops backend, except for a single precision
+(`prior_structure="scalar"`) and the loss on validation data, which is the mean NLL here: its default loss is a running
+metric that is not reset between the values of the search. If its matrix has more than 2,000 rows, tuning with the
+evidence was given 10 steps at rate 0.5 instead of 100 at rate 0.1, since each step computes a determinant; its time is
+then a lower bound.
 """
 
 
@@ -64,7 +66,7 @@ def _ratio(rows: list[Row], way: str, key: str) -> float:
 
 def _costs(groups: Groups) -> str:
     header = (
-        "network | structure | fit + tune by evidence, s | ratio | fit + tune by validation, s | ratio | "
+        "network | structure | fit + tune with evidence, s | ratio | fit + tune on validation data, s | ratio | "
         "first prediction, ms | prediction, ms | ratio (range over seeds) | memory, MiB"
     )
     lines = []
@@ -90,8 +92,8 @@ def _pair(rows: list[Row], way: str, key: str, times: float = 1.0, form: str = "
 def _losses(groups: Groups) -> str:
     """Every cell in which laplace-torch is better, by more than the digits shown."""
     wanted = [
-        ("fit_and_tune", 1.0, "fit and tune by {way}, {ratio:.2f} of their time"),
-        ("predict", 0.5, "prediction, {ratio:.2f} of their time (the aim is 0.5)"),
+        ("fit_and_tune", 1.0, "fit and tune with {way}: {ratio:.2f} times laplace-torch's time"),
+        ("predict", 0.5, "prediction: {ratio:.2f} times laplace-torch's time (target: 0.5)"),
     ]
     found = [
         f"{network}, {structure}: {text.format(way=way, ratio=_ratio(rows, way, key))}"
@@ -109,10 +111,11 @@ def _losses(groups: Groups) -> str:
                 ours, theirs = (mean(_values(rows, who, way, key)) for who in ("ours", "theirs"))
                 if sign * (ours - theirs) > margin:
                     found.append(
-                        f"{network}, {structure}: {NAMES[key]} by {way}, {ours:.3g} against {theirs:.3g}"
+                        f"{network}, {structure}: {NAMES[key]}, tuned with {way}: {ours:.3g}, compared with "
+                        f"{theirs:.3g}"
                     )
     lines = [f"- {line}." for line in found or ["nowhere"]]
-    return "\n".join(["Where laplace-torch is better, or the aim is missed:", "", *lines])
+    return "\n".join(["Where laplace-torch is better, or the target is missed:", "", *lines])
 
 
 def _scores(groups: Groups) -> str:
@@ -135,13 +138,13 @@ def _scores(groups: Groups) -> str:
 
 def _distances(groups: Groups) -> str:
     said = (
-        "With the prior of training, seed 0, on 50 test inputs: the relative Frobenius distance between the "
-        "covariances of outputs of both libraries; their log evidence less ours; and how far each structure is from "
-        "the exact Gauss-Newton matrix, in covariance and log determinant."
+        "These values are for the training prior, seed 0 and 50 test inputs: the relative Frobenius distance between "
+        "the output covariances of the two libraries, laplace-torch's log evidence minus ours, and the distance of "
+        "each structure from the exact Gauss-Newton matrix, in covariance and log determinant."
     )
     header = (
-        "network | structure | D | covariance, ours to theirs | log evidence | covariance from exact | "
-        "log determinant less the exact one"
+        "network | structure | D | covariance, distance between libraries | log evidence, difference | "
+        "covariance, distance from exact | log determinant minus the exact one"
     )
     lines = []
     for (network, structure), rows in groups.items():

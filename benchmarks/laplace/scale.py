@@ -78,23 +78,23 @@ def report(rows: list[Row], folder: Path) -> str:
 
     head = f"{rows[0]['weights']:,} weights"
     lines = [
-        line("one gradient of all data", lambda row: f"{row['gradient_seconds']:.1f} s"),
-        line("fit", lambda row: f"{row['fit_seconds']:.1f} s, {row['work']} gradients of all data"),
+        line("one full-data gradient", lambda row: f"{row['gradient_seconds']:.1f} s"),
+        line("fit", lambda row: f"{row['fit_seconds']:.1f} s, {row['work']} full-data gradients"),
         line(f"covariance {rows[0]['shape']}", lambda row: f"{row['predict_seconds']:.1f} s"),
-        line("all of it, in gradients of all data by time", relative),
+        line("total time, in full-data gradients", relative),
         line("peak memory of the process", lambda row: f"{row['peak_gib']:.1f} GiB"),
     ]
     return (
         f"# ResNet-18: posterior samples\n\n{provenance('laplace_scale', rows)} Torchvision's ResNet-18 with a 3 x 3 "
         f"stem, random images in batches of {BATCH_SIZE}, N(0, {PRIOR_SCALE}^2) priors, tolerance {TOLERANCE}; the "
-        f"covariance is that of the 10 logits of {NUM_QUERIES} inputs, each.\n\n"
-        + table([head, *(f"{row['images']} images, {row['draws']} draws" for row in rows)], lines)
+        f"covariance is computed for the 10 logits of each of {NUM_QUERIES} inputs.\n\n"
+        + table([head, *(f"{row['images']} images, {row['draws']} posterior samples" for row in rows)], lines)
     )
 
 
 BENCHMARK = Benchmark(
     "laplace_scale",
-    "What do posterior samples of a network of 11 million weights take in memory and gradients?",
+    "How much memory and how many gradients do posterior samples of 11 million weights need?",
     plan,
     run,
     report,

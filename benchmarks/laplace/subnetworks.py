@@ -28,7 +28,7 @@ SCORES = {
     "rank": "rank correlation",
     "nll": "NLL",
     "tuned_nll": "NLL, tuned prior",
-    "auroc": "AUROC, turned",
+    "auroc": "AUROC, rotated",
 }
 
 
@@ -117,9 +117,10 @@ def report(rows: list[Row], folder: Path) -> str:
     return (
         "# Subnetworks of a digits classifier\n\nDense Gauss-Newton matrices over parts of a 64-20-10 tanh network "
         f"(1,510 weights): means of {len(rows)} seeds, 500 test digits. *sd of logits, relative*: median ratio of the "
-        "standard deviation to that of all weights. *Rank correlation*: of the variances of logits with those of all "
-        "weights. *Tuned prior*: its precision chosen by 297 validation digits. *AUROC*: entropy of digits turned by "
-        f"a right angle against upright ones. {provenance('laplace_subnetworks', rows)} Float64.\n\n"
+        "standard deviation to its value with all weights. *Rank correlation*: between the variances of logits and "
+        "their values with all weights. *Tuned prior*: precision chosen on 297 validation digits. *AUROC*: "
+        "for detecting digits rotated by 90 degrees by their entropy. "
+        f"{provenance('laplace_subnetworks', rows)} Float64.\n\n"
         + table(["uncertain", *SCORES.values()], [[name, *cells(name)] for name in rows[0]["subsets"]])
     )
 

@@ -257,15 +257,22 @@ def report(rows: list[Row], folder: Path) -> str:
     """A table for each network."""
     text = [
         provenance("moments_deviations", rows),
-        "Standard deviations of the logits by propagation against draws of the weights, float64. Cost over a plain "
-        "pass with moments (of one logit in brackets).",
+        "Propagated standard deviations of the logits, compared with Monte Carlo estimates from sampled weights, in "
+        "float64. Cost is relative to a plain pass with moments (in brackets: cost for a single logit).",
     ]
-    header = ["propagation", "sd ratio", "its spread", "rank correlation", "error of the mean", "cost"]
+    header = [
+        "propagation",
+        "sd ratio",
+        "spread of the ratio",
+        "rank correlation",
+        "error of the mean",
+        "cost",
+    ]
     for row in sorted(rows, key=lambda row: list(CASES).index(row["case"])):
         floor = math.sqrt(2 / math.pi / row["drawn"])
         text.append(
-            f"**{row['case']}**: noise {row['noise']} of the weights, {row['examples']} examples, {row['drawn']} "
-            f"draws, error of the mean by chance {floor:.3f}"
+            f"**{row['case']}**: relative noise of the weights {row['noise']}, {row['examples']} examples, "
+            f"{row['drawn']} weight samples; Monte Carlo error of the mean {floor:.3f}"
         )
         lines = []
         for way in row["ways"]:
@@ -279,7 +286,7 @@ def report(rows: list[Row], folder: Path) -> str:
 
 BENCHMARK = Benchmark(
     "moments_deviations",
-    "How close do propagated standard deviations come to those of draws of the weights?",
+    "How close are propagated standard deviations to Monte Carlo estimates from sampled weights?",
     plan,
     run,
     report,

@@ -139,18 +139,18 @@ def report(rows: list[Row], folder: Path) -> str:
         cells = ["{:+.4f}; {:.4f}; {:.4f}".format(*numbers) for numbers in found]
         lines.append([f"`{name}`", *cells, f"{min(numbers[3] for numbers in found):.2f}"])
     about = (
-        f"{EXAMPLES} examples, mean logits of deviation 1.5, reference by 2^17 draws in antithetic pairs (2^15 for 100 "
-        "classes)."
+        f"{EXAMPLES} examples; the mean logits have a standard deviation of 1.5. The reference uses 2^17 samples in "
+        "antithetic pairs (2^15 for 100 classes)."
     )
     text = [
         provenance("gaussian_logits", rows),
         about,
         f"**Expected log-normaliser of {CLASSES} classes**",
-        "Bias; root mean squared error of one example; the same of its gradient in one mean logit. Cost: forward and "
-        "backward of 128 examples, float32.",
+        "Each cell shows the bias, the root mean squared error for one example, and the root mean squared error of its "
+        "gradient with respect to one mean logit. Cost: forward and backward pass for 128 examples, float32.",
         table(["estimator", *(f"variance {row['variance']:g}" for row in tens), "ms"], lines).rstrip(),
         "**Class probabilities**",
-        "Mean total variation from the average softmax.",
+        "Mean total variation distance from the averaged softmax.",
     ]
     header = ["link", *(f"{row['classes']} classes, variance {row['variance']:g}" for row in rows)]
     lines = [[f"`{link}`", *(f"{row['links'][link]:.4f}" for row in rows)] for link in rows[0]["links"]]
@@ -159,7 +159,7 @@ def report(rows: list[Row], folder: Path) -> str:
 
 BENCHMARK = Benchmark(
     "gaussian_logits",
-    "How exact and how costly are averages over Gaussian logits?",
+    "How accurate and how costly are averages over Gaussian logits?",
     plan,
     run,
     report,

@@ -18,29 +18,30 @@ SCORES = {
 OURS = ("MNVI", "mean-field moments", "MFVI")
 
 DEFINITIONS = """\
-Scores of the test images; lower is better in all of them. NLL: mean negative log-likelihood in nats. ECE: 20 equally
-wide bins of confidence. MR@k: the misclassified share of what is left when the k % of the images with the highest
-predictive entropy are rejected; AUMRC: the area under the curve of these shares (`dvi.metrics.aumrc`). ± is the
-standard deviation over seeds, each with its own training and validation images, initial weights and batches; all seeds
-share the test images.
+All scores are computed on the test images, and lower is better for all of them. NLL: mean negative log-likelihood in
+nats. ECE: with 20 equally wide bins of confidence. MR@k: the error rate on the remaining images when the k % with the
+highest predictive entropy are rejected. AUMRC: the area under the curve of these error rates (`dvi.metrics.aumrc`). ±
+is the standard deviation over seeds, each with its own training and validation images, initial weights and batches; all
+seeds share the test images.
 
 """
 ABOUT_DIGITS = """\
 Digits: a perceptron 64-50-50-10 with ReLU; 500 training, 300 validation and 899 test images. MNVI and mean-field
-moments (deterministic VI, dDVI) predict by `Moments()` in one pass, MAP at its weights, MC dropout by 20 random masks,
-sampled VI by 20 draws of the weights. All methods have He priors and Adam with the same step size, which falls to zero
-as a cosine and is ten times larger for posterior scales. Each method has its own KL weight by `dvi.tune` (MC dropout
-one for each dropout rate), by the NLL of validation images with a seed that the table does not use."""
+moments (deterministic VI, dDVI) predict with `Moments()` in one pass, MAP at its weights, MC dropout with 20 random
+masks, and sampled VI with 20 posterior samples. All methods have He priors and Adam with the same step size, which
+decays to zero along a cosine and is ten times larger for posterior scales. `dvi.tune` chose the KL weight of each
+method (for MC dropout, one for each dropout rate) by the NLL of validation images, with a seed that the table does not
+use."""
 ABOUT_LENET = """\
 LeNet on MNIST: 5 x 5 convolutions of 32 and 64 channels and 1,024 hidden units, ReLU. {train:,} training and
-{test:,} test images, {epochs} epochs in minibatches of 64, and step sizes of posterior scales {rate:g} times those
-of the means; the paper has 55,000 and 10,000 images, 20 epochs and equal step sizes. Priors have precision 1,000.
-Adam has AMSGrad and a step size of .001 that falls tenfold at half of the training; gradients of the mean loss are
-scaled down where their largest entry exceeds .1. The KL weights are the paper's for MNVI and MFVI (a mean-field
-posterior trained by moments, which starts at the prior); MAP and MC dropout have MNVI's. MNVI and MFVI predict by
-`Moments()` in one pass, MAP at its weights, MC dropout by eight random masks, with a rate of {dropout:g} that is
-ours. Time: the processor time of predictions for 500 images over that of one pass of the same network at the mean,
-the median of five in turn."""
+{test:,} test images, {epochs} epochs in minibatches of 64; posterior scales have {rate:g} times the step size of the
+means. The paper has 55,000 and 10,000 images, 20 epochs and equal step sizes. Priors have precision 1,000. Training
+uses Adam with AMSGrad and a step size of .001, which falls tenfold after half of the training; gradients of the mean
+loss are scaled down if their largest entry exceeds .1. MNVI and MFVI (a mean-field posterior trained with moments,
+which starts at the prior) have the paper's KL weights; MAP and MC dropout have the KL weight of MNVI. MNVI and MFVI
+predict with `Moments()` in one pass, MAP at its weights, and MC dropout with eight random masks, with a rate of
+{dropout:g} that we chose. Time: the processor time of predictions for 500 images, relative to one pass of the same
+network at the mean; the median of five alternating measurements."""
 
 
 def digits(rows: list[Row], epochs: int, compared: Sequence[str]) -> str:
@@ -120,15 +121,17 @@ def _differences(tests: list[Row], methods: list[str]) -> list[str]:
             ]
             count = next(iter(cells.values())).count
             if count > 2:
-                sentences.append(f"{ours} against {theirs}: {', '.join(clear) or 'no clear difference'}.")
+                sentences.append(
+                    f"{ours} compared with {theirs}: {', '.join(clear) or 'no clear difference'}."
+                )
     if not lines:
         return []
-    header = ["of", "minus", *(heading for heading, _ in SCORES.values())]
+    header = ["method", "minus", *(heading for heading, _ in SCORES.values())]
     about = (
-        "Differences, paired by seed, ± half their 95 % interval (Student's t); bold where it leaves out "
+        "Differences, paired by seed, ± half the 95 % interval (Student's t); bold if the interval excludes "
         "zero."
     )
-    single = "One seed: differences between methods are leads, no findings." if not sentences else ""
+    single = "With one seed, differences between methods are not conclusive." if not sentences else ""
     return [about, table(header, lines), " ".join(sentences) or single]
 
 
@@ -141,4 +144,4 @@ def _tried(tunings: list[Row], methods: list[str]) -> list[str]:
             for dropout, weight, nll in row["tried"]
         ]
         lines.append(f"- {row['method']}: {', '.join(cells)}")
-    return ["Validation NLL by KL weight, one seed:", "\n".join(lines)] if lines else []
+    return ["Validation NLL for each KL weight, one seed:", "\n".join(lines)] if lines else []

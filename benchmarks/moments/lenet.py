@@ -126,5 +126,9 @@ def report(rows: list[Row], folder: Path) -> str:
 
 
 BENCHMARK = Benchmark(
-    "mnvi_lenet", "How good is MNVI's LeNet on MNIST, under the paper's settings?", plan, run, report
+    "mnvi_lenet",
+    "How good is LeNet trained with MNVI on MNIST, under the paper's settings?",
+    plan,
+    run,
+    report,
 )

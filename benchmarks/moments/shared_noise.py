@@ -77,10 +77,10 @@ def run(settings: Settings, data_dir: str | None) -> Row:
 def report(rows: list[Row], folder: Path) -> str:
     """One table."""
     about = (
-        f"Standard deviation after the norm over that of {DRAWS:,} draws of the weights: median (largest) over "
-        f"elements, {SEEDS} seeds."
+        "Propagated standard deviation after the normalisation layer, divided by the Monte Carlo estimate from "
+        f"{DRAWS:,} weight samples: median (largest) over elements, {SEEDS} seeds."
     )
-    header = ["layer and norm", "inputs", "deviation of the weights", "`Independent()`", "`ReverseDelta()`"]
+    header = ["layer and norm", "inputs", "sd of the weights", "`Independent()`", "`ReverseDelta()`"]
     lines = []
     for row in sorted(rows, key=lambda row: (list(LAYERS).index(row["layer"]), -row["mean"], row["scale"])):
         shown = ["{:.2f} ({:.2f})".format(*row[key]) for key in ("independent", "reverse_delta")]
@@ -89,5 +89,9 @@ def report(rows: list[Row], folder: Path) -> str:
 
 
 BENCHMARK = Benchmark(
-    "shared_noise", "How far are deviations off after a norm, where elements share noise?", plan, run, report
+    "shared_noise",
+    "How wrong are standard deviations after a normalisation layer whose elements share noise?",
+    plan,
+    run,
+    report,
 )

@@ -154,5 +154,9 @@ def report(rows: list[Row], folder: Path) -> str:
 
 
 BENCHMARK = Benchmark(
-    "uci", "Does MNVI's regression table reproduce, and who is ahead with equal care?", plan, run, report
+    "uci",
+    "Can MNVI's regression table be reproduced, and which method is best with equal tuning?",
+    plan,
+    run,
+    report,
 )

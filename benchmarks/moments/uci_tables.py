@@ -55,33 +55,33 @@ COLUMNS = [
     ("AutoNormal + Trace_ELBO", "AutoNormal + Trace_ELBO", "single"),
 ]
 ABOUT = """\
-Networks of 50 rectified hidden units predict mean and log-variance. Ten shuffled folds, the same for all methods. Mean
-over folds ± its standard error, {seeds}. Log-likelihoods are per example, in the raw units of the target; higher is
-better.
+Networks of 50 ReLU units predict the mean and the log-variance. All methods use the same ten shuffled folds. Scores are
+means over folds ± their standard error, {seeds}. Log-likelihoods are per example, in the raw units of the target;
+higher is better.
 
-Paper's protocol: raw targets, SGD with momentum 0.9, learning rate 0.05 reduced tenfold at epochs 100 and 150 of 200,
-KL weight 0.01, 0.1 and 1 in these stages, minibatches of 64 (kin8nm, power-plant, wine: 128), prior precision 0.1
-(yacht: 0.01), gradients divided by their largest entry where that exceeds one, variances of hidden units at least 1e-5,
-one Normal as the predictive distribution. One network a fold.
+The paper's protocol: raw targets, SGD with momentum 0.9, learning rate 0.05 reduced tenfold at epochs 100 and 150 of
+200, KL weight 0.01, 0.1 and 1 in these stages, minibatches of 64 (kin8nm, power-plant, wine: 128), prior precision 0.1
+(yacht: 0.01), gradients divided by their largest entry if it exceeds one, variances of hidden units of at least 1e-5, a
+single Normal as the predictive distribution, and one network per fold.
 
-Our recipe and the peers share targets standardised by the training part, Adam with learning rate 0.02 and cosine decay,
-{steps} steps, minibatches of 32 (kin8nm, power-plant: 64), N(0, 1) priors of the weights, none of the biases, and
-log-likelihoods weighted by a power of the noise variance that falls from 1 to 0 over the first 60 % of the training.
-KL weights rise from 0 over the first half. The one hyper-parameter of a method is chosen for each fold by the
-log-likelihood of a fifth of its training part, held out (three times over for boston and yacht, where that is few
-rows); then it trains on the whole part. MNVI and mean-field moments (deterministic VI, dDVI: MeanFieldGuide in place of
-MultiplicativeNoiseGuide, all else the same) predict with a Gauss-Hermite mixture over the log-variance, MC dropout and
-AutoNormal with mixtures of 100 draws. Where there are ensembles of five (×5, equal mixtures), scores of one network are
-averages over the five."""
+Our recipe, also used for the peers: targets standardised on the training part, Adam with learning rate 0.02 and cosine
+decay, {steps} steps, minibatches of 32 (kin8nm, power-plant: 64), N(0, 1) priors on the weights and no priors on the
+biases, and log-likelihoods weighted by a power of the noise variance, with an exponent that falls from 1 to 0 over the
+first 60 % of training. KL weights rise from 0 over the first half. Each method has one hyperparameter. For each fold,
+it is chosen by the log-likelihood of a held-out fifth of the training part (for boston and yacht, which are small, of
+three such fifths); then the method trains on the whole part. MNVI and mean-field moments (deterministic VI, dDVI:
+MeanFieldGuide in place of MultiplicativeNoiseGuide, and otherwise identical) predict with a Gauss-Hermite mixture over
+the log-variance; MC dropout and AutoNormal predict with mixtures of 100 samples. Where there are ensembles of five (×5,
+equal mixtures), the scores of one network are averages over the five."""
 ABOUT_DVI = """
 
-DVI is mean-field moments with the covariances between activations. With one hidden layer and inputs without noise these
-are those of the outputs, of mean and log-variance of an example; hidden units are independent."""
+DVI is mean-field moments with covariances between activations. With one hidden layer and inputs without noise, the
+hidden units are independent, and the only covariance is that of the two outputs, mean and log-variance."""
 ABOUT_EB = """
 
 Two versions of DVI tune nothing: no rows are held out, and the KL weight is 1. With empirical Bayes, the prior variance
-of each weight tensor is optimal given the posterior, under an inverse-Gamma prior with α = 4.4798 and its mode at 1.
-The other version keeps the N(0, 1) prior."""
+of each weight tensor is optimal given the posterior, under an inverse-Gamma prior with α = 4.4798 and mode 1. The other
+version keeps the N(0, 1) prior."""
 
 
 class Scores:
@@ -116,11 +116,11 @@ def tables(rows: list[Row]) -> str:
         "Test log-likelihood": scored(scores, "log_likelihood"),
         "RMSE": scored(scores, "rmse"),
         "Spread of the mean log-likelihood over seeds": seeds(scores),
-        "The paper's protocol against its published numbers": reproduction(scores),
-        "Multiplicative noise, mean-field moments and DVI against each other": families(scores, FAMILIES),
-        "DVI with empirical Bayes, which tunes nothing": families(scores, UNTUNED),
-        "Gain of our recipe": gains(scores),
-        "Chosen hyper-parameters, and how many folds chose them": choices(scores),
+        "The paper's protocol compared with its published results": reproduction(scores),
+        "Multiplicative noise, mean-field moments and DVI compared": families(scores, FAMILIES),
+        "DVI with empirical Bayes, without tuning": families(scores, UNTUNED),
+        "Improvement with our recipe": gains(scores),
+        "Chosen hyperparameters, and the number of folds that chose them": choices(scores),
     }
     about = ABOUT.format(steps=steps, seeds=_seeds_in_words(rows))
     about += ABOUT_DVI if any(row["method"] == DVI for row in rows) else ""
@@ -168,8 +168,14 @@ def seeds(scores: Scores) -> str:
 
 
 def reproduction(scores: Scores) -> str:
-    header = ["set", "paper, Table 1", "authors' code", "this library", "to the paper, in standard errors"]
-    header += ["to the code", "same networks, Gauss-Hermite mixture"]
+    header = [
+        "set",
+        "paper, Table 1",
+        "authors' code",
+        "this library",
+        "distance from the paper, in standard errors",
+    ]
+    header += ["distance from the code, in standard errors", "same networks, Gauss-Hermite mixture"]
     lines = []
     for name in scores.sets:
         values = scores.by_fold(name, PROTOCOL)
@@ -181,7 +187,7 @@ def reproduction(scores: Scores) -> str:
         error = stdev(values) / sqrt(len(values))
         distances = [f"{(mean(values) - known[name]) / error:+.1f}" for known in (PAPER, AUTHORS_CODE)]
         lines.append([name, PAPER[name], AUTHORS_CODE[name], spread(values), *distances, spread(mixture)])
-    about = "The numbers of the authors' code were typed in from runs of it, whose lines are not kept.\n\n"
+    about = "The results of the authors' code were copied from runs whose records were not kept.\n\n"
     return about + table(header, lines) if lines else ""
 
 
@@ -196,11 +202,9 @@ def families(scores: Scores, pairs: tuple[tuple[str, str], ...]) -> str:
             pair = [scores.by_fold(name, m, what) for m in (ours, theirs)]
             cells.append(paired(*pair) if all(pair) else None)
         lines += [[name, *cells]] if any(cells) else []
-    about = (
-        "Difference of log-likelihoods by fold, ± half the 95 % interval; bold where it leaves out zero.\n\n"
-    )
+    about = "Difference of log-likelihoods, paired by fold, ± half the 95 % interval; bold if it excludes zero.\n\n"
     headings = [
-        f"{names.get(ours, ours)} less {names.get(theirs, theirs)}, {kind}"
+        f"{names.get(ours, ours)} minus {names.get(theirs, theirs)}, {kind}"
         for (ours, theirs), kind in product(pairs, kinds)
     ]
     return about + table(["set", *headings], lines) if lines else ""
@@ -222,11 +226,12 @@ def gains(scores: Scores) -> str:
     header = [
         "set",
         "one network − authors' code",
-        "highest peer",
-        "five networks − highest peer, paired by fold",
+        "best peer",
+        "five networks − best peer, paired by fold",
     ]
     about = (
-        "Bold where beyond two standard errors. Peers are all columns but those of moments in our recipe.\n\n"
+        "± is half the 95 % interval; bold if it excludes zero. Peers are all methods except moment methods with our "
+        "recipe.\n\n"
     )
     return about + table(header, lines)
 

@@ -152,13 +152,14 @@ def tested(rows: list[Row], data: str) -> dict[str, list[Row]]:
 
 
 DEFINITIONS = f"""\
-Accuracies in %, mean ± standard deviation over {len(SEEDS)} seeds, each with its own training images, orders of pixels,
-weights and batches. *Own*: on each task directly after learning it, averaged over tasks. *Final*: on all tasks after
-the last; *first* and *last* task among them. *Forgotten*: what was lost on the earlier tasks since they were learned.
-*VOGN minus*: of the final accuracy, paired by seed, ± half its 95 % interval; bold where it leaves out zero.
+Accuracies in %, mean ± standard deviation over {len(SEEDS)} seeds, each with its own training images, pixel
+permutations, weights and batches. *Own*: accuracy on each task directly after learning it, averaged over tasks.
+*Final*: mean accuracy on all tasks after the last; *first* and *last*: accuracy on the first and the last task then.
+*Forgotten*: mean accuracy lost on the earlier tasks since they were learned. *VOGN minus*: VOGN's final accuracy minus
+the learner's, paired by seed, ± half the 95 % interval; bold if it excludes zero.
 
-Strength: KL weight (VOGN, VCL) or weight of the information (EWC), chosen by the final mean accuracy on validation
-images with another seed."""
+Strength: KL weight (VOGN, VCL) or weight of the Fisher information (EWC), chosen by the final mean accuracy on
+validation images with another seed."""
 
 
 def report(rows: list[Row], folder: Path) -> str:
@@ -204,19 +205,19 @@ def line(name: str, results: dict[str, np.ndarray], own_rows: list[Row]) -> list
 def tuning(rows: list[Row], data: str) -> str:
     """What the choice of strengths was made from."""
     if COURSES[data].tuned_on:
-        return f"Strengths are those of {COURSES[data].tuned_on}."
+        return f"The strengths were chosen on {COURSES[data].tuned_on}."
     shown = [
         f"{name}: "
         + ", ".join(f"{strength:g} → {100 * score:.1f}" for strength, score in sorted(found.items()))
         for name in LADDERS
         if (found := scores(rows, data, name))
     ]
-    return "Final mean accuracy on validation images by strength. " + "; ".join(shown) + "."
+    return "Final mean accuracy on validation images for each strength. " + "; ".join(shown) + "."
 
 
 BENCHMARK = Benchmark(
     "continual_learning",
-    "What do VOGN, VCL and EWC forget of permuted digits and permuted MNIST?",
+    "How much do VOGN, VCL and EWC forget on permuted digits and permuted MNIST?",
     plan,
     run,
     report,

@@ -193,7 +193,7 @@ def report(rows: list[Row], folder: Path) -> str:
 
 BENCHMARK = Benchmark(
     "vogn_lenet",
-    "What do batch normalisation, augmentation, momentum, draws and damping do to VOGN on LeNet-5?",
+    "How do batch normalisation, augmentation, momentum, samples per step and damping affect VOGN on LeNet-5?",
     plan,
     run,
     report,

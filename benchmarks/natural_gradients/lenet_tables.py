@@ -12,16 +12,16 @@ from benchmarks.shared.benchmark import Row
 from benchmarks.shared.tables import mean_sd, paired, provenance, table
 
 DEFINITIONS = """\
-LeNet-5 with ReLU; *no BN*: without batch normalisation after its two convolutions. VOGN has the library's defaults but
-for what its name says: *augmented*, images moved by up to two pixels in each direction; *K*, draws of the weights in a
-step; *damping*, in units of the curvature of one image; *no momentum*, the first of the betas 0 in place of 0.9. MAP
-and sampled VI (`SampledELBO`) have Adam with a cosine decay. Each recipe has its own KL weight by `dvi.tune`, by the
-NLL of 1,000 validation images with a seed that the table does not use. VOGN and sampled VI predict by {draws} draws of
-the weights, MAP at its weights. Scores of the first 3,000 test images: NLL in nats; ECE with 15 bins; AUROC, errors: of
-telling wrong predictions from right ones by the confidence; the other AUROCs: of telling 1,000 images of another kind
-from test images by the entropy of the prediction; FPR95: the share of those that pass at the entropy that 95 % of the
-test images do not exceed. ± is the standard deviation over seeds, each with its own training images, weights and
-batches."""
+LeNet-5 with ReLU; *no BN*: without batch normalisation after its two convolutions. VOGN uses the library's defaults
+except for the option in its name: *augmented*, images shifted by up to two pixels in each direction; *K*, samples of
+the weights per step; *damping*, in units of the curvature of one image; *no momentum*, the first of the betas is 0
+instead of 0.9. MAP and sampled VI (`SampledELBO`) use Adam with a cosine decay. `dvi.tune` chose the KL weight of each
+recipe by the NLL of 1,000 validation images, with a seed that the table does not use. VOGN and sampled VI predict with
+{draws} posterior samples, MAP at its weights. Scores on the first 3,000 test images: NLL in nats; ECE with 15 bins;
+AUROC, errors: for detecting wrong predictions by their confidence; the other AUROCs: for separating 1,000
+out-of-distribution images from test images by predictive entropy; FPR95: the fraction of out-of-distribution images
+that are accepted at the entropy threshold that accepts 95 % of the test images. ± is the standard deviation over seeds,
+each with its own training images, weights and batches."""
 RIVALS = {
     "VOGN": ("MAP", "sampled VI"),
     "VOGN, no BN": ("VOGN", "MAP, no BN", "sampled VI, no BN"),
@@ -53,7 +53,7 @@ def text(rows: list[Row], recipes: list[str], folder: Path, draws: int) -> str:
         parts += [f"### {data}: {num_train:,} images, {epochs} epochs", *_tables(tests)]
         if tests and set(DRAWN) & tests.keys():
             drawings = {"entropies": _draw_entropies, "calibration": _draw_calibration}
-            titles = {"entropies": "Entropies of predictions", "calibration": "Calibration curves"}
+            titles = {"entropies": "Predictive entropies", "calibration": "Calibration curves"}
             for kind, draw in drawings.items():
                 name = f"vogn_lenet_{kind}_{data}_{num_train}.png"
                 draw(tests, folder / name)
@@ -86,10 +86,10 @@ def _tables(tests: dict[str, list[Row]]) -> list[str]:
                 cells = [paired(*([row[s] for row in part] for part in (ours, theirs))) for s in scores]
                 differences.append([recipe, rival, *cells])
     about = (
-        "Differences, paired by seed, ± half their 95 % interval (Student's t); bold where it leaves out "
+        "Differences, paired by seed, ± half the 95 % interval (Student's t); bold if the interval excludes "
         "zero."
     )
-    rest = [about, table(["of", "minus", *header[2:]], differences)] if differences else []
+    rest = [about, table(["recipe", "minus", *header[2:]], differences)] if differences else []
     return [table(header, lines), *rest]
 
 
@@ -98,7 +98,7 @@ def _tried(rows: list[Row]) -> str:
         f"{row['recipe']}: " + ", ".join(f"{weight:g} → {nll:.3f}" for weight, nll in row["tried"])
         for row in rows
     ]
-    return "Validation NLL by KL weight. " + "; ".join(shown) + "."
+    return "Validation NLL for each KL weight. " + "; ".join(shown) + "."
 
 
 def _sweeps(rows: list[Row]) -> list[str]:
@@ -117,10 +117,10 @@ def _sweeps(rows: list[Row]) -> list[str]:
         changed = recipe != "default" and len(nlls[0]) == len(nlls[1])
         lines.append([recipe, *cells, paired(*nlls) if changed else None])
     about = (
-        f"VOGN with batch normalisation at the KL weight {rows[0]['kl_weight']:g}, one option changed at a time: K, "
-        "draws of the weights in a step, or damping."
+        f"VOGN with batch normalisation at the KL weight {rows[0]['kl_weight']:g}, with one option changed at a time: "
+        "K, the number of weight samples per step, or damping."
     )
-    return [about, table(["option", *scores.values(), "NLL less the default's"], lines)]
+    return [about, table(["option", *scores.values(), "NLL minus the default's"], lines)]
 
 
 def _draw_entropies(tests: dict[str, list[Row]], path: Path) -> None:

@@ -147,20 +147,20 @@ def report(rows: list[Row], folder: Path) -> str:
             gap = f"{mean(row['nll'] for row in found) - by_step[best]:+.3f}" if found else None
             errors = [row["error"] for row in found if "error" in row]
             cells.append(f"{gap}; error {mean(errors):.3f}" if errors else gap)
-        edge = " (an end)" * (best in (ADAM_STEPS[0], ADAM_STEPS[-1]))
+        edge = " (at an end)" * (best in (ADAM_STEPS[0], ADAM_STEPS[-1]))
         lines.append([*condition, f"{by_step[best]:.3f} at {best:g}{edge}", *cells])
     header = ["task", "prior", "data", "batch", "steps", "MAP's NLL at its best step size"]
-    header += [f"{name}({{}}), less MAP's" for name in NATURAL]
+    header += [f"{name}({{}}) minus MAP's" for name in NATURAL]
     about = (
-        "Mean NLL of 2,000 further images, or 1,000 further points, over the seeds; all but MAP by 20 draws. Error: "
-        "root-mean-square distance of the mean prediction from the true curve."
+        "Mean NLL on 2,000 further images, or 1,000 further points, over the seeds; all methods except MAP predict "
+        "with 20 posterior samples. Error: root mean squared distance of the mean prediction from the true curve."
     )
     return "\n\n".join([provenance(BENCHMARK.name, rows), about, table(header, lines)])
 
 
 BENCHMARK = Benchmark(
     name="natural_defaults",
-    question="How far do the default options of natural-gradient optimizers get, beside Adam at its best step size?",
+    question="How good are the default options of the natural-gradient optimizers, compared with a tuned Adam?",
     plan=plan,
     run=run,
     report=report,

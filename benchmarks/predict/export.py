@@ -80,14 +80,14 @@ def report(rows: list[Row], folder: Path) -> str:
     parts = [f"{provenance('export_speed', rows)} Seconds are medians of {ROUNDS} rounds."]
     for row in rows:
         lines = [[name, row["runs"][name], f"{seconds:.3f}"] for name, seconds in row["seconds"].items()]
-        parts.append(f"{row['num_samples']} draws, {row['num_rows']} rows:")
-        parts.append(table(["contestant", "runs of the model", "seconds"], lines).rstrip())
+        parts.append(f"{row['num_samples']} posterior samples, {row['num_rows']} rows:")
+        parts.append(table(["call", "runs of the model", "seconds"], lines).rstrip())
     return "\n\n".join(parts)
 
 
 BENCHMARK = Benchmark(
     "export_speed",
-    "How many runs of the model, and how long, does an export take, beside predictions and Predictive?",
+    "How many model runs and how much time does an export take, compared with predictions and Predictive?",
     plan,
     run,
     report,

@@ -201,19 +201,20 @@ def report(rows: list[Row], folder: Path) -> str:
             lines.append([row["case"], name, *cells, f"{memory[0]:.0f}" if memory else ""])
     few = " and ".join(map(str, draws))
     return (
-        f"`predict` with `Samples` beside `pyro.infer.Predictive`, at equal output: {NUM_INPUTS:,} inputs in batches "
-        f"of {BATCH:,}; times of {few} draws, {ROUNDS} rounds; memory of {MANY:,} draws (of {few} for the others, "
-        f"which keep them all). {provenance('predict_speed', rows)}\n\n"
-        "Over predict: median over rounds of the paired ratio of times, with its range; above 1, `predict` is the "
-        "faster. Difference: of the averaged outputs from those of `predict`, root mean square in Monte-Carlo standard "
-        "errors of a difference (about 1 if both are right). Memory: peak above a process that holds model, guide and "
-        "inputs.\n\n" + table(["case", "", "s", "over predict", "range", "difference", "MiB"], lines)
+        f"`predict` with `Samples` compared with `pyro.infer.Predictive` for the same output: {NUM_INPUTS:,} inputs in "
+        f"batches of {BATCH:,}; times for {few} posterior samples, {ROUNDS} rounds; memory for {MANY:,} samples (for "
+        f"{few} with `Predictive`, which keeps them all). {provenance('predict_speed', rows)}\n\n"
+        "Relative to predict: median over rounds of the ratio of times to `predict`, with its range; above 1, "
+        "`predict` is faster. Difference: root mean squared difference of the averaged outputs from `predict`, in "
+        "Monte Carlo standard errors (about 1 if both are right). Memory: peak in addition to a process that holds "
+        "model, guide and inputs.\n\n"
+        + table(["case", "", "s", "relative to predict", "range", "difference", "MiB"], lines)
     )
 
 
 BENCHMARK = Benchmark(
     "predict_speed",
-    "How long and how much memory do predictions by draws take, beside pyro.infer.Predictive?",
+    "How much time and memory do predictions with samples take, compared with pyro.infer.Predictive?",
     plan,
     run,
     report,

@@ -295,33 +295,33 @@ def report(rows: list[Row], folder: Path) -> str:
                 for what in (("ratio to", "ranks with"))
             ]
             lines.append([", ".join(case), name, *cells, mean_sd([row[name]["nll"] for row in group])])
-    header = ["task, activation, posterior", "outputs by"]
+    header = ["task, activation, posterior", "method"]
     for reference in ("exact linearisation", "10,000 draws"):
-        header += [f"sd over that of {reference}", "rank correlation"]
+        header += [f"sd ratio to {reference}", "rank correlation"]
     text = [INTRODUCTION, table([*header, "NLL"], lines)]
     for row in rows:
         if row["what"] == "time":
             times = row["milliseconds"]
             text.append(
-                f"Milliseconds for a batch of {BATCH} digits, median of {ROUNDS - 1} rounds by turns:\n"
+                f"Milliseconds for a batch of {BATCH} digits, median of {ROUNDS - 1} alternating rounds:\n"
             )
             text.append(table(list(times), [[f"{value:.2f}" for value in times.values()]]))
     return "\n".join([*text, provenance("streamlined", rows)])
 
 
 INTRODUCTION = f"""\
-The same diagonal Gaussian over the weights of a network with two hidden layers (digits 64-100-100-10, regressions
-d-50-50-1), and five ways to mean and standard deviation (sd) of its outputs at {NUM_QUERIES} test inputs. sd ratio:
-median over inputs and outputs. NLL: of the test data with independent Gaussian outputs, averaged over 1,000 draws of
-the logits for digits and with the noise of validation residuals in regressions, so that only the moments differ.
-Posteriors: Laplace's diagonal approximation with the prior's scale tuned on validation data; a mean-field Gaussian
-trained by `SampledELBO` at KL weight {KL_WEIGHT}. suq is release 0.1.0 with its scale factor at 1. ± is the standard
-deviation over seeds.
+Five methods compute the mean and standard deviation (sd) of the outputs at {NUM_QUERIES} test inputs, for the same
+diagonal Gaussian over the weights of a network with two hidden layers (digits 64-100-100-10, regressions d-50-50-1).
+The sd ratio is the median over inputs and outputs. NLL: test NLL with independent Gaussian outputs, averaged over 1,000
+samples of the logits for digits, and with the noise of validation residuals for regressions, so that only the moments
+differ. Posteriors: Laplace's diagonal approximation with the prior scale tuned on validation data, or a mean-field
+Gaussian trained with `SampledELBO` at KL weight {KL_WEIGHT}. suq is release 0.1.0 with a scale factor of 1. ± is the
+standard deviation over seeds.
 """
 
 BENCHMARK = Benchmark(
     name="streamlined",
-    question="Are the standard deviations of Moments() those of the linearised network? Beside streamlined prediction.",
+    question="Do Moments() and streamlined prediction give the standard deviations of the linearised network?",
     plan=plan,
     run=run,
     report=report,

@@ -14,8 +14,11 @@ from typing import Any
 FOLDER = Path(__file__).parent
 LIBRARIES = ("laplace_torch", "torch_ivon", "tyxe", "torch_uncertainty", "numpyro")
 ROWS = {
-    "Variational inference: Variational Laplace here, sampled elsewhere": ("variational_laplace", "vi"),
-    "the same, by hand": ("variational_laplace_by_hand", None),
+    "Variational inference (Variational Laplace in pyro-dvi, sampled VI elsewhere)": (
+        "variational_laplace",
+        "vi",
+    ),
+    "Variational Laplace, by hand": ("variational_laplace_by_hand", None),
     "Moment propagation": ("moment_propagation", None),
     "VOGN": ("vogn", None),
     "IVON": ("ivon", "ivon"),

@@ -212,18 +212,20 @@ def report(rows: list[Row], folder: Path) -> str:
     return (
         f"{provenance(BENCHMARK.name, rows)} Float64.\n\n{NUM_DATA} points of sin 2x with noise {NOISE:g}, at "
         f"{START:g} < |x| < {END:g}; {HIDDEN} softplus units, N(0, {PRIOR_SCALE:g}²) priors, KL weight 1, {STEPS:,} "
-        "steps. Standard deviation of the function (without the noise), root mean square over inputs: in the middle "
-        "half of the gap, and among the data. Error: of the mean prediction among the data, root mean square. Mean ± "
-        f"standard deviation over seeds. Monte Carlo: {CHAINS} chains of {CHAIN} draws after {WARMUP}, largest split "
-        f"R-hat of the function {agree:.2f}. Sampled VI, VOGN and VL are predicted by {NUM_DRAWS} draws here; "
-        "`predict` takes VL at its mean.\n\n"
-        + table(["method", "sd in the gap", "over Monte Carlo", "sd among data", "error among data"], lines)
+        "steps. The standard deviation (sd) of the function, without the noise, is the root mean square over inputs in "
+        "the middle half of the gap and among the data. Error: root mean squared error of the mean prediction among "
+        f"the data. Mean ± standard deviation over seeds. Monte Carlo: {CHAINS} chains of {CHAIN} draws after {WARMUP} "
+        f"warm-up draws, largest split R-hat of the function {agree:.2f}. Sampled VI, VOGN and VL predict with "
+        f"{NUM_DRAWS} posterior samples here; by default, `predict` uses the mean for VL.\n\n"
+        + table(
+            ["method", "sd in the gap", "relative to Monte Carlo", "sd among data", "error among data"], lines
+        )
     )
 
 
 BENCHMARK = Benchmark(
     "gap",
-    "How wide is each posterior where there are no data, beside Hamiltonian Monte Carlo?",
+    "How wide is each posterior where there are no data, compared with Hamiltonian Monte Carlo?",
     plan,
     run,
     report,

@@ -138,7 +138,7 @@ HEADERS = {
         "accuracy",
         "ECE",
         "AUROC, shuffled pixels",
-        "minus MAP's",
+        "AUROC minus MAP's",
     ],
     "curve": ["method", "NLL", "NLL minus the network's", "sd on the data", "sd in the gap"],
 }
@@ -155,7 +155,9 @@ def report(rows: list[Row], folder: Path) -> str:
     header = ["method", "step size", "`max_step`", "multiple of the prior scale", "temperature", "weights"]
     text = [f"**Settings chosen**\n\n{table(header, settings)}"]
     at_end = any(r["ends"] for r in rows if r["stage"] == "tune")
-    text.append(f"{'† The best' if at_end else 'No'} value is at an end of the values that were tried.\n")
+    text.append(
+        f"{'†: the chosen' if at_end else 'No chosen'} value is at an end of the values that were tried.\n"
+    )
     tested = sorted((r for r in rows if r["stage"] == "test"), key=lambda r: r["seed"])
     for task, columns in COLUMNS.items():
         of_task = [r for r in tested if (r["method"] == CURVE) == (task == CURVE)]
@@ -178,8 +180,8 @@ def report(rows: list[Row], folder: Path) -> str:
         text.append(f"**{task.capitalize()}**\n\n{table(HEADERS[task], lines)}")
     agree = max((r["r_hat"] for r in tested if "r_hat" in r), default=float("nan"))
     text.append(
-        "Mean ± standard deviation; differences paired by seed ± half the 95 % interval, bold where that lacks zero. "
-        f"Hamiltonian Monte Carlo: largest split R-hat of the function in the gap {agree:.2f}. "
+        "Mean ± standard deviation; differences are paired by seed, ± half the 95 % interval, and bold if it excludes "
+        f"zero. Hamiltonian Monte Carlo: largest split R-hat of the function in the gap {agree:.2f}. "
         f"{provenance('quickstart', rows)}"
     )
     return "\n".join([*text, ""])

@@ -119,7 +119,7 @@ def _summary(tests: list[Row], tasks: list[str]) -> str:
             _difference(_by_seed(tests, task, name, read), _by_seed(tests, task, "MAP")) for task in tasks
         ]
         lines.append([name, *cells])
-    return table(["NLL, less MAP's", *tasks], lines).rstrip()
+    return table(["NLL minus MAP's", *tasks], lines).rstrip()
 
 
 def _scores(rows: list[Row]) -> str:
@@ -137,8 +137,10 @@ def _scores(rows: list[Row]) -> str:
         others = [_mean([row["last"].get(read.others.get(n, n)) for row in own]) for n in names]
         cells = [mean_sd(list(nll.values())), _difference(nll, point), mean_sd(stopped) if stopped else None]
         tuned_as = CONTESTANTS[read.method].like or read.method
-        lines.append([name + " (an end)" * (tuned_as in ends), *cells, *others, f"{costs[read.method]:.1f}"])
-    header = ["method", "NLL", "less MAP's", "NLL, early stopping", *names, "training, × MAP's"]
+        lines.append(
+            [name + " (setting at an end)" * (tuned_as in ends), *cells, *others, f"{costs[read.method]:.1f}"]
+        )
+    header = ["method", "NLL", "NLL minus MAP's", "NLL, early stopping", *names, "training time, × MAP's"]
     return table(header, lines).rstrip()
 
 
@@ -151,7 +153,7 @@ def _failed(rows: list[Row]) -> str:
     """Trainings that diverged, which are left out of the means."""
     failed = [row["method"] for row in rows if "failed" in row]
     listed = ", ".join(f"{failed.count(name)} of {name}" for name in dict.fromkeys(failed))
-    return f"Trainings that diverged and are left out of the means: {listed}." if failed else ""
+    return f"Training runs that diverged and are excluded from the means: {listed}." if failed else ""
 
 
 def _settings(rows: list[Row]) -> str:
@@ -161,10 +163,10 @@ def _settings(rows: list[Row]) -> str:
         cells = []
         for name, value in row["chosen"].items():
             tried = sorted(set(row["tried"][name]))
-            cell = f"{name} {value:g} of {', '.join(f'{other:g}' for other in tried)}"
-            cells.append(f"**{cell} (an end)**" if name in _at_ends(row) else cell)
+            cell = f"{name} {value:g} (tried {', '.join(f'{other:g}' for other in tried)})"
+            cells.append(f"**{cell} at an end**" if name in _at_ends(row) else cell)
         lines.append([row["method"], "; ".join(cells), len(row["tried"]["score"])])
-    return table(["tuned", "chosen", "trainings"], lines).rstrip()
+    return table(["method", "chosen settings", "training runs"], lines).rstrip()
 
 
 @dataclass(frozen=True)
@@ -216,4 +218,4 @@ def _mean(values: list[float | None]) -> str | None:
     return f"{mean(known):.3f}" if known else None
 
 
-BENCHMARK = Benchmark("ranking", "Which method predicts best, if all are tuned alike?", plan, run, report)
+BENCHMARK = Benchmark("ranking", "Which method predicts best, with equal tuning?", plan, run, report)

@@ -127,10 +127,10 @@ def report(rows: list[Row], folder: Path) -> str:
             against = paired(nll, point) if method != "MAP" and len(nll) == len(point) else None
             others = [f"{mean(row[name] for row in own):.3f}" for name in ("accuracy", "ece")]
             lines.append([task, method, mean_sd(nll), against, *others])
-    header = ["task", "method", "NLL", "less MAP's", "accuracy", "ECE"]
+    header = ["task", "method", "NLL", "NLL minus MAP's", "accuracy", "ECE"]
     about = (
-        "Mean ± standard deviation over seeds; differences paired by seed, ± half the 95 % interval, bold where it "
-        "leaves out zero. README: Variational Laplace as the first page prints it. MAP: the same search "
+        "Mean ± standard deviation over seeds; differences are paired by seed, ± half the 95 % interval, and bold if "
+        "the interval excludes zero. README: Variational Laplace as printed in the README. MAP: the same search "
         "without a temperature."
     )
     return "\n\n".join([provenance("recipe", rows), about, table(header, lines)])
@@ -140,6 +140,4 @@ def _seed(row: Row) -> int:
     return int(row["seed"])
 
 
-BENCHMARK = Benchmark(
-    "recipe", "Does README's recipe hold on tasks that it was not written for?", plan, run, report
-)
+BENCHMARK = Benchmark("recipe", "Does the README's recipe also work on other tasks?", plan, run, report)

@@ -68,11 +68,11 @@ def report(rows: list[Row], folder: Path) -> str:
     rows = [row for row in rows if "clock" in row]  # earlier lines had another unit
     text = [
         provenance("step_speed", rows),
-        "Training steps over a bare torch step with fused Adam; contestants take turns in groups, each with the bare "
-        "step. Start: the seconds "
-        f"of the first {WARM_UP} steps beyond {WARM_UP} median ones, in which a step is captured or compiled. Pays "
-        "after: the steps that make up for the later start. Operator calls and peak memory are multiples of the "
-        "unit's.",
+        "Times of training steps relative to a bare torch step with fused Adam; the steps of a group, which includes "
+        "the bare step, are measured alternately. Start: additional seconds of the first "
+        f"{WARM_UP} steps, in which a step is captured or compiled, compared with {WARM_UP} median steps. Pays after: "
+        "the number of steps that make up for the longer start. Operator calls and peak memory are relative to the "
+        "bare step.",
     ]
     for row in sorted(rows, key=lambda row: (list(CASES).index(row["case"]), row["device"])):
         where = "processor time on one thread" if row["device"] == "cpu" else f"time on {row['machine']}"
@@ -81,7 +81,7 @@ def report(rows: list[Row], folder: Path) -> str:
         header = [
             "step",
             "ms",
-            "over bare step",
+            "relative to bare step",
             "quartiles",
             "operator calls",
             "peak memory",
@@ -118,7 +118,12 @@ def _pays_after(step: Row, plain: Row) -> str | None:
 
 
 BENCHMARK = Benchmark(
-    "step_speed", "What does a training step cost over a bare torch step?", plan, run, report, timed=True
+    "step_speed",
+    "How much more does a training step cost than a bare torch step?",
+    plan,
+    run,
+    report,
+    timed=True,
 )
 
 

@@ -68,7 +68,7 @@ def report(rows: list[Row], folder: Path) -> str:
         text += [
             "",
             f"{size:,} training images, {part[0]['weights']:,} weights, {recipe.epochs} epochs; KL "
-            f"weight by validation NLL on {validation:,} images, test on {test:,}. {_verdict(part)}",
+            f"weight chosen by the NLL of {validation:,} validation images; {test:,} test images. {_verdict(part)}",
             "",
             *comparison(part, METHODS),
             "",
@@ -91,9 +91,7 @@ def _verdict(rows: list[Row]) -> str:
             theirs = min(found, key=lambda part: sum(part[seed]["nll"] for seed in ours))
             gap = paired([ours[seed]["nll"] for seed in ours], [theirs[seed]["nll"] for seed in ours])
             accuracy = mean_sd([row["accuracy"] for row in theirs.values()])
-            text += (
-                f"Beside {words} (accuracy {accuracy}) {in_words(gap, 'the test NLL of VL at its mean')}. "
-            )
+            text += f"Compared with {words} (accuracy {accuracy}), {in_words(gap, 'the test NLL of VL at its mean')}. "
     return text.rstrip()
 
 

@@ -49,10 +49,11 @@ def report(rows: list[Row], folder: Path) -> str:
     rows = [row for row in rows if row["num_train"] == size]
     text = [
         provenance("vl_early_stopping", rows),
-        f"{size:,} images, mean ± standard deviation over seeds; VL is predicted at its mean, VI by 10 samples. "
-        "The lowest test NLL is chosen on the test images, as someone who looks at the curve would. The tempered "
-        "ELBO, that of the paper's figure, is what was maximised, with the KL weight of the heading; the untempered "
-        "one has weight 1. Both are per example. VL begins at e^-3 of the prior's standard deviation, VI at 0.01.",
+        f"{size:,} images, mean ± standard deviation over seeds; VL predicts at its mean, VI with 10 samples. "
+        "The lowest test NLL is chosen on the test images, as a reader of the curve would choose it. The tempered "
+        "ELBO of the paper's figure is the training objective, with the KL weight of the heading; the untempered "
+        "ELBO has KL weight 1. Both are per example. The standard deviations of VL start at e^-3 times the prior's, "
+        "and those of VI at 0.01.",
     ]
     for weight in sorted({row["kl_weight"] for row in rows}, reverse=True):
         lines = []
@@ -64,12 +65,12 @@ def report(rows: list[Row], folder: Path) -> str:
                     lines.append([method, f"{multiplier:g}", *_cells(part, RULE[method])])
         header = [
             "method",
-            "multiplier",
+            "multiplier of the step size of log σ",
             "tempered ELBO at the end",
-            "untempered",
+            "untempered ELBO at the end",
             "lowest test NLL",
-            "its epoch",
-            "at the end",
+            "epoch of the lowest NLL",
+            "test NLL at the end",
         ]
         text += ["", f"**KL weight {weight:g}**", "", table(header, lines)]
         of_weight = [row for row in rows if row["kl_weight"] == weight]
@@ -91,7 +92,7 @@ def _verdict(rows: list[Row], method: str) -> str:
     elbo = paired([tempered_elbos(row)[-1] for row in slow], [tempered_elbos(row)[-1] for row in fast])
     nll = paired(*([row["checkpoints"][-1][RULE[method]]["nll"] for row in part] for part in (slow, fast)))
     return (
-        f"{method} with the step size of the means for log σ, beside ten times that, after the last epoch: "
+        f"{method} with the step size of the means for log σ, compared with ten times this, after the last epoch: "
         f"{in_words(elbo, 'the tempered ELBO')}; {in_words(nll, 'the test NLL')}."
     )
 

@@ -95,8 +95,8 @@ def report(rows: list[Row], folder: Path) -> str:
     """Return a table for each network and size, the variants, and the learning rates of the scales."""
     text = [
         provenance("vl_fashion_mnist", rows),
-        "Mean ± standard deviation over seeds; KL weight and stopping epoch by validation NLL on 2,000 images, test on "
-        "5,000.",
+        "Mean ± standard deviation over seeds; KL weight and stopping epoch are chosen by the NLL of 2,000 validation "
+        "images; there are 5,000 test images.",
     ]
     main = [row for row in rows if row["part"] == "main"]
     for size, network in sorted({(row["num_train"], row["network"]) for row in main}):
@@ -121,7 +121,12 @@ def report(rows: list[Row], folder: Path) -> str:
     if rates := [row for row in rows if row["part"] == "scale_lr"]:
         shared = {key: rates[0][key] for key in ("method", "num_train", "network", "kl_weight")}
         rates += [row for row in main if shared.items() <= row.items()]
-        text += ["", "### Learning rate of log σ over that of the means", "", _scale_rates(rates)]
+        text += [
+            "",
+            "### Learning rate of log σ, as a multiple of the learning rate of the means",
+            "",
+            _scale_rates(rates),
+        ]
     return "\n".join(text)
 
 
@@ -137,14 +142,14 @@ def _scale_rates(rows: list[Row]) -> str:
         "multiplier",
         "untempered ELBO per example at the end",
         "lowest validation NLL",
-        "test NLL there",
+        "its test NLL",
     ]
     return table(header, lines)
 
 
 BENCHMARK = Benchmark(
     name="vl_fashion_mnist",
-    question="How good are the predictions of Variational Laplace beside MAP and sampled VI?",
+    question="How good are the predictions of Variational Laplace, compared with MAP and sampled VI?",
     plan=plan,
     run=run,
     report=report,

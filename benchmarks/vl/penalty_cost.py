@@ -201,8 +201,9 @@ def run(settings: Settings, data_dir: str | None) -> Row:
 def report(rows: list[Row], folder: Path) -> str:
     """Return a table for each task, and draw the figure."""
     text = [
-        "Cost in floating-point operations over MAP; mean test NLL; its difference from the penalty on every whole "
-        "minibatch, paired by fold or seed, ± half its 95 % interval; median of the KL weights chosen.",
+        "Cost in floating-point operations, relative to MAP; mean test NLL; difference in NLL from the full penalty "
+        "(whole minibatch, every step), paired by fold or seed, ± half the 95 % interval; median of the chosen KL "
+        "weights.",
     ]
     for task in dict.fromkeys(row["task"] for row in rows):
         found = {row["setting"]: row for row in rows if row["task"] == task}

@@ -79,7 +79,7 @@ def _line(label: str, chosen: dict[int, Row]) -> str:
 def in_words(gap: Paired, what: str) -> str:
     """Say whether a difference holds, for the sentence that a report begins with."""
     if gap.count < 3:
-        return f"{what} differs by {gap}, of {gap.count} seed(s): a lead at most"
+        return f"{what} differs by {gap} with {gap.count} seed(s), which is not conclusive"
     if not gap.is_clear:
         return f"{what} does not differ clearly ({gap})"
     return f"{what} is {'lower' if gap.mean < 0 else 'higher'} ({gap})"
@@ -89,7 +89,7 @@ def differences(rows: list[Row]) -> list[str]:
     """Lines of a table: the NLL of each rival minus that of VL at the mean, paired by seed."""
     ours = per_seed([r for r in rows if r["method"] == "VL"], "mean")
     lines = [
-        "| rival | its NLL minus that of VL at the mean, per seed | mean ± half the 95 % interval |",
+        "| rival | NLL of the rival minus NLL of VL at the mean, per seed | mean ± half the 95 % interval |",
         "|---|---|---|",
     ]
     for method, rule in (("MAP", "mean"), ("VI", "mean"), ("VI", "samples")):

@@ -67,9 +67,9 @@ def report(rows: list[Row], folder: Path) -> str:
     rows = [row for row in rows if row["num_train"] == size]
     text = [
         provenance("vl_sgd_variance", rows),
-        f"{size:,} images, {EPOCHS} epochs unless said; test NLL at the mean and by 10 samples, mean ± standard "
-        f"deviation over seeds. The KL weight, here that of weight decay, is {KL_WEIGHT:g} everywhere. An empty cell "
-        "diverged.",
+        f"{size:,} images, {EPOCHS} epochs unless stated otherwise; test NLL at the mean and with 10 samples, mean ± "
+        f"standard deviation over seeds. The KL weight, here the weight of the weight decay, is {KL_WEIGHT:g} "
+        "everywhere. An empty cell means that training diverged.",
     ]
     for rule, words in (("mean", "At the mean"), ("samples", "10 samples")):
         lines = [[f"{v:.0e}", *(_cell(_nlls(rows, m, v, rule)) for m in METHODS)] for v in VARIANCES]
@@ -88,9 +88,11 @@ def _verdict(rows: list[Row], method: str, rule: str) -> str:
     best = min(found, key=lambda v: mean(found[v]))
     smallest = min(found)
     if best == smallest or len(found[best]) != len(found[smallest]):
-        return f"{method}: the lowest test NLL is at the variance {best:.0e}."
-    gap = in_words(paired(found[best], found[smallest]), "there it")
-    return f"{method}: the lowest test NLL is at the variance {best:.0e}; beside {smallest:.0e} {gap}."
+        return f"{method}: the test NLL is lowest at the variance {best:.0e}."
+    gap = in_words(paired(found[best], found[smallest]), "it")
+    return (
+        f"{method}: the test NLL is lowest at the variance {best:.0e}; compared with {smallest:.0e}, {gap}."
+    )
 
 
 def _nlls(rows: list[Row], method: str, variance: float, rule: str) -> list[float]:
@@ -124,7 +126,7 @@ def _draw(rows: list[Row], path: Path) -> None:
 
 BENCHMARK = Benchmark(
     name="vl_sgd_variance",
-    question="Which fixed variance, and so which step size of SGD, generalises best?",
+    question="Which fixed variance, and hence which step size of SGD, generalises best?",
     plan=plan,
     run=run,
     report=report,

@@ -139,9 +139,9 @@ for name, offset in estimates.items():
 # ----------------
 #
 # After ``TaylorELBO``, ``predict`` uses the posterior mean. This works for laboratories with data, but is overconfident
-# for a new one, whose offset is set to zero. Drawing all weights does not help, because Variational Laplace does not
-# guarantee that networks with drawn weights predict well. However, the offsets may vary while the weights stay at their
-# mean: Pyro's ``condition`` fixes the weights in the model, ``block`` hides them in the guide, and ``Moments()``
+# for a new one, whose offset is set to zero. Sampling all weights does not help, because Variational Laplace does not
+# guarantee that networks with sampled weights predict well. However, the offsets may vary while the weights stay at
+# their mean: Pyro's ``condition`` fixes the weights in the model, ``block`` hides them in the guide, and ``Moments()``
 # integrates over the offset exactly.
 
 weights = {

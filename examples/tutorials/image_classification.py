@@ -115,8 +115,8 @@ print(comparison[["elpd_diff", "dse"]].round(1).to_string())
 # ----------------------------
 #
 # Of the images predicted with 80 % confidence, 80 % should be classified correctly. Points below the diagonal are
-# overconfident; open circles are bins with fewer than five images. The ECE in the titles uses these ten bins, the ECE
-# in the table fifteen.
+# overconfident; open circles are bins with fewer than five images. The ECE in the titles uses these ten bins; the ECE
+# in the table uses fifteen.
 
 figure, axes = plt.subplots(1, 3, figsize=(12, 4.6), layout="constrained")
 for ax, (name, prediction) in zip(axes, predictions.items(), strict=True):
@@ -132,15 +132,15 @@ plt.show()
 
 prediction = predictions["Moment propagation"]
 wrong = prediction.probabilities.argmax(-1) != test[1]
-least_sure = prediction.entropy.argsort(descending=True)
-found = wrong[least_sure[:80]].sum()
+least_certain = prediction.entropy.argsort(descending=True)
+found = wrong[least_certain[:80]].sum()
 print(f"{wrong.sum()} mistakes, {found} of them among the 80 most uncertain images")
 
 # %%
 # The twelve most uncertain images, with their two most probable classes. Misclassified images have red labels.
 
 figure, axes = plt.subplots(2, 6, figsize=(12, 4.8), layout="constrained")
-for ax, i in zip(axes.flat, least_sure, strict=False):
+for ax, i in zip(axes.flat, least_certain, strict=False):
     ax.imshow(test[0][i, 0], cmap="gray_r")
     p, guess = prediction.probabilities[i].topk(2)
     ax.set_title(f"{guess[0]} ({p[0]:.0%}) or {guess[1]} ({p[1]:.0%})", fontsize="medium")

@@ -37,7 +37,7 @@ y = torch.tensor(labels)[order]
 
 known = y < 8
 train, held_out = (x[known][:500], y[known][:500]), (x[known][500:], y[known][500:])
-foreign = {
+others = {
     "8 and 9": x[~known],
     "scrambled": torch.stack(
         [image[torch.randperm(64, generator=random)] for image in held_out[0]]
@@ -48,7 +48,7 @@ loader = DataLoader(TensorDataset(*train), batch_size=100, shuffle=True)
 print(
     len(held_out[0]),
     "in-distribution images,",
-    {kind: len(x) for kind, x in foreign.items()},
+    {kind: len(x) for kind, x in others.items()},
     "out-of-distribution images",
 )
 
@@ -66,13 +66,13 @@ METHODS = {
     "MNVI": (dvi.MultiplicativeNoiseGuide, dvi.MomentPropagationELBO),
     "VOGN": (dvi.NaturalGradientGuide, dvi.NaturalGradientELBO),
 }
-familiar, strange = {}, {}  # predictions by method, and by method and kind
+inside, outside = {}, {}  # predictions by method, and by method and kind
 
 
 def show(name, model, guide, rule=None):
-    familiar[name] = dvi.predict(model, guide, held_out, rule, seed=0)
-    strange[name] = {
-        kind: dvi.predict(model, guide, x, rule, seed=0) for kind, x in foreign.items()
+    inside[name] = dvi.predict(model, guide, held_out, rule, seed=0)
+    outside[name] = {
+        kind: dvi.predict(model, guide, x, rule, seed=0) for kind, x in others.items()
     }
 
 
@@ -102,7 +102,7 @@ for name, (make_guide, make_elbo) in METHODS.items():
 # uncertain ones are rejected. AUMRC is the area under this curve; lower is better.
 
 scores = pd.DataFrame(
-    {name: prediction.metrics() for name, prediction in familiar.items()}
+    {name: prediction.metrics() for name, prediction in inside.items()}
 ).T
 print(
     scores[["nll", "nll_standard_error", "accuracy", "aumrc"]]
@@ -110,7 +110,7 @@ print(
     .round(3)
     .to_string()
 )
-ax = dvi.plots.rejection_curve(familiar)
+ax = dvi.plots.rejection_curve(inside)
 ax.set_xlim(0, 0.2)
 plt.show()
 
@@ -125,14 +125,14 @@ plt.show()
 auroc = pd.DataFrame(
     {
         name: {
-            kind: dvi.metrics.auroc(familiar[name].entropy, prediction.entropy)
-            for kind, prediction in strange[name].items()
+            kind: dvi.metrics.auroc(inside[name].entropy, prediction.entropy)
+            for kind, prediction in outside[name].items()
         }
-        for name in familiar
+        for name in inside
     }
 ).T
 print(auroc.round(3).to_string())
-for kind in foreign:
+for kind in others:
     best, gain = auroc[kind].idxmax(), auroc[kind].max() - auroc[kind]["MAP"]
     print(f"{kind}: highest for {best}, {gain:+.3f} relative to MAP")
 
@@ -144,16 +144,16 @@ for kind in foreign:
 # Two kinds of uncertainty
 # ------------------------
 #
-# VOGN predicts with draws of the weights. Its predictive entropy is the sum of two parts: the mean entropy of the
-# single draws, and the disagreement between draws, which is the mutual information of label and weights. More data
+# VOGN predicts with posterior samples. Its predictive entropy is the sum of two parts: the mean entropy for each sample
+# of the weights, and the disagreement between samples, which is the mutual information of label and weights. More data
 # would reduce the second part.
 
-vogn = {"familiar": familiar["VOGN"], **strange["VOGN"]}
+vogn = {"in distribution": inside["VOGN"], **outside["VOGN"]}
 parts = pd.DataFrame(
     {
         kind: {
             "entropy": float(prediction.entropy.mean()),
-            "of each draw": float(prediction.expected_entropy.mean()),
+            "mean entropy per sample": float(prediction.expected_entropy.mean()),
             "mutual information": float(prediction.mutual_information.mean()),
         }
         for kind, prediction in vogn.items()
@@ -161,18 +161,18 @@ parts = pd.DataFrame(
 ).T
 print(parts.round(3).to_string())
 
-doubts = {
+uncertainties = {
     name: {
         kind: prediction.entropy
-        for kind, prediction in {"familiar": familiar[name], **strange[name]}.items()
+        for kind, prediction in {"in distribution": inside[name], **outside[name]}.items()
     }
     for name in ["MAP", "MNVI"]
 }
-doubts["VOGN"] = {
+uncertainties["VOGN"] = {
     kind: prediction.mutual_information for kind, prediction in vogn.items()
 }
 figure, axes = plt.subplots(1, 3, figsize=(13, 4.2), layout="constrained")
-for ax, (name, sets) in zip(axes, doubts.items(), strict=True):
+for ax, (name, sets) in zip(axes, uncertainties.items(), strict=True):
     ax.hist(list(sets.values()), bins=20, density=True, histtype="step", label=list(sets))
     ax.set(title=name, xlabel="predictive entropy (nats)")
 axes[0].legend()
@@ -186,13 +186,13 @@ plt.show()
 # Top row: the 8s and 9s with the lowest entropy. VOGN confidently takes them for the digit in the title. Bottom row:
 # the 8s and 9s with the highest entropy.
 
-prediction = strange["VOGN"]["8 and 9"]
+prediction = outside["VOGN"]["8 and 9"]
 order = prediction.entropy.argsort()
 confidence, label = prediction.probabilities.max(-1)
 figure, axes = plt.subplots(2, 8, figsize=(11, 3.4), layout="constrained")
 for row, which in zip(axes, (order[:8], order[-8:]), strict=True):
     for ax, k in zip(row, which.tolist(), strict=True):
-        ax.imshow(foreign["8 and 9"][k].reshape(8, 8).numpy(), cmap="gray_r")
+        ax.imshow(others["8 and 9"][k].reshape(8, 8).numpy(), cmap="gray_r")
         ax.set(xticks=[], yticks=[])
         ax.set_title(f"{label[k]}? {confidence[k]:.0%}", fontsize="medium")
 axes[0, 0].set_ylabel("lowest entropy")

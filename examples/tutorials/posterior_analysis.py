@@ -96,8 +96,8 @@ for name, (make_guide, elbo) in METHODS.items():
 # --------------------------------------------
 #
 # The rule follows from how the guide was trained. ``compare_held_out`` compares the log scores on the same held-out
-# points: ``elpd_diff`` is the difference from the best, and ``dse`` its standard error. Variational Laplace with drawn
-# weights is a different predictor, and the library warns about it.
+# points: ``elpd_diff`` is the difference from the best, and ``dse`` its standard error. Variational Laplace with
+# sampled weights is a different predictor, and the library warns about it.
 
 predictions = {
     name: dvi.predict(model, guide, held_out, seed=0, keep_draws=True)
@@ -115,7 +115,7 @@ with warnings.catch_warnings(record=True) as caught:
         *fitted["Variational Laplace"], held_out, dvi.Samples(500), seed=0
     )
 print(textwrap.fill(str(caught[0].message)))
-ranking = compare_held_out(predictions | {"Variational Laplace, drawn": drawn})
+ranking = compare_held_out(predictions | {"Variational Laplace, sampled": drawn})
 print(ranking[["rank", "elpd", "elpd_diff", "dse"]].round(1).to_string())
 
 # %%
@@ -144,8 +144,8 @@ plt.show()
 # Are the propagated moments right?
 # ---------------------------------
 #
-# MNVI propagates means and variances through the network, and treats units as independent. Comparing with draws of the
-# same weights shows where this approximation is poor: there, the ratio of the standard deviations is far from one.
+# MNVI propagates means and variances through the network, and treats units as independent. A comparison with sampled
+# weights shows where this approximation is poor: there, the ratio of the standard deviations is far from one.
 
 print(
     dvi.diagnostics.compare_with_sampling(
@@ -185,7 +185,7 @@ plt.show()
 # ``az.loo`` estimates the score of new data from the training data, by reweighting posterior draws. It therefore needs
 # a predictive distribution that averages over draws. MNVI predicts with a single distribution, so its export has no
 # ``log_likelihood``, and an attribute states why. With ``method=Samples(500)``, the export would contain the
-# log-likelihood of drawn weights.
+# log-likelihood under sampled weights.
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # about Pareto k; we count the large values instead

@@ -104,7 +104,7 @@ dvi.fit(svi, loader, epochs=20, progress=False)
 # ----------------
 #
 # We start with clean test images. ``predict`` linearises the network around the mode for Laplace, and averages over
-# draws from the posterior for IVON.
+# posterior samples for IVON.
 
 
 def probabilities(name, x):

@@ -120,8 +120,8 @@ methods = {
 # Training takes the same few lines for all methods. Laplace trains the most probable weights and needs two more lines:
 # ``polish`` moves to the exact minimum, and ``fit`` puts a Gaussian with a full covariance there.
 #
-# ``predict`` uses the prediction rule that fits each method: the posterior mean, propagated moments, draws, or a
-# linearised network.
+# ``predict`` uses the prediction rule that fits each method: the posterior mean, propagated moments, posterior samples,
+# or a linearised network.
 
 grid = torch.linspace(-3.5, 3.5, 141).unsqueeze(-1)
 scores, bands = {}, {}

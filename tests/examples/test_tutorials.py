@@ -35,7 +35,7 @@ def run(name: str, monkeypatch: pytest.MonkeyPatch, epochs: int | None = None) -
 @pytest.mark.filterwarnings("ignore:the mode is where")  # of so short a training
 def test_out_of_distribution(monkeypatch):
     shown = run("out_of_distribution", monkeypatch, epochs=2)
-    digits, scrambled = shown["held_out"][0], shown["foreign"]["scrambled"]
+    digits, scrambled = shown["held_out"][0], shown["others"]["scrambled"]
     torch.testing.assert_close(scrambled.sort(-1).values, digits.sort(-1).values)  # the same ink
     assert set(shown["held_out"][1].tolist()) == set(range(8))
     assert shown["auroc"].shape == (5, 3) and shown["auroc"].stack().between(0, 1).all()
@@ -75,7 +75,7 @@ def test_saving_and_serving(monkeypatch, capsys):
 @pytest.mark.filterwarnings("ignore::UserWarning:arviz")
 def test_posterior_analysis(monkeypatch, capsys):
     shown = run("posterior_analysis", monkeypatch, epochs=5)
-    assert set(shown["ranking"].index) == {*shown["METHODS"], "Variational Laplace, drawn"}
+    assert set(shown["ranking"].index) == {*shown["METHODS"], "Variational Laplace, sampled"}
     # The score of a rule is that of its own predictions.
     for name, prediction in shown["predictions"].items():
         total = prediction.log_likelihood().sum().item()
