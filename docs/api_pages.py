@@ -5,8 +5,10 @@
 """
 
 import inspect
+import re
 import sys
 import zlib
+from dataclasses import fields, is_dataclass
 from operator import attrgetter
 from pathlib import Path
 from textwrap import indent
@@ -94,13 +96,37 @@ def directive_of(name: str) -> str:
     if inspect.isfunction(value):
         return f".. autofunction:: pyro_dvi.{name}\n"
     if not inspect.isclass(value):
-        return f".. py:data:: {name}\n   :module: pyro_dvi\n\n{indent(documentation(name), '   ')}\n"
+        chapter, _, last = f"pyro_dvi.{name}".rpartition(".")
+        return f".. py:data:: {last}\n   :module: {chapter}\n\n{indent(documentation(name), '   ')}\n"
     kind = "exception" if issubclass(value, BaseException) else "class"
     ours = [base for base in value.__mro__[1:] if base.__module__.startswith("pyro_dvi")]
     private = [base for base in ours if base not in PUBLIC.values()]
     others = [base.__name__ for base in value.__mro__[1:] if base not in private]
     inherited = f"   :inherited-members: {', '.join(others)}\n" if private else ""
-    return f".. auto{kind}:: pyro_dvi.{name}\n   :members:\n{inherited}"
+    given = fields(value) if is_dataclass(value) else ()
+    called = ", ".join(field.name for field in given if callable(field.default))
+    excluded = f"   :exclude-members: {called}\n" if called else ""  # no methods
+    return f".. auto{kind}:: pyro_dvi.{name}\n   :members:\n{inherited}{excluded}"
+
+
+def with_readable_defaults(
+    app: Sphinx,
+    what: str,
+    name: str,
+    value: Any,
+    options: Any,
+    signature: str,
+    returned: str,
+) -> Any:
+    """Write ``Probit()`` for the factory of a data class, and ``VOGN`` for a class or function."""
+    if not signature:
+        return None
+    for field in fields(value) if is_dataclass(value) else ():
+        if inspect.isclass(field.default_factory):
+            default = f"{field.name}={field.default_factory.__name__}()"
+            signature = signature.replace(f"{field.name}=<factory>", default)
+    names = r"<(?:class|function) '?(?:\w+\.)*(\w+)'?(?: at \w+)?>"
+    return re.sub(names, r"\1", signature), returned
 
 
 class Entries(SphinxDirective):
@@ -214,5 +240,6 @@ def setup(app: Sphinx) -> dict[str, bool]:
     """Register the parts."""
     app.add_directive("entries", Entries)
     app.add_transform(LinkedCode)
+    app.connect("autodoc-process-signature", with_readable_defaults)
     app.connect("missing-reference", by_public_name, priority=900)  # after intersphinx
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -101,7 +101,7 @@ class SGDStepSize(ScaleFamily):
 
     Args:
         lr: step size :math:`\eta` of SGD on the mean loss.
-        batch_size: M.
+        batch_size: :math:`M`.
 
     Source: Unlu & Aitchison (2021), Eq. 29 (arXiv), there with the mean gradient :math:`g / M`, which is the same.
     """

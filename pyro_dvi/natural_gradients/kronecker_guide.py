@@ -130,7 +130,7 @@ class KroneckerGuide(NaturalGradientGuide):
 
     @property
     def factorised(self) -> Any:
-        """None where weights have covariances: rules of prediction that need independent weights refuse it."""
+        """None where weights have covariances; rules of prediction that need independent weights refuse it."""
         return None if self.layers else self
 
     def roots(self, weight: str) -> tuple[Tensor, Tensor]:

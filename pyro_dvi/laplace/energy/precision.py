@@ -35,7 +35,7 @@ class GGN(PrecisionMatrix):
     Status: the exact Hessian of the linearised model; differs from :class:`Hessian` by the curvature of the network.
 
     Source: Schraudolph (2002), "Fast curvature matrix-vector products"; Martens (2020), Section 9, for its link with
-        the Fisher information.
+    the Fisher information.
     """
 
     def product(self, local: LocalEnergy, vectors: Tensor) -> Tensor:

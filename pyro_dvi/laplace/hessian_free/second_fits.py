@@ -55,7 +55,7 @@ class Pointwise(Mode):
     r"""Tilt by every output at every query input in turn.
 
     .. math:: \frac{f_j(x; u_\lambda) - f_j(x; u_{-\lambda})}{2\lambda}
-        = \nabla f_j^\top P^{-1} \nabla f_k + O(\text{step}^2), \qquad u_\lambda = \arg\min_u U(u) - \lambda f_k(x; u)
+        &= \nabla f_j^\top P^{-1} \nabla f_k + O(\text{step}^2), \\ u_\lambda &= \arg\min_u U(u) - \lambda f_k(x; u)
 
     All outputs of a tilted fit together give a row of the K x K covariance.
 
@@ -96,7 +96,7 @@ class Sum(Mode):
             new fits for each query.
 
     Source: McInerney & Kallus (2024), the pre-trained variant. The paper does not divide by M; without that, the
-        result grows with the evaluation set.
+    result grows with the evaluation set.
     """
 
     inputs: Any = None
@@ -124,8 +124,8 @@ class Sum(Mode):
 class AbsoluteSum(Sum):
     r"""Tilt by the sum of absolute outputs over an evaluation set, divided by its size M, and read absolute outputs.
 
-    .. math:: r_k(u) = \frac1M \sum_j |f_k(x_j; u)|, \qquad
-        \frac{\partial |f_k(x; u_\lambda)|}{\partial\lambda} \to
+    .. math:: r_k(u) &= \frac1M \sum_j |f_k(x_j; u)|, \\
+        \frac{\partial |f_k(x; u_\lambda)|}{\partial\lambda} &\to
         \frac{s(x)}M \sum_j s(x_j) \operatorname{Cov}(f_k(x), f_k(x_j)), \quad s = \operatorname{sign} f_k
 
     Predictions of different signs are often negatively correlated; the signs then prevent cancellation.

@@ -235,8 +235,8 @@ _ROUNDING = 0.03  # corrections, relative to the step, that may be rounding
 class NewtonCG(Solver):
     r"""Newton's method with the Hessian at the mode, solved with conjugate gradients.
 
-    .. math:: u \leftarrow u - P^{-1}\,\bigl(\nabla U(u) - \lambda \nabla r(u)\bigr), \qquad
-        u_0 = \hat u + \lambda P^{-1} \nabla r(\hat u), \qquad
+    .. math:: u &\leftarrow u - P^{-1}\,\bigl(\nabla U(u) - \lambda \nabla r(u)\bigr), \\
+        u_0 &= \hat u + \lambda P^{-1} \nabla r(\hat u), \qquad
         \lambda = \text{step} / \sqrt{\nabla r^\top P^{-1} \nabla r}
 
     The strength moves r by ``step`` of its posterior standard deviations, whatever its units. Only Hessian-vector

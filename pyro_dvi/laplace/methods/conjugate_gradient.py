@@ -114,9 +114,9 @@ class PosteriorSamples(Method):
     With independent standard normal :math:`\xi, \zeta`,
 
     .. math::
-        P v_s = J^\top \Lambda^{1/2} \xi_s + \Pi^{1/2} \zeta_s, \qquad P = J^\top \Lambda J + \Pi
-        \quad\Rightarrow\quad v_s \sim \mathcal N(0, P^{-1}), \qquad
-        J_* P^{-1} J_*^\top \approx \frac1S \sum_s (J_* v_s)(J_* v_s)^\top .
+        P v_s &= J^\top \Lambda^{1/2} \xi_s + \Pi^{1/2} \zeta_s, \qquad P = J^\top \Lambda J + \Pi
+        \quad\Rightarrow\quad v_s \sim \mathcal N(0, P^{-1}), \\
+        J_* P^{-1} J_*^\top &\approx \frac1S \sum_s (J_* v_s)(J_* v_s)^\top .
 
     The right-hand sides take one pass over all data, S conjugate-gradient solves run together, and a query costs S
     products, whatever the number of outputs.
@@ -128,7 +128,7 @@ class PosteriorSamples(Method):
     could be drawn.
 
     Args:
-        num_samples: S. Antithetic pairs would not help: the estimate is even in the draws.
+        num_samples: :math:`S`. Antithetic pairs would not help: the estimate is even in the draws.
         tolerance: tolerance of the solves, see :class:`ConjugateGradient`; the default is far below the sampling error.
         max_iterations: by default ``min(10 D, 1000)``.
 

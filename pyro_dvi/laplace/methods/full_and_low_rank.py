@@ -145,9 +145,9 @@ class TopEigen(Method):
     With the diagonal prior precision :math:`\Pi` and the likelihood's curvature G,
 
     .. math::
-        \Pi^{-1/2} G\, \Pi^{-1/2} \approx U^\top \Lambda U, \qquad
-        P \approx \Pi^{1/2} (I + U^\top \Lambda U)\, \Pi^{1/2}, \qquad
-        P^{-1} \approx \Pi^{-1/2} \Bigl(I - U^\top \tfrac{\Lambda}{1+\Lambda}\, U\Bigr) \Pi^{-1/2} .
+        \Pi^{-1/2} G\, \Pi^{-1/2} &\approx U^\top \Lambda U, \qquad
+        P \approx \Pi^{1/2} (I + U^\top \Lambda U)\, \Pi^{1/2}, \\
+        P^{-1} &\approx \Pi^{-1/2} \Bigl(I - U^\top \tfrac{\Lambda}{1+\Lambda}\, U\Bigr) \Pi^{-1/2} .
 
     These are top directions of the precision, where the posterior is narrow; elsewhere it stays as wide as the prior.
     For one prior scale they are the top eigenvectors of G.
