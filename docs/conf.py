@@ -50,6 +50,7 @@ sphinx_gallery_conf = {
     "filename_pattern": r"\.py",
     "within_subsection_order": "gallery.reading_order",
     "capture_repr": (),
+    "reset_modules": ("matplotlib", "gallery.short_warnings"),
     "abort_on_example_error": True,
     "download_all_examples": False,
     "show_signature": False,
@@ -68,4 +69,6 @@ html_theme = "furo"
 html_title = f"pyro-dvi {release}"
 html_static_path = ["layout.css"]
 html_css_files = ["layout.css"]
-pygments_dark_style = "github-dark"  # the default underlines modules as if they were links
+pygments_dark_style = (
+    "github-dark"  # the default underlines modules as if they were links
+)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stays on one line and what may break, in the pages; ``layout.css`` has the rest of their layout."""
+"""What stays on one line, what may break, and captions; ``layout.css`` has the rest of the pages' layout."""
 
 import re
 from pathlib import Path
@@ -14,48 +14,60 @@ from sphinx_gallery.directives import imgsgnode
 TOGETHER = re.compile(r"(?<=\d) (?=%)| (?=± )|(?<=±) ")  # "95 %" and "0.75 ± 0.04"
 # Code in a cell may break behind these, and before the words of a CamelCase name.
 BREAKS = re.compile(r"(?<=[/_.:=(,])(?=\w{3})|(?<=[a-z])(?=[A-Z][a-z])")
-SHORT, LONG, LONGER = 20, 25, 70  # characters of cells; short ones with numbers do not break
+# Lengths of cells: a number up to the first does not break, texts beyond the others have a least width.
+SHORT, LONG, LONGER = 20, 25, 70
 WIDE = 900  # pixels of a figure whose text cannot be read when it is as narrow as a phone
+AS_THEY_ARE = nodes.literal | nodes.literal_block | nodes.math | nodes.raw
 
 
-class Lines(SphinxPostTransform):
-    """Keep numbers together with their errors, let code in tables break, and let wide figures scroll."""
+class Layout(SphinxPostTransform):
+    """Keep numbers beside their errors, let code in tables break, and give figures captions and boxes to scroll."""
 
     default_priority = 700
     formats = ("html",)
 
     def run(self, **kwargs: Any) -> None:
         for text in list(self.document.findall(nodes.Text)):
-            if not isinstance(text.parent, nodes.literal | nodes.literal_block | nodes.math | nodes.raw):
-                kept = TOGETHER.sub("\u00a0", text)
-                if kept != text:
-                    text.parent.replace(text, nodes.Text(kept))
+            kept = TOGETHER.sub("\u00a0", text)
+            if kept != text and not isinstance(text.parent, AS_THEY_ARE):
+                text.parent.replace(text, nodes.Text(kept))
         for cell in self.document.findall(nodes.entry):
             self.lay_out(cell)
-        for image in [*self.document.findall(nodes.image), *self.document.findall(imgsgnode)]:
-            width, _ = imagesize.get(Path(self.app.srcdir, image["uri"].lstrip("/")))
-            if width >= WIDE:
-                alone = isinstance(image.parent, nodes.paragraph) and len(image.parent) == 1
-                shown = image.parent if alone else image
-                shown.replace_self(nodes.container("", image.deepcopy(), classes=["wide-figure"]))
+        for kind in (nodes.image, imgsgnode):
+            for image in list(self.document.findall(kind)):
+                self.frame(image)
 
     def lay_out(self, cell: nodes.entry) -> None:
         """Set the class of a cell by its length, and where its code may break."""
-        said = cell.astext()
-        if len(said) > LONG:
-            cell["classes"].append("longer" if len(said) > LONGER else "long")
-        elif len(said) <= SHORT and re.search(r"\d", said):
+        length = len(cell.astext())
+        if length > LONG:
+            cell["classes"].append("longer" if length > LONGER else "long")
+        elif length <= SHORT and re.search(r"\d", cell.astext()):
             cell["classes"].append("short")
         for literal in list(cell.findall(nodes.literal)):
-            pieces = BREAKS.split(literal.astext())
-            literal.clear()
-            for piece in pieces:
-                if len(literal):
-                    literal += nodes.raw("", "<wbr>", format="html")
+            first, *further = BREAKS.split(literal.astext())
+            literal.children = []
+            literal += nodes.Text(first)
+            for piece in further:
+                literal += nodes.raw("", "<wbr>", format="html")
                 literal += nodes.Text(piece)
+
+    def frame(self, image: nodes.Element) -> None:
+        """Put a wide image into a box, and make the text of one that is a paragraph its caption."""
+        width, _ = imagesize.get(Path(self.app.srcdir, image["uri"].lstrip("/")))
+        framed = image.deepcopy()
+        if width >= WIDE:
+            framed = nodes.container("", framed, classes=["wide-figure"])
+        paragraph = image.parent
+        if isinstance(paragraph, nodes.paragraph) and len(paragraph) == 1:
+            caption = nodes.caption("", TOGETHER.sub("\u00a0", image.get("alt", "")))
+            name = nodes.make_id(Path(image["uri"]).stem)
+            paragraph.replace_self(nodes.figure("", framed, caption, ids=[name]))
+        elif width >= WIDE:
+            image.replace_self(framed)
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
     """Register the transform."""
-    app.add_post_transform(Lines)
+    app.add_post_transform(Layout)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -139,7 +139,7 @@ def report(rows: list[Row], folder: Path) -> str:
         cells = ["{:+.4f}; {:.4f}; {:.4f}".format(*numbers) for numbers in found]
         lines.append([f"`{name}`", *cells, f"{min(numbers[3] for numbers in found):.2f}"])
     about = (
-        f"{EXAMPLES} examples, mean logits of deviation 1.5, reference by 2^17 draws in antithetic pairs (2^15 for 100 "
+        f"{EXAMPLES} examples, mean logits of deviation 1.5, reference by 2¹⁷ draws in antithetic pairs (2¹⁵ for 100 "
         "classes)."
     )
     text = [

@@ -207,7 +207,7 @@ def report(rows: list[Row], folder: Path) -> str:
         "Over predict: median over rounds of the paired ratio of times, with its range; above 1, `predict` is the "
         "faster. Difference: of the averaged outputs from those of `predict`, root mean square in Monte-Carlo standard "
         "errors of a difference (about 1 if both are right). Memory: peak above a process that holds model, guide and "
-        "inputs.\n\n" + table(["case", "", "s", "over predict", "range", "difference", "MiB"], lines)
+        "inputs.\n\n" + table(["case", "call", "s", "over predict", "range", "difference", "MiB"], lines)
     )
 
 

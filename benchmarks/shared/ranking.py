@@ -98,7 +98,7 @@ def report(rows: list[Row], folder: Path) -> str:
     text = [provenance("ranking", rows), _summary(tests, tasks)]
     for task in tasks:
         of_task = [row for row in rows if row["task"] == task]
-        text += [f"### {task}", _scores(of_task), _failed(of_task), _settings(of_task)]
+        text += [f"### {task[0].upper()}{task[1:]}", _scores(of_task), _failed(of_task), _settings(of_task)]
     return "\n\n".join(filter(None, text))
 
 
@@ -110,7 +110,7 @@ def _summary(tests: list[Row], tasks: list[str]) -> str:
             _difference(_by_seed(tests, task, name, read), _by_seed(tests, task, "MAP")) for task in tasks
         ]
         lines.append([name, *cells])
-    return table(["NLL, less MAP's", *tasks], lines).rstrip()
+    return table(["NLL, less MAP's", *tasks], [line for line in lines if any(line[1:])]).rstrip()
 
 
 def _scores(rows: list[Row]) -> str:
@@ -129,8 +129,16 @@ def _scores(rows: list[Row]) -> str:
         cells = [mean_sd(list(nll.values())), _difference(nll, point), mean_sd(stopped) if stopped else None]
         tuned_as = CONTESTANTS[read.method].like or read.method
         lines.append([name + " (an end)" * (tuned_as in ends), *cells, *others, f"{costs[read.method]:.1f}"])
-    header = ["method", "NLL", "less MAP's", "NLL, early stopping", *names, "training, × MAP's"]
+    header = ["method", "NLL", "less MAP's", "NLL, early stopping", *map(_title, names), "training, × MAP's"]
     return table(header, lines).rstrip()
+
+
+def _title(name: str) -> str:
+    """Return the name of a score as it is written, such as ECE."""
+    words = {"coverage_95": "95 % coverage", "brier": "Brier", "auroc": "AUROC,"}
+    return " ".join(
+        words.get(word, word.upper() if word in ("ece", "rmse", "nll,") else word) for word in name.split()
+    )
 
 
 def _at_ends(row: Row) -> list[str]:
