@@ -16,12 +16,13 @@ from typing import Any
 
 from docutils import nodes
 from docutils.statemachine import StringList
-from sphinx.addnodes import pending_xref
+from sphinx.addnodes import desc_signature, pending_xref
 from sphinx.application import Sphinx
 from sphinx.domains.python import PythonDomain
 from sphinx.environment import BuildEnvironment
 from sphinx.pycode import ModuleAnalyzer
 from sphinx.transforms import SphinxTransform
+from sphinx.transforms.post_transforms import SphinxPostTransform
 from sphinx.util.docutils import SphinxDirective
 
 import pyro_dvi
@@ -188,6 +189,23 @@ class LinkedCode(SphinxTransform):
             link += literal
 
 
+class ShorterAnchors(SphinxPostTransform):
+    """Anchors that lack chapters, ``pyro_dvi.Sum``: pages of source code link back to some of these."""
+
+    default_priority = 800
+
+    def run(self, **kwargs: Any) -> None:
+        signatures = list(self.document.findall(desc_signature))
+        taken = {name for signature in signatures for name in signature["ids"]}
+        for signature in signatures:
+            chapters = (signature.get("module") or "").split(".")
+            for length in range(1, len(chapters)):
+                name = ".".join([*chapters[:length], signature["fullname"]])
+                if name not in taken:
+                    signature["ids"].append(name)
+                    taken.add(name)
+
+
 def by_public_name(
     app: Sphinx, env: BuildEnvironment, node: pending_xref, content: nodes.TextElement
 ) -> Any:
@@ -240,6 +258,7 @@ def setup(app: Sphinx) -> dict[str, bool]:
     """Register the parts."""
     app.add_directive("entries", Entries)
     app.add_transform(LinkedCode)
+    app.add_post_transform(ShorterAnchors)
     app.connect("autodoc-process-signature", with_readable_defaults)
     app.connect("missing-reference", by_public_name, priority=900)  # after intersphinx
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -15,7 +15,7 @@ TOGETHER = re.compile(r"(?<=\d) (?=%)| (?=± )|(?<=±) ")  # "95 %" and "0.75 ±
 # Code in a cell may break behind these, and before the words of a CamelCase name.
 BREAKS = re.compile(r"(?<=[/_.:=(,])(?=\w{3})|(?<=[a-z])(?=[A-Z][a-z])")
 # Lengths of cells: a number up to the first does not break, texts beyond the others have a least width.
-SHORT, LONG, LONGER = 20, 25, 70
+SHORT, LONG, LONGER = 22, 25, 70
 WIDE = 900  # pixels of a figure whose text cannot be read when it is as narrow as a phone
 AS_THEY_ARE = nodes.literal | nodes.literal_block | nodes.math | nodes.raw
 
@@ -61,7 +61,7 @@ class Layout(SphinxPostTransform):
         paragraph = image.parent
         if isinstance(paragraph, nodes.paragraph) and len(paragraph) == 1:
             caption = nodes.caption("", TOGETHER.sub("\u00a0", image.get("alt", "")))
-            name = nodes.make_id(Path(image["uri"]).stem)
+            name = nodes.make_id(f"figure-{Path(image['uri']).stem}")
             paragraph.replace_self(nodes.figure("", framed, caption, ids=[name]))
         elif width >= WIDE:
             image.replace_self(framed)
