@@ -5,8 +5,10 @@
 """
 
 import inspect
+import re
 import sys
 import zlib
+from dataclasses import fields, is_dataclass
 from operator import attrgetter
 from pathlib import Path
 from textwrap import indent
@@ -14,12 +16,13 @@ from typing import Any
 
 from docutils import nodes
 from docutils.statemachine import StringList
-from sphinx.addnodes import pending_xref
+from sphinx.addnodes import desc_signature, pending_xref
 from sphinx.application import Sphinx
 from sphinx.domains.python import PythonDomain
 from sphinx.environment import BuildEnvironment
 from sphinx.pycode import ModuleAnalyzer
 from sphinx.transforms import SphinxTransform
+from sphinx.transforms.post_transforms import SphinxPostTransform
 from sphinx.util.docutils import SphinxDirective
 
 import pyro_dvi
@@ -94,13 +97,37 @@ def directive_of(name: str) -> str:
     if inspect.isfunction(value):
         return f".. autofunction:: pyro_dvi.{name}\n"
     if not inspect.isclass(value):
-        return f".. py:data:: {name}\n   :module: pyro_dvi\n\n{indent(documentation(name), '   ')}\n"
+        chapter, _, last = f"pyro_dvi.{name}".rpartition(".")
+        return f".. py:data:: {last}\n   :module: {chapter}\n\n{indent(documentation(name), '   ')}\n"
     kind = "exception" if issubclass(value, BaseException) else "class"
     ours = [base for base in value.__mro__[1:] if base.__module__.startswith("pyro_dvi")]
     private = [base for base in ours if base not in PUBLIC.values()]
     others = [base.__name__ for base in value.__mro__[1:] if base not in private]
     inherited = f"   :inherited-members: {', '.join(others)}\n" if private else ""
-    return f".. auto{kind}:: pyro_dvi.{name}\n   :members:\n{inherited}"
+    given = fields(value) if is_dataclass(value) else ()
+    called = ", ".join(field.name for field in given if callable(field.default))
+    excluded = f"   :exclude-members: {called}\n" if called else ""  # no methods
+    return f".. auto{kind}:: pyro_dvi.{name}\n   :members:\n{inherited}{excluded}"
+
+
+def with_readable_defaults(
+    app: Sphinx,
+    what: str,
+    name: str,
+    value: Any,
+    options: Any,
+    signature: str,
+    returned: str,
+) -> Any:
+    """Write ``Probit()`` for the factory of a data class, and ``VOGN`` for a class or function."""
+    if not signature:
+        return None
+    for field in fields(value) if is_dataclass(value) else ():
+        if inspect.isclass(field.default_factory):
+            default = f"{field.name}={field.default_factory.__name__}()"
+            signature = signature.replace(f"{field.name}=<factory>", default)
+    names = r"<(?:class|function) '?(?:\w+\.)*(\w+)'?(?: at \w+)?>"
+    return re.sub(names, r"\1", signature), returned
 
 
 class Entries(SphinxDirective):
@@ -162,6 +189,23 @@ class LinkedCode(SphinxTransform):
             link += literal
 
 
+class ShorterAnchors(SphinxPostTransform):
+    """Anchors that lack chapters, ``pyro_dvi.Sum``: pages of source code link back to some of these."""
+
+    default_priority = 800
+
+    def run(self, **kwargs: Any) -> None:
+        signatures = list(self.document.findall(desc_signature))
+        taken = {name for signature in signatures for name in signature["ids"]}
+        for signature in signatures:
+            chapters = (signature.get("module") or "").split(".")
+            for length in range(1, len(chapters)):
+                name = ".".join([*chapters[:length], signature["fullname"]])
+                if name not in taken:
+                    signature["ids"].append(name)
+                    taken.add(name)
+
+
 def by_public_name(
     app: Sphinx, env: BuildEnvironment, node: pending_xref, content: nodes.TextElement
 ) -> Any:
@@ -214,5 +258,7 @@ def setup(app: Sphinx) -> dict[str, bool]:
     """Register the parts."""
     app.add_directive("entries", Entries)
     app.add_transform(LinkedCode)
+    app.add_post_transform(ShorterAnchors)
+    app.connect("autodoc-process-signature", with_readable_defaults)
     app.connect("missing-reference", by_public_name, priority=900)  # after intersphinx
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -6,7 +6,6 @@ pair works, warns or is refused; what warnings and errors say is quoted below th
 """
 
 import math
-import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -103,11 +102,6 @@ RULES: dict[str, Any] = {
 }
 
 
-def breakable(name: str) -> str:
-    """Return a name that may be broken between its words, so that tables fit on a page."""
-    return re.sub(r"(?<=[a-z_.(])(?=[A-Z(])", "\u200b", name)
-
-
 @dataclass
 class Table:
     """Pairs that were tried, and what each said: nothing where it works, or its warning or error."""
@@ -122,12 +116,12 @@ class Table:
             list(dict.fromkeys(keys)) for keys in zip(*self.cells, strict=True)
         )
         lines = [
-            [self.corner, *map(breakable, columns)],
+            [self.corner, *(f"`{column}`" for column in columns)],
             ["---"] * (len(columns) + 1),
         ]
         for row in rows:
             lines.append(
-                [breakable(row), *(self._cell(row, column, notes) for column in columns)]
+                [f"`{row}`", *(self._cell(row, column, notes) for column in columns)]
             )
         return f"## {self.title}\n\n" + "".join(
             f"| {' | '.join(line)} |\n" for line in lines

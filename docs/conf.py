@@ -5,7 +5,7 @@ import sys
 from importlib.metadata import version as _version
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))  # gallery, api_pages
+sys.path.insert(0, str(Path(__file__).parent))  # gallery, api_pages, layout
 
 from api_pages import inventories  # noqa: E402
 
@@ -25,6 +25,7 @@ extensions = [
     "sphinx_gallery.gen_gallery",
     "api_pages",
     "compatibility",
+    "layout",
 ]
 exclude_patterns = ["_build", "generated"]
 intersphinx_mapping = inventories()  # from inventories.txt: a build needs no network
@@ -49,6 +50,7 @@ sphinx_gallery_conf = {
     "filename_pattern": r"\.py",
     "within_subsection_order": "gallery.reading_order",
     "capture_repr": (),
+    "reset_modules": ("matplotlib", "gallery.short_warnings"),
     "abort_on_example_error": True,
     "download_all_examples": False,
     "show_signature": False,
@@ -65,3 +67,8 @@ copybutton_prompt_is_regexp = True
 
 html_theme = "furo"
 html_title = f"pyro-dvi {release}"
+html_static_path = ["layout.css"]
+html_css_files = ["layout.css"]
+pygments_dark_style = (
+    "github-dark"  # the default underlines modules as if they were links
+)

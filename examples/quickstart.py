@@ -314,8 +314,8 @@ def main(arguments: list[str] | None = None) -> dict[str, dict[str, Row]]:
     picture, file = options.output_dir / "quickstart.png", options.output_dir / "posterior.nc"
     torch.set_num_threads(1)  # networks this small are slower with more
 
-    figure = plt.figure(figsize=(13, 4.4), layout="constrained")
-    parts: Any = figure.subfigures(1, 2, width_ratios=(3, 1.3))
+    figure = plt.figure(figsize=(9, 6.4), layout="constrained")
+    parts: Any = figure.subfigures(2, 1, height_ratios=(3, 2))
     axes = parts[0].subplots(1, 3, sharex=True, sharey=True)
     print("curve: training, Laplace, then Monte Carlo")
     data, predicted, _ = curves(options.seed, options.epochs, options.draws)
@@ -326,7 +326,7 @@ def main(arguments: list[str] | None = None) -> dict[str, dict[str, Row]]:
         dvi.plots.regression_band(line, predict(line), data=data.train, ax=ax)
         ax.set(title=name, xlabel="", ylabel="", ylim=(-3, 3))
         ax.get_legend().remove()
-    axes[0].legend(loc="lower right", fontsize="x-small")
+    parts[0].legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     parts[0].suptitle("A curve with a gap: mean, posterior and noise (two standard deviations)")
 
     training = Training(noisy_digits(options.seed), options.epochs or 120, options.device)
@@ -338,10 +338,10 @@ def main(arguments: list[str] | None = None) -> dict[str, dict[str, Row]]:
         scores["digits"] |= rows
         if name == "Variational Laplace":
             dvi.to_arviz(model, guide, training.data.test, sites=["net.2.bias"]).to_netcdf(file)
-    shown = {name: {key: row[key] for key in ("nll", "auroc")} for name, row in scores["digits"].items()}
-    dvi.plots.compare(shown, axes=parts[1].subplots(2, 1))
+    shown = {name: {"NLL": row["nll"], "AUROC": row["auroc"]} for name, row in scores["digits"].items()}
+    dvi.plots.compare(shown, axes=parts[1].subplots(1, 2, sharey=True))
     parts[1].suptitle("Noisy digits")
-    figure.savefig(picture, dpi=110)
+    figure.savefig(picture, dpi=160)
     plt.close(figure)
     print_tables(scores)
     print(f"\nFigure: {picture}\nPosterior for ArviZ: az.from_netcdf({str(file)!r})")

@@ -18,6 +18,7 @@ from itertools import pairwise
 from math import sqrt
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import torch
 from scipy.stats import spearmanr
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 
 from benchmarks.laplace.four_regressions import NOISE, TASKS, Task, Training, measured, trained
 from benchmarks.shared.benchmark import Benchmark, Budget, Row, Settings
+from benchmarks.shared.figures import COLOURS
 from benchmarks.shared.tables import provenance, table
 from pyro_dvi.bayesian import regressor, to_bayesian_
 from pyro_dvi.errors import DviWarning, PyroDviError
@@ -36,13 +38,13 @@ from pyro_dvi.predictive.metrics import coverage, crps_gaussian
 
 PRIOR_VARIANCE, RATE, NOISES, BATCH, DRAWS = 3.0, 5e-3, (0.05, 0.07, 0.1, 0.15, 0.2, 0.3), 32, 100
 STEPS, TUNING_STEPS = 5000, 300
-DRAWN = {
-    "exact": "k-",
-    "Newton, pointwise": "C0o",
-    "GGN": "C1--",
-    "as printed, pointwise": "C3^-",
-    "less an untilted fit, pointwise": "C2s-",
-    "less an untilted fit, in-sample": "C4v-",
+DRAWN: dict[str, dict[str, Any]] = {
+    "exact": {"color": "black"},
+    "Newton, pointwise": {"color": COLOURS[0], "marker": "o", "linestyle": ""},
+    "GGN": {"color": COLOURS[1], "linestyle": "--"},
+    "as printed, pointwise": {"color": COLOURS[4], "marker": "^"},
+    "less an untilted fit, pointwise": {"color": COLOURS[2], "marker": "s"},
+    "less an untilted fit, in-sample": {"color": COLOURS[3], "marker": "v"},
 }
 AT_MINIMUM: dict[str, Method] = {
     "exact": Dense(Hessian()),
@@ -157,9 +159,8 @@ def report(rows: list[Row], folder: Path) -> str:
     first = min(row["seed"] for row in rows if "failure" not in row)
     _draw([row for row in rows if row["seed"] == first and "failure" not in row], folder / "hfl_table1.png")
     parts += [
-        "![Standard deviations by input](hfl_table1.png)",
-        f"Standard deviation of the function at each input, seed {first}; for negative differences, the square root "
-        "of the magnitude. Grey: out of distribution.",
+        f"![Standard deviation of the function at each input, seed {first}; for negative differences, the square root "
+        "of the magnitude. Grey: out of distribution](hfl_table1.png)",
     ]
     return "\n\n".join(part.rstrip() for part in parts)
 
@@ -171,19 +172,18 @@ def _draw(rows: list[Row], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(
-        1, len(rows), figsize=(3.3 * len(rows), 3.2), layout="constrained", squeeze=False
-    )
-    for axis, row in zip(axes[0], rows, strict=True):
+    figure, axes = plt.subplots(-(-len(rows) // 2), 2, figsize=(9, 6.4), layout="constrained", squeeze=False)
+    for axis, row in zip(axes.flat, rows, strict=False):
         x, inside = next(task for task in TASKS if task.name == row["task"]).test_inputs(16)
         for start, stop in [(a, b) for a, b in pairwise(x[:, 0].tolist())]:
             if not bool(inside[(x[:, 0] >= start) & (x[:, 0] <= stop)].all()):
                 axis.axvspan(start, stop, color="0.92", linewidth=0)
         for method, style in DRAWN.items():
             deviation = torch.tensor(row["methods"][method]["variance"]).abs().sqrt()
-            axis.plot(x[:, 0], deviation, style, label=method, markersize=3)
+            axis.plot(x[:, 0], deviation, label=method, markersize=4, **style)
         axis.set(title=row["task"], xlabel="input", yscale="log")
-    axes[0][0].set_ylabel("standard deviation of the function")
+    for axis in axes[:, 0]:
+        axis.set_ylabel("standard deviation of the function")
     figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
     figure.savefig(path, dpi=110)
     plt.close(figure)

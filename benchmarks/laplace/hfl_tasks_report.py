@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tables and figure of hfl_tasks.py."""
 
+import re
 from pathlib import Path
 from statistics import mean, median
+from textwrap import fill
 from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
 
 from benchmarks.shared.benchmark import Row
+from benchmarks.shared.figures import COLOURS
 from benchmarks.shared.tables import provenance, table
 
-BLUE, ORANGE, GREY = "#0072B2", "#E69F00", "#555555"
+BLUE, ORANGE, *_ = COLOURS
+GREY = "#555555"
 POINTWISE, CG, SINGLE = "HFL pointwise", "conjugate gradients, Hessian", "HFL pointwise, float32"
 PANELS = ("dense Hessian", "dense GGN", POINTWISE, "64 posterior samples, GGN", "HFL sum", "HFL in-sample")
 
@@ -48,9 +52,8 @@ def report(rows: list[Row], folder: Path) -> str:
         _refusals(rows),
         "## Work",
         _work(rows),
-        "![Bands](hfl_tasks.png)",
-        "Bands of two standard deviations of the function (without noise), seed 0; grey where a mode of HFL gives a "
-        "negative variance.",
+        "![Bands of two standard deviations of the function (without noise), seed 0; grey where a mode of HFL gives a "
+        "negative variance](hfl_tasks.png)",
     ]
     return "\n\n".join(part.rstrip() for part in parts)
 
@@ -121,13 +124,19 @@ def _refusals(rows: list[Row]) -> str:
     lines = []
     for row in rows:
         said = row["training"]
-        answers = [_first_clause(said[key]) for key in ("by_default", "when_accepted")]
+        answers = [_in_short(said[key]) for key in ("by_default", "when_accepted")]
         lines.append([row["task"], row["seed"], said["negative_eigenvalues"], *answers])
     return table(["task", "seed", "negative eigenvalues", "by default", "with `unconverged='accept'`"], lines)
 
 
-def _first_clause(text: str) -> str:
-    return text.split(". ")[0].split(", which is not above")[0]
+def _in_short(text: str) -> str:
+    """Return the name of an error, with the curvature or the number of fits that it reports."""
+    name, _, said = text.partition(": ")
+    if found := re.search(r"d'd = (\S+),", said):
+        return f"{name}: curvature {found[1]}"
+    if found := re.search(r"did not find (\d+ of \d+) tilted minima", said):
+        return f"{name}: {found[1]} minima not found"
+    return name
 
 
 def _work(rows: list[Row]) -> str:
@@ -147,40 +156,39 @@ def _work(rows: list[Row]) -> str:
 
 
 def figure(rows: list[Row], path: Path) -> None:
-    """Draw the bands of one seed: tasks by methods."""
+    """Draw the bands of one seed: methods by tasks."""
     if not rows:
         return
     fig, axes = plt.subplots(
-        len(rows),
         len(PANELS),
-        figsize=(2.3 * len(PANELS), 1.9 * len(rows)),
-        sharex="row",
-        sharey="row",
+        len(rows),
+        figsize=(2.3 * len(rows), 1.4 * len(PANELS)),
+        sharex="col",
+        sharey="col",
         squeeze=False,
+        layout="constrained",
     )
-    for line, row in zip(axes, rows, strict=True):
+    for column, row in zip(axes.T, rows, strict=True):
         picture = row["picture"]
         x, centre = np.array(picture["x"]), np.array(picture["mean"])
-        for ax, method in zip(line, PANELS, strict=True):
+        for ax, method in zip(column, PANELS, strict=True):
             variance = np.array(row["methods"][method]["band"])
             width = 2 * np.sqrt(np.where(variance < 0, np.nan, variance))
-            ax.plot(picture["data_x"], picture["data_y"], ".", color=GREY, markersize=1.5, zorder=1)
+            ax.plot(
+                picture["data_x"], picture["data_y"], ".", color=GREY, markersize=1.5, zorder=1, label="data"
+            )
             ax.fill_between(x, centre - width, centre + width, color=BLUE, alpha=0.35, linewidth=0)
-            ax.plot(x, picture["truth"], color=ORANGE, linewidth=1.2, linestyle="--")
-            ax.plot(x, centre, color=BLUE, linewidth=1.2)
+            ax.plot(x, picture["truth"], color=ORANGE, linewidth=1.2, linestyle="--", label="truth")
+            ax.plot(x, centre, color=BLUE, linewidth=1.2, label="mode ± 2 sd")
             lowest, highest = min(picture["truth"]), max(picture["truth"])
             for start, stop in _runs(variance < 0):
                 ax.axvspan(x[start], x[stop], color="0.85", zorder=0, linewidth=0)
             ax.set_ylim(lowest - 1.2, highest + 1.2)
-            ax.tick_params(labelsize=7)
-        line[0].set_ylabel(row["task"], fontsize=8)
-    for ax, method in zip(axes[0], PANELS, strict=True):
-        ax.set_title(method, fontsize=8)
-    axes[0, 0].plot([], [], color=ORANGE, linestyle="--", linewidth=1.2, label="truth")
-    axes[0, 0].plot([], [], color=BLUE, linewidth=1.2, label="mode ± 2 sd")
-    axes[0, 0].plot([], [], ".", color=GREY, markersize=3, label="data")
-    axes[0, 0].legend(fontsize=6, loc="upper center", frameon=False)
-    fig.tight_layout()
+            ax.tick_params(labelsize=8)
+        column[0].set_title(row["task"], fontsize=9)
+    for ax, method in zip(axes[:, 0], PANELS, strict=True):
+        ax.set_ylabel(fill(method, 15), fontsize=9)
+    fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
     fig.savefig(path, dpi=130)
     plt.close(fig)
 

@@ -8,6 +8,7 @@ error, and the covariance is positive definite. Work is counted in gradients of 
 relative to the training in the same process.
 """
 
+import re
 import time
 import warnings
 from collections.abc import Callable
@@ -283,19 +284,26 @@ def report(rows: list[Row], folder: Path) -> str:
             f"{row['work']:,}",
             f"{row['time']:.2f}",
             row["ended"],
-            row["warned"],
+            _in_short(row["warned"]),
         ]
         for row in rows
     ]
     return (
         f"# From a trained network to its Laplace approximation\n\nEach network is trained for {STEPS} steps of Adam; "
         "then `polish` and `fit` run with default arguments. Work is the number of full-data gradients of `polish`; "
-        "time is the time of `polish` and `fit`, relative to training. "
+        "time is the time of `polish` and `fit`, relative to training; sd means posterior standard deviations. "
         f"{provenance('laplace_modes', rows)}\n\n"
         + table(["problems", "succeeded", "median work", "largest", "median time", "largest"], summary)
         + "\n"
         + table(["problem", "D", "work", "time", "outcome", "warnings"], each)
     )
+
+
+def _in_short(warned: str) -> str:
+    """Return why polish ended, and how far the minimum is, of what was said in the warnings."""
+    reasons = re.findall(r"polish: ([^;]*);", warned)
+    distances = re.findall(r"the minimum is (\S+) posterior", warned)
+    return "; ".join([*reasons, *(f"the minimum is {distance} sd away" for distance in distances)])
 
 
 BENCHMARK = Benchmark(

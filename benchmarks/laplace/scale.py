@@ -86,7 +86,7 @@ def report(rows: list[Row], folder: Path) -> str:
     ]
     return (
         f"# ResNet-18: posterior samples\n\n{provenance('laplace_scale', rows)} Torchvision's ResNet-18 with a 3 x 3 "
-        f"stem, random images in batches of {BATCH_SIZE}, N(0, {PRIOR_SCALE}^2) priors, tolerance {TOLERANCE}; the "
+        f"stem, random images in batches of {BATCH_SIZE}, N(0, {PRIOR_SCALE}²) priors, tolerance {TOLERANCE}; the "
         f"covariance is computed for the 10 logits of each of {NUM_QUERIES} inputs.\n\n"
         + table([head, *(f"{row['images']} images, {row['draws']} posterior samples" for row in rows)], lines)
     )

@@ -139,8 +139,8 @@ def report(rows: list[Row], folder: Path) -> str:
         cells = ["{:+.4f}; {:.4f}; {:.4f}".format(*numbers) for numbers in found]
         lines.append([f"`{name}`", *cells, f"{min(numbers[3] for numbers in found):.2f}"])
     about = (
-        f"{EXAMPLES} examples; the mean logits have a standard deviation of 1.5. The reference uses 2^17 samples in "
-        "antithetic pairs (2^15 for 100 classes)."
+        f"{EXAMPLES} examples; the mean logits have a standard deviation of 1.5. The reference uses 2¹⁷ samples in "
+        "antithetic pairs (2¹⁵ for 100 classes)."
     )
     text = [
         provenance("gaussian_logits", rows),

@@ -157,14 +157,15 @@ def scored(scores: Scores, score: str) -> str:
 
 def seeds(scores: Scores) -> str:
     """Mean over folds, then mean and standard deviation over seeds, where there are several."""
-    lines = []
-    for name in scores.sets:
-        cells = []
-        for _, method, what in scores.columns:
-            means = [mean(folds) for folds in scores.by_seed(name, method, what, "log_likelihood")]
-            cells.append(mean_sd(means) if len(means) > 1 else None)
-        lines += [[name, *cells]] if any(cells) else []
-    return table(["set", *(heading for heading, _, _ in scores.columns)], lines) if lines else ""
+    columns: dict[str, list[str | None]] = {}
+    for heading, method, what in scores.columns:
+        found = [scores.by_seed(name, method, what, "log_likelihood") for name in scores.sets]
+        cells = [mean_sd([mean(folds) for folds in own]) if len(own) > 1 else None for own in found]
+        columns |= {heading: cells} if any(cells) else {}
+    lines = [
+        [name, *cells] for name, *cells in zip(scores.sets, *columns.values(), strict=True) if any(cells)
+    ]
+    return table(["set", *columns], lines) if lines else ""
 
 
 def reproduction(scores: Scores) -> str:

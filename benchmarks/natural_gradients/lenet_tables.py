@@ -53,7 +53,10 @@ def text(rows: list[Row], recipes: list[str], folder: Path, draws: int) -> str:
         parts += [f"### {data}: {num_train:,} images, {epochs} epochs", *_tables(tests)]
         if tests and set(DRAWN) & tests.keys():
             drawings = {"entropies": _draw_entropies, "calibration": _draw_calibration}
-            titles = {"entropies": "Predictive entropies", "calibration": "Calibration curves"}
+            titles = {
+                "entropies": "Predictive entropies of test images and of out-of-distribution images",
+                "calibration": "Accuracy by confidence, over the images of all seeds; dashed: perfect calibration",
+            }
             for kind, draw in drawings.items():
                 name = f"vogn_lenet_{kind}_{data}_{num_train}.png"
                 draw(tests, folder / name)
@@ -132,9 +135,15 @@ def _draw_entropies(tests: dict[str, list[Row]], path: Path) -> None:
 
     recipes = [recipe for recipe in DRAWN if recipe in tests]
     figure, axes = plt.subplots(
-        1, len(recipes), figsize=(3.6 * len(recipes), 3.2), sharey=True, layout="constrained", squeeze=False
+        -(-len(recipes) // 2),
+        2,
+        figsize=(9, 5.4),
+        sharex=True,
+        sharey=True,
+        layout="constrained",
+        squeeze=False,
     )
-    for ax, recipe in zip(axes[0], recipes, strict=True):
+    for ax, recipe in zip(axes.flat, recipes, strict=False):
         kinds = [key for key in tests[recipe][0] if key.startswith("entropies")]
         for kind, colour in zip(kinds, ("#0072B2", "#D55E00", "#009E73"), strict=False):
             shares: Any = [mean(values) for values in zip(*(row[kind] for row in tests[recipe]), strict=True)]
@@ -142,8 +151,9 @@ def _draw_entropies(tests: dict[str, list[Row]], path: Path) -> None:
             label = kind.removeprefix("entropies ").replace("inside", "test images")
             ax.stairs(shares, edges, color=colour, fill=True, alpha=0.25)
             ax.stairs(shares, edges, color=colour, label=label)
-        ax.set(title=recipe, xlabel="entropy of the prediction, nats")
-    axes[0][0].set_ylabel("share of images, mean over seeds")
+        ax.set_title(recipe)
+    figure.supxlabel("entropy of the prediction, nats")
+    figure.supylabel("share of images, mean over seeds")
     axes[0][0].legend(frameon=False)
     figure.savefig(path, dpi=110)
     plt.close(figure)
@@ -157,11 +167,14 @@ def _draw_calibration(tests: dict[str, list[Row]], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, ax = plt.subplots(figsize=(4.2, 3.8), layout="constrained")
-    for recipe, colour in zip(DRAWN, ("#000000", "#E69F00", "#0072B2", "#009E73"), strict=True):
+    styles = (("#000000", "o"), ("#E69F00", "s"), ("#0072B2", "^"), ("#009E73", "v"))
+    for recipe, (colour, marker) in zip(DRAWN, styles, strict=True):
         if recipe in tests:
             sums = torch.tensor([row["calibration"] for row in tests[recipe]]).sum(0)
             count, confidence, accuracy = sums[:, sums[0] >= FEWEST]
-            ax.plot(confidence / count, accuracy / count, "o-", color=colour, markersize=3, label=recipe)
+            ax.plot(
+                confidence / count, accuracy / count, color=colour, marker=marker, markersize=4, label=recipe
+            )
     ax.plot([0, 1], [0, 1], "--", color="grey", linewidth=0.8)
     ax.set(xlabel="confidence", ylabel="accuracy")
     ax.legend(frameon=False)

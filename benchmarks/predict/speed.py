@@ -208,7 +208,7 @@ def report(rows: list[Row], folder: Path) -> str:
         "`predict` is faster. Difference: root mean squared difference of the averaged outputs from `predict`, in "
         "Monte Carlo standard errors (about 1 if both are right). Memory: peak in addition to a process that holds "
         "model, guide and inputs.\n\n"
-        + table(["case", "", "s", "relative to predict", "range", "difference", "MiB"], lines)
+        + table(["case", "call", "s", "relative to predict", "range", "difference", "MiB"], lines)
     )
 
 

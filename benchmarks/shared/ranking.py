@@ -107,7 +107,7 @@ def report(rows: list[Row], folder: Path) -> str:
     text = [provenance("ranking", rows), _summary(tests, tasks)]
     for task in tasks:
         of_task = [row for row in rows if row["task"] == task]
-        text += [f"### {task}", _scores(of_task), _failed(of_task), _settings(of_task)]
+        text += [f"### {task[0].upper()}{task[1:]}", _scores(of_task), _failed(of_task), _settings(of_task)]
     return "\n\n".join(filter(None, text))
 
 
@@ -119,7 +119,7 @@ def _summary(tests: list[Row], tasks: list[str]) -> str:
             _difference(_by_seed(tests, task, name, read), _by_seed(tests, task, "MAP")) for task in tasks
         ]
         lines.append([name, *cells])
-    return table(["NLL minus MAP's", *tasks], lines).rstrip()
+    return table(["NLL minus MAP's", *tasks], [line for line in lines if any(line[1:])]).rstrip()
 
 
 def _scores(rows: list[Row]) -> str:
@@ -140,8 +140,16 @@ def _scores(rows: list[Row]) -> str:
         lines.append(
             [name + " (setting at an end)" * (tuned_as in ends), *cells, *others, f"{costs[read.method]:.1f}"]
         )
-    header = ["method", "NLL", "NLL minus MAP's", "NLL, early stopping", *names, "training time, × MAP's"]
+    header = ["method", "NLL", "NLL minus MAP's", "NLL, early stopping", *map(_title, names), "training time, × MAP's"]
     return table(header, lines).rstrip()
+
+
+def _title(name: str) -> str:
+    """Return the name of a score as it is written, such as ECE."""
+    words = {"coverage_95": "95 % coverage", "brier": "Brier", "auroc": "AUROC,"}
+    return " ".join(
+        words.get(word, word.upper() if word in ("ece", "rmse", "nll,") else word) for word in name.split()
+    )
 
 
 def _at_ends(row: Row) -> list[str]:

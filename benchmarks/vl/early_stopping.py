@@ -5,6 +5,7 @@ from pathlib import Path
 from statistics import mean
 
 from benchmarks.shared.benchmark import Benchmark, Budget, Row, Settings
+from benchmarks.shared.figures import COLOURS, MARKERS, plain_numbers
 from benchmarks.shared.images import load_split
 from benchmarks.shared.networks import conv_net
 from benchmarks.shared.tables import mean_sd, paired, provenance, table
@@ -12,7 +13,6 @@ from benchmarks.vl.selection import in_words
 from benchmarks.vl.training import Recipe, posterior, train
 
 MULTIPLIERS = (1.0, 3.0, 10.0, 30.0)
-COLOURS = ("#0072B2", "#009E73", "#E69F00", "#CC79A7")  # Okabe & Ito: safe for colour-blind readers
 CHECKPOINTS = (1, 2, 4, 7, 10, 15, 20, 30, 40)
 RULE = {"VL": "mean", "VI": "samples"}  # as each method is meant to predict
 
@@ -52,7 +52,7 @@ def report(rows: list[Row], folder: Path) -> str:
         f"{size:,} images, mean ± standard deviation over seeds; VL predicts at its mean, VI with 10 samples. "
         "The lowest test NLL is chosen on the test images, as a reader of the curve would choose it. The tempered "
         "ELBO of the paper's figure is the training objective, with the KL weight of the heading; the untempered "
-        "ELBO has KL weight 1. Both are per example. The standard deviations of VL start at e^-3 times the prior's, "
+        "ELBO has KL weight 1. Both are per example. The standard deviations of VL start at e⁻³ times the prior's, "
         "and those of VI at 0.01.",
     ]
     for weight in sorted({row["kl_weight"] for row in rows}, reverse=True):
@@ -78,7 +78,10 @@ def report(rows: list[Row], folder: Path) -> str:
         text += [f"- {sentence}" for sentence in said if sentence]
         picture = f"vl_early_stopping_{weight:g}.png"
         _draw(of_weight, folder / picture)
-        text += ["", f"![Tempered ELBO and test NLL over epochs, KL weight {weight:g}]({picture})"]
+        text += [
+            "",
+            f"![Minus tempered ELBO, and test NLL, over epochs at KL weight {weight:g}, mean over seeds]({picture})",
+        ]
     return "\n".join(text)
 
 
@@ -118,7 +121,7 @@ def _draw(rows: list[Row], path: Path) -> None:
 
     figure, axes = plt.subplots(2, 2, figsize=(9, 6), layout="constrained", sharex=True)
     for (above, below), method in zip(axes.T, RULE, strict=True):
-        for colour, multiplier in zip(COLOURS, MULTIPLIERS, strict=True):
+        for colour, marker, multiplier in zip(COLOURS, MARKERS, MULTIPLIERS, strict=False):
             part = [row for row in rows if (row["method"], row["scale_multiplier"]) == (method, multiplier)]
             if not part:
                 continue
@@ -127,8 +130,9 @@ def _draw(rows: list[Row], path: Path) -> None:
             nlls = [[checkpoint[RULE[method]]["nll"] for checkpoint in row["checkpoints"]] for row in part]
             for axis, curves in ((above, losses), (below, nlls)):
                 heights = [mean(values) for values in zip(*curves, strict=True)]
-                axis.plot(epochs, heights, color=colour, label=f"{multiplier:g}")
+                axis.plot(epochs, heights, marker=marker, markersize=4, color=colour, label=f"{multiplier:g}")
         above.set(title=method, ylabel="minus tempered ELBO per example", yscale="log")
+        plain_numbers(above.yaxis, (0.4, 0.6, 1, 2, 3, 5, 10))
         below.set(xlabel="epoch", ylabel="test NLL")
     axes[1, 0].legend(title="rate of log σ over the means'", frameon=False)
     for axis in axes.flat:

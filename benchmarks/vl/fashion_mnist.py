@@ -102,7 +102,12 @@ def report(rows: list[Row], folder: Path) -> str:
     for size, network in sorted({(row["num_train"], row["network"]) for row in main}):
         part = [row for row in main if (row["num_train"], row["network"]) == (size, network)]
         tested = sorted({row["kl_weight"] for row in part})
-        text += ["", f"### {size:,} training images, {part[0]['weights']:,} weights, KL weights {tested}", ""]
+        weights = ", ".join(f"{weight:g}" for weight in tested)
+        text += [
+            "",
+            f"### {size:,} training images, {part[0]['weights']:,} weights, KL weights {weights}",
+            "",
+        ]
         text += comparison(part, METHODS) + ["", *differences(part)]
         if 1.0 in tested:
             text += ["", "At KL weight 1, the untempered posterior:", ""]

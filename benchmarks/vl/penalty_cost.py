@@ -29,6 +29,7 @@ from benchmarks.moments.uci import tune_and_test
 from benchmarks.moments.uci_methods import Method, Recipe
 from benchmarks.moments.uci_network import Networks
 from benchmarks.shared.benchmark import Benchmark, Budget, Row, Settings
+from benchmarks.shared.figures import COLOURS, MARKERS
 from benchmarks.shared.images import load_split
 from benchmarks.shared.networks import lenet
 from benchmarks.shared.regressions import TrainingSets, folds, load
@@ -232,19 +233,18 @@ def _draw(rows: list[Row], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     tasks = list(dict.fromkeys(row["task"] for row in rows))
-    figure, axes = plt.subplots(1, len(tasks), figsize=(4.2 * len(tasks), 3.4), layout="constrained")
+    figure, axes = plt.subplots(1, len(tasks), figsize=(3.2 * len(tasks), 3.2), layout="constrained")
     for axis, task in zip(axes, tasks, strict=True):
         found = {row["setting"]: row for row in rows if row["task"] == task}
-        for fraction, marker in (("1", "o"), ("0.5", "s"), ("0.25", "^")):
+        for fraction, colour, marker in zip(("1", "0.5", "0.25"), COLOURS, MARKERS, strict=False):
             group = [row for name, row in found.items() if name.endswith(f"fraction {fraction}")]
             if not group:
                 continue
             pairs = [difference(row, found[WHOLE.name]) for row in group]
             means, errors = zip(*pairs, strict=True)
             costs = [row["cost"] for row in group]
-            axis.errorbar(
-                costs, means, errors, marker=marker, ls="-", capsize=2, label=f"fraction {fraction}"
-            )
+            style = {"marker": marker, "color": colour, "capsize": 2}
+            axis.errorbar(costs, means, errors, label=f"fraction {fraction}", **style)
         mean, error = difference(found[MAP.name], found[WHOLE.name])
         axis.errorbar([1.0], [mean], [error], marker="x", ls="", color="black", capsize=2, label="MAP")
         axis.axhline(0, color="grey", lw=0.5)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pyro_dvi as dvi
 from benchmarks.shared.benchmark import Benchmark, Budget, Row, Settings
+from benchmarks.shared.figures import COLOURS, MARKERS, plain_numbers
 from benchmarks.shared.images import load_split
 from benchmarks.shared.networks import conv_net
 from benchmarks.shared.tables import mean_sd, paired, provenance, table
@@ -76,7 +77,7 @@ def report(rows: list[Row], folder: Path) -> str:
         text += ["", f"**{words}**", "", table(["variance", *METHODS], lines)]
         text += [f"- {said}" for method in METHODS if (said := _verdict(rows, method, rule))]
     _draw(rows, folder / "vl_sgd_variance.png")
-    text += ["", "![Test NLL by fixed variance](vl_sgd_variance.png)"]
+    text += ["", "![Test NLL by fixed variance, mean over seeds](vl_sgd_variance.png)"]
     return "\n".join(text)
 
 
@@ -113,11 +114,12 @@ def _draw(rows: list[Row], path: Path) -> None:
 
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained", sharey=True)
     for axis, rule, title in zip(axes, ("mean", "samples"), ("at the mean", "10 samples"), strict=True):
-        for method in METHODS:
+        for method, colour, marker in zip(METHODS, COLOURS, MARKERS, strict=False):
             points = [(v, mean(found)) for v in VARIANCES if (found := _nlls(rows, method, v, rule))]
-            axis.plot(*zip(*points, strict=True), "o-", label=method)
+            axis.plot(*zip(*points, strict=True), marker=marker, color=colour, label=method)
         axis.set(xscale="log", yscale="log", title=title, xlabel="variance of every weight")
         axis.spines[["top", "right"]].set_visible(False)
+    plain_numbers(axes[0].yaxis, (0.5, 0.6, 0.8, 1, 1.5, 2))
     axes[0].set_ylabel("test NLL")
     axes[0].legend(frameon=False, fontsize="small")
     figure.savefig(path, dpi=120)

@@ -45,12 +45,8 @@ others = {
     "noise": torch.rand(500, 64, generator=random),
 }
 loader = DataLoader(TensorDataset(*train), batch_size=100, shuffle=True)
-print(
-    len(held_out[0]),
-    "in-distribution images,",
-    {kind: len(x) for kind, x in others.items()},
-    "out-of-distribution images",
-)
+print(len(held_out[0]), "in-distribution images")
+print({kind: len(x) for kind, x in others.items()}, "out-of-distribution images")
 
 # %%
 # Five posteriors

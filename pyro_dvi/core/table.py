@@ -4,6 +4,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -66,10 +67,17 @@ class InNotebook:
 
 
 class Report(InNotebook):
-    """Paragraphs and tables, listed by ``_shown``; ``print`` puts an empty line between them."""
+    """Paragraphs and tables, listed by ``_shown``; ``print`` breaks lines and puts an empty one between parts."""
 
     def __str__(self) -> str:
-        return "\n\n".join(map(str, self._shown()))
+        return "\n\n".join(_broken(part) if isinstance(part, str) else str(part) for part in self._shown())
+
+
+def _broken(text: str) -> str:
+    """Return text whose lines have at most 88 characters, where words allow it."""
+    return "\n".join(
+        fill(line, 88, break_long_words=False, break_on_hyphens=False) for line in text.splitlines()
+    )
 
 
 @dataclass(frozen=True)

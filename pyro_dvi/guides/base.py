@@ -222,7 +222,8 @@ class FactorisedGuide(AutoGuide):
             >>> guide = MeanFieldGuide(model)
             >>> guide.initialize(torch.zeros(()))
             >>> next_model = guide.as_prior()(model)
-            >>> pyro.poutine.trace(next_model).get_trace(torch.zeros(())).nodes["w"]["fn"].scale.item()
+            >>> trace = pyro.poutine.trace(next_model).get_trace(torch.zeros(()))
+            >>> trace.nodes["w"]["fn"].scale.item()
             0.0497...
         """
         posteriors = [(site.name, site.posterior(), site.transform is None) for site in self._sites()]

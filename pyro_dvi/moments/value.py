@@ -71,7 +71,7 @@ class GaussianMoments(TensorLike):
         link: how these moments were computed from a Gaussian, if they were.
 
     Attributes:
-        shape, dtype, device: of ``loc``.
+        shape: of ``loc``; likewise ``dtype`` and ``device``.
         link: as above.
         origin: the Gaussian of which these moments are a shifted multiple, if any.
 

@@ -24,10 +24,10 @@ class NoisyKFACOptimizer(VOGNOptimizer):
     damping :math:`\gamma`,
 
     .. math::
-        V = \hat m, \qquad
+        V &= \hat m, \qquad
         M \leftarrow M - \alpha\,\bigl[B^{\tilde\delta + \gamma}\bigr]^{-1} V
-        \bigl[A^{\tilde\delta + \gamma}\bigr]^{-1}, \qquad
-        A^\gamma = A + \pi\sqrt\gamma\, I, \quad B^\gamma = B + \tfrac1\pi\sqrt\gamma\, I,
+        \bigl[A^{\tilde\delta + \gamma}\bigr]^{-1}, \\
+        A^\gamma &= A + \pi\sqrt\gamma\, I, \quad B^\gamma = B + \tfrac1\pi\sqrt\gamma\, I,
         \quad \pi^2 = \frac{\operatorname{tr} A / \dim A}{\operatorname{tr} B / \dim B},
 
     where :math:`\hat m` is the average of :math:`\hat g + \tilde\delta(M - M_0)`, and the posterior is

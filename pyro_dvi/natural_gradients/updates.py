@@ -260,10 +260,10 @@ class IVONOptimizer(NaturalGradientOptimizer):
     With one draw :math:`w = \mu + \sigma\epsilon` and the mean gradient :math:`\hat g` at w,
 
     .. math::
-        \hat h = \hat g\,\frac{\epsilon}{\sigma}, \qquad
+        \hat h &= \hat g\,\frac{\epsilon}{\sigma}, \qquad
         h \leftarrow \beta_2 h + (1-\beta_2)\hat h
-            + \frac{(1-\beta_2)^2}{2}\frac{(h - \hat h)^2}{h + \tilde\delta}, \qquad
-        \mu \leftarrow \mu - \alpha\,\frac{\hat m + \tilde\delta(\mu - m_0)}{h + \tilde\delta}
+            + \frac{(1-\beta_2)^2}{2}\frac{(h - \hat h)^2}{h + \tilde\delta}, \\
+        \mu &\leftarrow \mu - \alpha\,\frac{\hat m + \tilde\delta(\mu - m_0)}{h + \tilde\delta}
 
     and :math:`\sigma^{-2} = \tfrac{N}{\beta T}(h + \tilde\delta)`. The last term of h keeps h above
     :math:`-\tilde\delta` if :math:`\tilde\delta` is constant. Because :math:`\tilde\delta` decreases with the KL weight

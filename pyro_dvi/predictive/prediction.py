@@ -130,7 +130,7 @@ class Prediction(InNotebook):
 
     @cached_property
     def expected_entropy(self) -> Tensor:
-        r"""Mean entropy of each label over the draws, :math:`\tfrac1K \sum_k H(p_k)`, in nats: the aleatoric part."""
+        r"""Mean entropy of each label over the draws, :math:`\tfrac1K \sum_k H(p_k)`, in nats; the aleatoric part."""
         self._check_is_split()
         return self._value("expected_entropy", "class probabilities")
 

@@ -119,7 +119,7 @@ def train_ensemble(
 
     Args:
         train: builds network, model and guide, trains them, and returns ``(model, guide)``. It must not set a seed.
-        num_members: K.
+        num_members: :math:`K`.
         seed: determines the seeds of all members.
         progress: show a progress bar over members, where there is a terminal or notebook.
 

@@ -116,7 +116,8 @@ def _owner_of(parameter: Tensor) -> int | None:
 
 def warn_of_decaying_scales(route: Route) -> None:
     """Warn about weight decay that acts on posterior scales."""
-    for name, optimizer, place in route.optimizer_groups():
+    # By name: Pyro's optimizers meet their parameters in no fixed order.
+    for name, optimizer, place in sorted(route.optimizer_groups(), key=lambda group: group[0]):
         if optimizer.param_groups[place].get("weight_decay") and re.search(SCALE_PATTERN, name):
             warn(
                 f"the weight decay of {route.optimizer_name()} acts on {name!r}, posterior scales on a logarithmic "

@@ -70,7 +70,7 @@ def prior_predictive_check(
         seed: seed of the draws. The global random state is not changed.
 
     Returns:
-        A report to print: for each ``statistic``, the value for the ``data``, quantiles under the prior, and the
+        A report to print; for each ``statistic``, the value for the ``data``, quantiles under the prior, and the
         ``p-value``.
 
     Raises:
@@ -200,8 +200,8 @@ def compare_held_out(predictions: Mapping[str, Prediction], y: Any = None) -> "p
     It contains the expected log predictive density of m held-out examples, and the paired difference from the best:
 
     .. math::
-        \mathrm{elpd}_a = \sum_{i=1}^m \log p_a(y_i \mid x_i), \qquad
-        \mathrm{dse}_a = \sqrt{\frac{m}{m-1} \sum_{i=1}^m (d_i - \bar d)^2}, \qquad
+        \mathrm{elpd}_a &= \sum_{i=1}^m \log p_a(y_i \mid x_i), \\
+        \mathrm{dse}_a &= \sqrt{\frac{m}{m-1} \sum_{i=1}^m (d_i - \bar d)^2}, \qquad
         d_i = \log p_a(y_i \mid x_i) - \log p_{\text{best}}(y_i \mid x_i)
 
     Every prediction is scored with its own rule: at the mean, with moments, linearised or with draws. ``az.loo`` and

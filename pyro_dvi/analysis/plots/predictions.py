@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from matplotlib import rcParams
 from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator, PercentFormatter
+from matplotlib.ticker import MaxNLocator
 
-from pyro_dvi.analysis.plots.style import GREY, column, legend_above, own_axes
+from pyro_dvi.analysis.plots.style import GREY, column, legend_above, own_axes, percent
 from pyro_dvi.errors import ArgumentError, DataError, UnsupportedError
 from pyro_dvi.predictive import metrics
 
@@ -191,7 +191,7 @@ def reliability_diagram(
     counts.set(xlabel=f"confidence ({count.sum():,} examples)", ylabel="share", xlim=(0, 1))
     counts.yaxis.set_major_locator(MaxNLocator(3, prune="upper"))
     for axis in (ax.yaxis, counts.yaxis, counts.xaxis):
-        axis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        axis.set_major_formatter(percent)
     return ax
 
 
@@ -253,8 +253,8 @@ def rejection_curve(
         highest = max(highest, errors.max())
     ax.set(xlim=(0, 1), ylim=(0, 1.08 * highest or 0.1), xlabel="rejected share", ylabel="selective risk")
     ax.set_title(title, loc="left", fontsize="medium", fontweight="bold")
-    ax.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    ax.yaxis.set_major_formatter(PercentFormatter(1.0))
+    ax.xaxis.set_major_formatter(percent)
+    ax.yaxis.set_major_formatter(percent)
     ax.yaxis.set_major_locator(MaxNLocator(5))
     legend = legend_above(ax, 1.08 if title else 1, alignment="left")
     legend.set_title("thin: random rejection; shaded: below an oracle")

@@ -39,6 +39,11 @@ def legend_above(ax: Axes, height: float = 1.0, **options: Any) -> Legend:
     return ax.legend(fontsize="small", frameon=False, **place, **options)
 
 
+def percent(value: float, place: float = 0) -> str:
+    """Return a tick label with all digits that the tick has, such as 2.5%."""
+    return f"{100 * value:.6g}%"
+
+
 def column(values: Any, name: str) -> np.ndarray:
     """Return ``values`` as a flat array of doubles.
 

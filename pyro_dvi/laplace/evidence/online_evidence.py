@@ -41,7 +41,7 @@ class OnlineEvidence:
         values: for each update, the values of the scales, relative to those in the code of the model.
 
     Source: Immer et al. (2021), "Scalable marginal likelihood estimation", Algorithm 1, with a search in place of
-        gradient steps.
+    gradient steps.
 
     Example:
         >>> import pyro, pyro_dvi as dvi, torch

@@ -56,7 +56,7 @@ class Pointwise(Mode):
     r"""Tilt by every output at every query input in turn.
 
     .. math:: \frac{f_j(x; u_\lambda) - f_j(x; u_{-\lambda})}{2\lambda}
-        = \nabla f_j^\top P^{-1} \nabla f_k + O(\text{step}^2), \qquad u_\lambda = \arg\min_u U(u) - \lambda f_k(x; u)
+        &= \nabla f_j^\top P^{-1} \nabla f_k + O(\text{step}^2), \\ u_\lambda &= \arg\min_u U(u) - \lambda f_k(x; u)
 
     All outputs of a tilted fit together give a row of the K × K covariance.
 
@@ -126,8 +126,8 @@ class Sum(Mode):
 class AbsoluteSum(Sum):
     r"""Tilt by the mean of absolute outputs over an evaluation set of size M, and read absolute outputs.
 
-    .. math:: r_k(u) = \frac1M \sum_j |f_k(x_j; u)|, \qquad
-        \frac{\partial |f_k(x; u_\lambda)|}{\partial\lambda} \to
+    .. math:: r_k(u) &= \frac1M \sum_j |f_k(x_j; u)|, \\
+        \frac{\partial |f_k(x; u_\lambda)|}{\partial\lambda} &\to
         \frac{s(x)}M \sum_j s(x_j) \operatorname{Cov}(f_k(x), f_k(x_j)), \quad s = \operatorname{sign} f_k
 
     Predictions of different signs are often negatively correlated; absolute values prevent that they cancel.

@@ -237,8 +237,8 @@ _ROUNDING = 0.03  # corrections, relative to the step, that may be due to roundi
 class NewtonCG(Solver):
     r"""Newton's method with the Hessian at the mode, with conjugate-gradient solves.
 
-    .. math:: u \leftarrow u - P^{-1}\,\bigl(\nabla U(u) - \lambda \nabla r(u)\bigr), \qquad
-        u_0 = \hat u + \lambda P^{-1} \nabla r(\hat u), \qquad
+    .. math:: u &\leftarrow u - P^{-1}\,\bigl(\nabla U(u) - \lambda \nabla r(u)\bigr), \\
+        u_0 &= \hat u + \lambda P^{-1} \nabla r(\hat u), \qquad
         \lambda = \text{step} / \sqrt{\nabla r^\top P^{-1} \nabla r}
 
     The strength is chosen such that r moves by ``step`` posterior standard deviations, in any units. Only

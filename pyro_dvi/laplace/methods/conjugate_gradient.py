@@ -117,9 +117,9 @@ class PosteriorSamples(Method):
     With independent standard normal :math:`\xi, \zeta`,
 
     .. math::
-        P v_s = J^\top \Lambda^{1/2} \xi_s + \Pi^{1/2} \zeta_s, \qquad P = J^\top \Lambda J + \Pi
-        \quad\Rightarrow\quad v_s \sim \mathcal N(0, P^{-1}), \qquad
-        J_* P^{-1} J_*^\top \approx \frac1S \sum_s (J_* v_s)(J_* v_s)^\top .
+        P v_s &= J^\top \Lambda^{1/2} \xi_s + \Pi^{1/2} \zeta_s, \qquad P = J^\top \Lambda J + \Pi
+        \quad\Rightarrow\quad v_s \sim \mathcal N(0, P^{-1}), \\
+        J_* P^{-1} J_*^\top &\approx \frac1S \sum_s (J_* v_s)(J_* v_s)^\top .
 
     The right-hand sides take one pass over all data. The S conjugate-gradient solves run together, and a query costs S
     products, independent of the number of outputs.

@@ -146,9 +146,9 @@ class TopEigen(Method):
     With the diagonal prior precision :math:`\Pi` and the curvature G of the likelihood,
 
     .. math::
-        \Pi^{-1/2} G\, \Pi^{-1/2} \approx U^\top \Lambda U, \qquad
-        P \approx \Pi^{1/2} (I + U^\top \Lambda U)\, \Pi^{1/2}, \qquad
-        P^{-1} \approx \Pi^{-1/2} \Bigl(I - U^\top \tfrac{\Lambda}{1+\Lambda}\, U\Bigr) \Pi^{-1/2} .
+        \Pi^{-1/2} G\, \Pi^{-1/2} &\approx U^\top \Lambda U, \qquad
+        P \approx \Pi^{1/2} (I + U^\top \Lambda U)\, \Pi^{1/2}, \\
+        P^{-1} &\approx \Pi^{-1/2} \Bigl(I - U^\top \tfrac{\Lambda}{1+\Lambda}\, U\Bigr) \Pi^{-1/2} .
 
     In these directions, the posterior is narrow; in all other directions, it is as wide as the prior. If all latents
     have the same prior scale, they are the top eigenvectors of G.

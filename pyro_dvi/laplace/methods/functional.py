@@ -40,8 +40,8 @@ class Functional(Method):
     root of their Fisher information,
 
     .. math::
-        \operatorname{Cov}(x) = k(x, x) - k(x, X)\,\bigl(I + k(X, X)\bigr)^{-1} k(X, x), \qquad
-        \log\det P = \log\det\bigl(I + k(X, X)\bigr) + \log\det \Pi .
+        \operatorname{Cov}(x) &= k(x, x) - k(x, X)\,\bigl(I + k(X, X)\bigr)^{-1} k(X, x), \\
+        \log\det P &= \log\det\bigl(I + k(X, X)\bigr) + \log\det \Pi .
 
     It needs memory for :math:`2 (NK)^2` numbers in double precision, the autograd graphs of all data, and K gradients
     per layer. Rows of J are formed, one site at a time, for convolutions, layers that are used several times or at

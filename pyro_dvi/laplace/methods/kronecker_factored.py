@@ -172,7 +172,7 @@ class KroneckerFactored(Method):
             masks.
 
     Source: Martens & Grosse (2015); Grosse & Martens (2016), Eq. 25-27, for convolutions;
-        Ritter, Botev & Barber (2018).
+    Ritter, Botev & Barber (2018).
 
     Example:
         >>> import pyro_dvi as dvi
