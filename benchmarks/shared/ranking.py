@@ -140,7 +140,14 @@ def _scores(rows: list[Row]) -> str:
         lines.append(
             [name + " (setting at an end)" * (tuned_as in ends), *cells, *others, f"{costs[read.method]:.1f}"]
         )
-    header = ["method", "NLL", "NLL minus MAP's", "NLL, early stopping", *map(_title, names), "training time, × MAP's"]
+    header = [
+        "method",
+        "NLL",
+        "NLL minus MAP's",
+        "NLL, early stopping",
+        *map(_title, names),
+        "training time, × MAP's",
+    ]
     return table(header, lines).rstrip()
 
 
