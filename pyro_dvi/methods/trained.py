@@ -5,9 +5,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import pyro
 from pyro.infer.autoguide import AutoDelta
+from pyro.optim import PyroOptim
 
 from pyro_dvi.bayesian import init_to_module
+from pyro_dvi.errors import ArgumentError
 from pyro_dvi.guides import MeanFieldGuide
 from pyro_dvi.methods.method import Method
 from pyro_dvi.moment_propagation import MomentPropagationELBO, MultiplicativeNoiseGuide
@@ -83,7 +86,8 @@ class NaturalGradients(Method):
     """:class:`~pyro_dvi.NaturalGradientELBO` with a natural-gradient optimizer; predicts by draws.
 
     Args:
-        by: ``VOGN``, ``OGN``, ``IVON`` or ``NoisyKFAC``, the functions that construct them for SVI. The guide is a
+        by: ``VOGN``, ``OGN``, ``IVON`` or ``NoisyKFAC``, the functions that construct them for SVI; with other options
+            ``lambda options: IVON(options | {"betas": (0.9, 0.99)})``. The guide is a
             :class:`~pyro_dvi.KroneckerGuide` with ``NoisyKFAC``, else a :class:`~pyro_dvi.NaturalGradientGuide`.
         max_step: of the optimizer.
         lr: not used; the length of steps is ``max_step``.
@@ -112,7 +116,18 @@ class NaturalGradients(Method):
 
     def optimizer(self, epochs: int) -> Any:
         """Return the optimizer, which learns the length of training from ``fit``."""
+        if not callable(self.by) or isinstance(self.by, PyroOptim):
+            raise ArgumentError(f"by is the function VOGN, OGN, IVON or NoisyKFAC itself, not {self.by!r}")
         return self.by({"max_step": self.max_step})
+
+
+class PointEstimate(AutoDelta):
+    """Pyro's ``AutoDelta``, whose median does not depend on what Pyro's store holds under the same names."""
+
+    def median(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the most probable weights by site."""
+        with pyro.get_param_store().scope():
+            return super().median(*args, **kwargs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +147,7 @@ class MAP(Method):
 
     def guide(self, model: Any) -> AutoDelta:
         """Return an untrained guide, at the weights that the network has."""
-        return AutoDelta(model, init_loc_fn=init_to_module)
+        return PointEstimate(model, init_loc_fn=init_to_module)
 
     def elbo(self) -> SampledELBO:
         """Return the objective."""

@@ -238,7 +238,7 @@ class TuningCurve(InNotebook):
         if self.at_edge:
             singular = "next to values at which the precision is not positive definite: use GGN()"
             end = "largest" if self.best == self.values[-1] else "smallest"
-            ends = f"the {end} value tried: pass values=[...] beyond it"
+            ends = f"the {end} value tried: change the scale in the model, or pass guide.tune values=[...] beyond it"
             where = singular if bool(self.scores.isnan().any()) else ends
             warn(f"the best of {self.what} is {self.best:.4g}, {where}")
 
