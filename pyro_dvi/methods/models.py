@@ -48,17 +48,17 @@ def as_model(model: Any, loader: Loader, prior_scale: Any, noise_scale: Any) -> 
         to_bayesian_(model, prior_scale)
     num_data = size or sum(map(len, targets))
     if targets[0].is_floating_point():
-        _look_at(targets[0])
+        _look_at(targets[0], prior_scale)
         return regressor(model, num_data, noise_scale)
     return classifier(model, num_data)
 
 
-def _look_at(numbers: Tensor) -> None:
+def _look_at(numbers: Tensor, prior_scale: Any) -> None:
     """Warn of targets that are labels, or in units for which priors, noise and step sizes are not meant."""
     size = float(numbers.square().mean().sqrt())
     if bool((numbers * (numbers - 1) == 0).all()):
         warn("targets that are 0 or 1 in floating point get Normal noise: if they are labels, pass y.long()")
-    elif size < 0.1 or size > 10:
+    elif prior_scale == 1.0 and not 0.1 <= size <= 10:
         warn(
             f"the root mean square of the targets is {size:.3g}, and priors, noise and step sizes are by default for "
             "targets around 1: standardise the targets, or predictions may be far off"

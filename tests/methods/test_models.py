@@ -181,6 +181,10 @@ def test_targets_that_the_defaults_do_not_suit(targets, net, hint):
         dvi.MAP().fit(net, [(X, targets)], 1, progress=False)
 
 
+def test_a_prior_in_the_units_of_the_targets_is_not_warned_of():
+    dvi.MAP(prior_scale=70.0).fit(network(1), [(X, 150 + 70 * Y)], 1, progress=False)
+
+
 def on_numbers(method, **options):
     return method.fit(network(1), [(X, Y)], 1, progress=False, **options)
 
