@@ -58,7 +58,7 @@ def _look_at(numbers: Tensor, prior_scale: Any) -> None:
     size = float(numbers.square().mean().sqrt())
     if bool((numbers * (numbers - 1) == 0).all()):
         warn("targets that are 0 or 1 in floating point get Normal noise: if they are labels, pass y.long()")
-    elif prior_scale == 1.0 and not 0.1 <= size <= 10:
+    elif prior_scale == 1.0 and (size < 0.1 or size > 10):
         warn(
             f"the root mean square of the targets is {size:.3g}, and priors, noise and step sizes are by default for "
             "targets around 1: standardise the targets, or predictions may be far off"
