@@ -96,8 +96,8 @@ class LikelihoodModule(PyroModule):
             if (why := misfit(self.net, tuple(args), named)) is None:
                 raise
             raise DataError(
-                f"the network does not take the inputs of a batch: {why}. Name the inputs as the network does, or pass "
-                "several of them in a tuple beside the targets, ((a, b), y), and ((a, b),) without targets"
+                f"the inputs of a batch ({list(named) or len(args)}) do not fit the network: {why}. Name them so, or "
+                "pass several in a tuple beside the targets, ((a, b), y), and ((a, b),) without targets"
             ) from error
         if not hasattr(outputs, "dim"):
             get = outputs.get if isinstance(outputs, Mapping) else partial(getattr, outputs)

@@ -205,7 +205,7 @@ def on_numbers(method, **options):
         (
             lambda: dvi.MAP().fit(TwoInputs(), [(X, Y > 0)], 1),
             DataError,
-            r"inputs of a batch: missing .*'second'; it takes \(first, second\).*\(\(a, b\), y\)",
+            r"inputs of a batch \(1\) do not fit .* missing .*'second'; it takes \(first, second\).*\(\(a, b\), y\)",
         ),
     ],
 )
