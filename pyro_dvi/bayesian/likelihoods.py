@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ready-made Pyro models: a network followed by a likelihood, in a plate over a minibatch of the data set."""
 
-import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +15,7 @@ from torch.distributions import constraints
 
 from pyro_dvi.bayesian.prior_scales import LearnedScale, ScalePrior, check_scale_prior
 from pyro_dvi.bayesian.priors import positive
-from pyro_dvi.core.arguments import check_count
+from pyro_dvi.core.arguments import check_count, misfit
 from pyro_dvi.errors import ArgumentError, DataError, ModelError, warn
 
 
@@ -88,13 +87,20 @@ class LikelihoodModule(PyroModule):
         A log-likelihood sums over many examples, for which half precision is too coarse. If the outputs have names, the
         logits are taken.
         """
-        sequence = isinstance(x, tuple | list)
-        if isinstance(x, Mapping):
-            _check_names(x, self.net)
-        outputs = self.net(*x) if sequence else self.net(**x) if isinstance(x, Mapping) else self.net(x)
+        named = x if isinstance(x, Mapping) else {}
+        args = () if named else x if isinstance(x, tuple | list) else (x,)
+        try:
+            outputs = self.net(*args, **named)
+        except TypeError as error:
+            if (why := misfit(self.net, tuple(args), named)) is None:
+                raise
+            raise DataError(
+                f"the inputs of a batch ({list(named) or len(args)}) do not fit the network: {why}. Use the network's "
+                "names, or pass several inputs as a tuple: ((a, b), y), or ((a, b),) without targets"
+            ) from error
         if not hasattr(outputs, "dim"):
-            named = outputs.get if isinstance(outputs, Mapping) else partial(getattr, outputs)
-            outputs = named("logits", outputs)
+            get = outputs.get if isinstance(outputs, Mapping) else partial(getattr, outputs)
+            outputs = get("logits", outputs)
         if not hasattr(outputs, "dim"):
             raise ModelError(
                 f"The network returned a {type(outputs).__name__}, but {type(self).__name__.lower()} needs one tensor, "
@@ -118,18 +124,6 @@ class LikelihoodModule(PyroModule):
         return pyro.plate("data", max(self.num_data, size), subsample=torch.arange(size))
 
 
-def _check_names(inputs: Mapping[str, Any], net: nn.Module) -> None:
-    """Raise if the network does not accept the named inputs."""
-    taken = inspect.signature(net.forward)
-    try:
-        taken.bind(**inputs)
-    except TypeError as error:
-        raise DataError(
-            f"a batch names the inputs {list(inputs)}, but the network takes {list(taken.parameters)}: {error}. Use "
-            "the network's names, or pass tuples (x, y)"
-        ) from error
-
-
 def _check_target(y: object, shape: torch.Size, outputs: torch.Size, meaning: str) -> Tensor:
     """Return ``y`` if it has the shape that the likelihood needs.
 
@@ -151,21 +145,20 @@ class Classifier(LikelihoodModule):
 
     def forward(self, x: Any, y: Tensor | None = None) -> Tensor:
         """Run the network on ``x`` and observe the labels ``y``, or draw them."""
-        outputs = self.outputs(x)
-        if outputs.dim() < 2 or outputs.shape[1] < 2:
-            raise ModelError(
-                f"The network's output has the shape {tuple(outputs.shape)}; classification needs logits [batch, "
-                "classes] or [batch, classes, *positions] with at least two classes"
-            )
+        given = self.outputs(x)
+        outputs = given.reshape(-1, 1) if given.dim() < 2 else given
+        if outputs.shape[1] == 1:  # the logit of class 1 against class 0
+            outputs = torch.cat([torch.zeros_like(outputs), outputs], 1)
         logits = outputs if outputs.dim() == 2 else outputs.movedim(1, -1)
         if y is not None:
             y = _check_target(y, logits.shape[:-1], logits.shape, "class indices")
             # Unlike values, the name of a node can be read without waiting for the device.
-            if not self.warned and type(getattr(outputs, "grad_fn", None)).__name__ == "SoftmaxBackward0":
+            last = type(getattr(given, "grad_fn", None)).__name__.removesuffix("Backward0")
+            if not self.warned and last in ("Softmax", "Sigmoid"):
                 self.warned = True
                 warn(
-                    "The network ends in a softmax, but classifier() expects logits: remove the last layer, "
-                    "nn.Softmax."
+                    f"The network ends in a {last.lower()}, but classifier() expects logits: remove the last layer, "
+                    f"nn.{last}."
                 )
         with self.data_plate(logits.shape[0], observed=y is not None):
             labels = dist.Categorical(logits=logits).to_event(logits.dim() - 2)
@@ -184,7 +177,8 @@ def classifier(net: nn.Module, num_data: int) -> Classifier:
     Args:
         net: maps ``[batch, ...]`` to logits ``[batch, classes]``, or to ``[batch, classes, *positions]`` (a label for
             each pixel or token, as in ``F.cross_entropy``). It returns the logits alone, or named outputs that include
-            ``logits``. Convert it with ``to_bayesian_`` first to make its weights Bayesian.
+            ``logits``. A single output, ``[batch]`` or ``[batch, 1]``, is the logit of class 1 of two classes. Convert
+            the network with ``to_bayesian_`` first to make its weights Bayesian.
         num_data: :math:`N`, the number of examples (not batches) in the data set.
 
     Returns:
@@ -194,7 +188,6 @@ def classifier(net: nn.Module, num_data: int) -> Classifier:
 
     Raises:
         ArgumentError: if ``num_data`` is not a positive integer.
-        ModelError: at run time, if the network has fewer than two outputs.
         DataError: at run time, if labels have the wrong shape or are out of range.
 
     Example:
@@ -249,7 +242,9 @@ class Regressor(LikelihoodModule):
             scale = scale if isinstance(scale, float) or scale.ndim != 2 else scale.squeeze(-1)
             y = y.squeeze(-1) if isinstance(y, Tensor) and y.dim() == 2 and y.shape[-1] == 1 else y
         if y is not None:
-            y = _check_target(y, mean.shape, outputs.shape, "targets")
+            y = _check_target(
+                y, mean.shape, outputs.shape, "targets (or integer labels, y.long(), for classes)"
+            )
         with self.data_plate(mean.shape[0], observed=y is not None):
             targets = dist.Normal(mean, scale).to_event(0 if one_column else 1)
             drawn: Tensor = pyro.sample("obs", targets, obs=y)

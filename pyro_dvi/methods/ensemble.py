@@ -2,18 +2,21 @@
 """Ensembles of any method."""
 
 import copy
+import os
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pyro
 
+from pyro_dvi.core.arguments import check_choice
 from pyro_dvi.errors import ArgumentError
 from pyro_dvi.methods.method import Method
 from pyro_dvi.methods.models import Loader, is_network
 from pyro_dvi.methods.posterior import Posterior
 from pyro_dvi.methods.trained import MAP
 from pyro_dvi.training import EnsembleGuide
-from pyro_dvi.training.ensemble import train_apart
 from pyro_dvi.training.random_state import preserve_random_state
 
 
@@ -43,7 +46,7 @@ class Ensemble:
 
         Args:
             net: a torch module. Each member is a copy with new random weights, from ``reset_parameters()`` of its
-                layers.
+                layers. Frozen layers keep their weights.
             loader: as for :meth:`Method.fit`.
             epochs: number of epochs of each training run.
             seed: random seed of the first training run; the others use the following integers.
@@ -52,18 +55,29 @@ class Ensemble:
         Raises:
             ArgumentError: ``net`` is a Pyro model, or no layer of it has ``reset_parameters()``.
         """
-        members = [
+        check_choice("member", self.member, Method, "MAP()")
+        return self._of(
             self.member.fit(_with_new_weights(net, k), loader, epochs, seed=k, **options)
             for k in range(seed, seed + self.num_members)
-        ]
+        )
+
+    def load(self, path: str | os.PathLike[str], model: Any, loader: Loader, **options: Any) -> Posterior:
+        """Read the folder that :meth:`Posterior.save` wrote; arguments as for :meth:`Method.load`."""
+        files = [Path(path, f"{k}.pt") for k in range(self.num_members)]
+        return self._of(self.member.load(file, model, loader, **options) for file in files)
+
+    def _of(self, members: Iterable[Posterior]) -> Posterior:
         guide = EnsembleGuide(members)
-        return Posterior(**vars(train_apart(lambda: (guide.model, guide), seed)), method=self)
+        return Posterior(guide.model, guide, {"params": {}, "constraints": {}}, method=self)
 
 
 def _with_new_weights(net: Any, seed: int) -> Any:
     """Return a copy of a network with new random weights."""
     fresh = copy.deepcopy(net) if is_network(net) else None
-    layers = [] if fresh is None else [m for m in fresh.modules() if hasattr(m, "reset_parameters")]
+    modules = () if fresh is None else fresh.modules()  # of which frozen ones keep their weights
+    layers = [
+        m for m in modules if hasattr(m, "reset_parameters") and any(p.requires_grad for p in m.parameters())
+    ]
     if not layers:
         raise ArgumentError(
             "an ensemble needs a torch network whose layers have reset_parameters(); for other models, use "

@@ -11,6 +11,7 @@ from pyro.infer import SVI
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from pyro_dvi.bayesian import LearnedScale
+from pyro_dvi.errors import ArgumentError
 from pyro_dvi.methods.models import Loader, as_model, is_network
 from pyro_dvi.methods.posterior import Posterior
 from pyro_dvi.methods.tunable import Tunable
@@ -95,6 +96,8 @@ class Method(Tunable, ABC):
         return Posterior(**vars(train_apart(train, seed)), method=self.settled(model), **done)
 
     def _train(self, svi: SVI, loader: Loader, epochs: int, **options: Any) -> History:
+        if "validation" in options:
+            raise ArgumentError("validation= is for tune; in fit, validate=loader records a loss")
         return fit(svi, loader, epochs, **options)
 
     def load(self, path: str | os.PathLike[str], model: Any, loader: Loader, **options: Any) -> Posterior:

@@ -13,7 +13,7 @@ from pyro_dvi.bayesian import classifier, regressor, to_bayesian_
 from pyro_dvi.bayesian.converted import was_converted
 from pyro_dvi.bayesian.likelihoods import LikelihoodModule
 from pyro_dvi.core.batches import arguments, check_loader, dataset_size
-from pyro_dvi.errors import DataError
+from pyro_dvi.errors import ArgumentError, DataError, warn
 
 Loader = Iterable[Any]
 
@@ -31,6 +31,8 @@ def as_model(model: Any, loader: Loader, prior_scale: Any, noise_scale: Any) -> 
 
     Integer targets are treated as labels; other targets get Normal noise.
     """
+    if not callable(model):
+        raise ArgumentError(f"the model is a {type(model).__name__}: pass a network, and then a loader")
     model = copy.deepcopy(model) if isinstance(model, nn.Module) else model
     if not is_network(model):
         return model
@@ -46,8 +48,21 @@ def as_model(model: Any, loader: Loader, prior_scale: Any, noise_scale: Any) -> 
         to_bayesian_(model, prior_scale)
     num_data = size or sum(map(len, targets))
     if targets[0].is_floating_point():
+        _look_at(targets[0], prior_scale)
         return regressor(model, num_data, noise_scale)
     return classifier(model, num_data)
+
+
+def _look_at(numbers: Tensor, prior_scale: Any) -> None:
+    """Warn of targets that are labels, or in units for which priors, noise and step sizes are not meant."""
+    size = float(numbers.square().mean().sqrt())
+    if bool((numbers * (numbers - 1) == 0).all()):
+        warn("targets that are 0 or 1 in floating point get Normal noise: if they are labels, pass y.long()")
+    elif prior_scale == 1.0 and (size < 0.1 or size > 10):
+        warn(
+            f"the root mean square of the targets is {size:.3g}, and priors, noise and step sizes are by default for "
+            "targets around 1: standardise the targets, or predictions may be far off"
+        )
 
 
 def _target(batch: Any) -> Any:

@@ -3,11 +3,11 @@
 
 import os
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from pyro_dvi.analysis.arviz_export import to_arviz
 from pyro_dvi.analysis.tuning import Tuned
-from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.predictive import Prediction, PredictionRule, predict, predictor
 from pyro_dvi.predictive.predictor import Predictor
 from pyro_dvi.training import History, save
@@ -68,14 +68,11 @@ class Posterior(TrainedPosterior):
             return predictor(self.model, self.guide, example, method, **options)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a file that the method's ``load`` reads.
-
-        Raises:
-            UnsupportedError: the posterior is an ensemble.
-        """
+        """Write a file, or for an ensemble a folder of files, that the method's ``load`` reads."""
         if self.svi is None:
-            raise UnsupportedError(
-                "save() does not support ensembles: use torch.save(posterior.guide.state_dict(), path)"
-            )
+            Path(path).mkdir(exist_ok=True)
+            for k, member in enumerate(self.guide.members):
+                member.save(Path(path, f"{k}.pt"))
+            return
         with self.in_store():
             save(path, self.svi, history=self.history)

@@ -5,9 +5,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import pyro
 from pyro.infer.autoguide import AutoDelta
+from pyro.optim import PyroOptim
 
 from pyro_dvi.bayesian import init_to_module
+from pyro_dvi.errors import ArgumentError
 from pyro_dvi.guides import MeanFieldGuide
 from pyro_dvi.methods.method import Method
 from pyro_dvi.moment_propagation import MomentPropagationELBO, MultiplicativeNoiseGuide
@@ -83,8 +86,9 @@ class NaturalGradients(Method):
     """:class:`~pyro_dvi.NaturalGradientELBO` with a natural-gradient optimizer; predicts with sampled weights.
 
     Args:
-        by: the optimizer: ``VOGN``, ``OGN``, ``IVON`` or ``NoisyKFAC``. The guide is a
-            :class:`~pyro_dvi.KroneckerGuide` for ``NoisyKFAC``, otherwise a :class:`~pyro_dvi.NaturalGradientGuide`.
+        by: the optimizer: ``VOGN``, ``OGN``, ``IVON`` or ``NoisyKFAC``; for other options, a function such as
+            ``lambda options: IVON(options | {"betas": (0.9, 0.99)})``. The guide is a :class:`~pyro_dvi.KroneckerGuide`
+            for ``NoisyKFAC``, otherwise a :class:`~pyro_dvi.NaturalGradientGuide`.
         max_step: maximum step size of the optimizer.
         lr: not used; ``max_step`` sets the step size.
         prior_scale: standard deviation of the priors of a network without priors.
@@ -112,7 +116,20 @@ class NaturalGradients(Method):
 
     def optimizer(self, epochs: int) -> Any:
         """Return the optimizer; ``fit`` tells it the number of steps."""
+        if not callable(self.by) or isinstance(self.by, PyroOptim):
+            raise ArgumentError(
+                f"by must be VOGN, OGN, IVON or NoisyKFAC itself, without options, not {self.by!r}"
+            )
         return self.by({"max_step": self.max_step})
+
+
+class PointEstimate(AutoDelta):
+    """Pyro's ``AutoDelta`` with a median that ignores parameters of the same names in Pyro's store."""
+
+    def median(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the most probable weights by site."""
+        with pyro.get_param_store().scope():
+            return super().median(*args, **kwargs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +149,7 @@ class MAP(Method):
 
     def guide(self, model: Any) -> AutoDelta:
         """Return an untrained guide that starts at the network's weights."""
-        return AutoDelta(model, init_loc_fn=init_to_module)
+        return PointEstimate(model, init_loc_fn=init_to_module)
 
     def elbo(self) -> SampledELBO:
         """Return the objective."""

@@ -11,6 +11,7 @@ import pyro
 import torch
 from torch import Tensor, fx, nn
 
+from pyro_dvi.core.batches import mapped, tensors_in
 from pyro_dvi.core.recorded_function import Function, recorded, rows_of
 from pyro_dvi.core.undisturbed import device_of, seeder
 from pyro_dvi.errors import DataError, UnsupportedError
@@ -139,15 +140,15 @@ def predictor(
     Args:
         model: the Pyro model; modules run in evaluation mode.
         guide: its trained guide. Later training does not change the predictor.
-        example: some inputs, as ``data`` of :func:`~pyro_dvi.predict`, all of them tensors; four rows are enough.
-            Observations are ignored.
+        example: some inputs, as ``data`` of :func:`~pyro_dvi.predict`; four rows are enough. Observations are ignored,
+            and what is no tensor stays as it is.
         method: prediction rule; by default the guide's, as in :func:`~pyro_dvi.predict`.
         site: observed site to predict, if the model has several.
         observed: the model's argument that holds the observation, as in :func:`~pyro_dvi.predict`.
         seed: of the draws; by default one from the global generator.
 
     Returns:
-        A module that takes the model's inputs by position, in the order of the example.
+        A module that takes the tensors of the model's inputs by position, in the order of the example.
 
     Raises:
         UnsupportedError: a distribution without mean or variance; a model that draws its own random numbers, or whose
@@ -166,8 +167,7 @@ def predictor(
     device = device_of(model, guide)
     batch = next(batches(model, example, observed=observed, batch_size=EXAMPLES, device=device))
     inputs = batch.inputs
-    if kinds := [type(value).__name__ for value in inputs if not torch.is_tensor(value)]:
-        raise UnsupportedError(f"a prepared predictor takes tensors, not {kinds}: use predict")
+    leaves = tensors_in(inputs)
     with seeded(seed, device) as seed, evaluation_mode(model, guide):
         expected = predict(model, guide, inputs, method, site=site, seed=seed, progress=False)
         rule, part = expected.method, expected._parts[0]
@@ -177,14 +177,16 @@ def predictor(
             with pyro.validation_enabled(False):
                 run = _Run(predicted_model(guide, model), guide, expected.site, part.axis, seed)
                 function = run.averaging(rule, inputs) if isinstance(rule, FromDraws) else run.by(rule)
-                rows = [[_with_rows(v, batch.num_rows, more) for v in inputs] for more in (1, 2, 4)]
-                prepared = Predictor(expected.site, rule, recorded(function, *rows), inputs)
-            found = prepared(*inputs)._asdict()
+                rows = [[_with_rows(v, batch.num_rows, more) for v in leaves] for more in (1, 2, 4)]
+                graph = recorded(lambda *tensors: function(*_nested(inputs, tensors)), *rows)
+                prepared = Predictor(expected.site, rule, graph, leaves)
+            found = prepared(*leaves)._asdict()
             if not agrees(found, {"mean": expected.mean, "variance": expected.variance}):
                 raise UnsupportedError("what its operators give differs from what predict gives")
         except UnsupportedError as error:
             raise UnsupportedError(
-                f"predictions by {rule} cannot be prepared: {error}. Use predict"
+                f"predictions by {rule} cannot be prepared: {str(error).rstrip(':.')}. Use predict, or a rule like "
+                "AtMean(), Moments() or Samples(n)"
             ) from error
     return prepared
 
@@ -204,7 +206,7 @@ class _Run:
 
         def predicted(*inputs: Tensor) -> list[Tensor]:
             seeder()(self.seed)
-            mixture = Mixture(None, rows_of(inputs))
+            mixture = Mixture(None, rows_of(tensors_in(inputs)))
             for response in rule.components(self.guide, inputs, partial(self._respond, inputs)):
                 mixture.add(response)
             return _read(mixture, rule)
@@ -227,7 +229,7 @@ class _Run:
             raise UnsupportedError("the model draws numbers itself, keeps values between runs, or gives NaN")
 
         def predicted(*inputs: Tensor) -> list[Tensor]:
-            mixture, node = Mixture(None, rows_of(inputs)), self._node(inputs)
+            mixture, node = Mixture(None, rows_of(tensors_in(inputs))), self._node(inputs)
             mixture.add(self._respond(inputs, first))
             if others:
                 many = way.run(others, lambda draw: mixture.statistics(node(draw)))
@@ -250,6 +252,12 @@ def _read(mixture: Mixture, rule: PredictionRule) -> list[Tensor]:
     mean, epistemic = values["mean"], values["epistemic"]
     is_told = rule.tells_noise_apart or "function_variance" in values
     return [mean, values["aleatoric"] + epistemic, *([epistemic] if is_told else [])]
+
+
+def _nested(like: tuple[Any, ...], tensors: tuple[Tensor, ...]) -> tuple[Any, ...]:
+    """Return nested arguments with other tensors in place of theirs."""
+    left = iter(tensors)
+    return mapped(lambda v: next(left) if torch.is_tensor(v) else v, like)  # type: ignore[no-any-return]
 
 
 def _with_rows(value: Tensor, count: int, more: int) -> Tensor:

@@ -82,7 +82,8 @@ def _log_likelihood(site: ObservedSite) -> Tensor:
             extent = f" from {value.min().item()} to {value.max().item()}"
         raise DataError(
             f"observed site {site.name!r}: values of shape {tuple(value.shape)}{extent} do not fit {type(fn).__name__} "
-            f"with batch shape {tuple(fn.batch_shape)} and event shape {tuple(fn.event_shape)}: {error}"
+            f"with batch shape {tuple(fn.batch_shape)} and event shape {tuple(fn.event_shape)}: "
+            + str(error).partition(", but found invalid values")[0]  # all of them
         ) from error
 
 

@@ -138,7 +138,8 @@ def load(
         route.initialise(*arguments(example, route.device()), always=incomplete)
     elif saved["inputs"] is not None:
         try:
-            with preserve_random_state():
+            # Made-up observations are in no support, as of counts.
+            with preserve_random_state(), pyro.validation_enabled(False):
                 args, kwargs = saved["inputs"]
                 route.initialise(*stand_ins(args, kwargs, route.device()), always=incomplete)
         except Exception as error:

@@ -9,7 +9,7 @@ weights from the posterior of member m, and the model runs the network of member
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any, TypeGuard
 
@@ -38,7 +38,7 @@ class TrainedPosterior:
 
     model: Any
     guide: Any
-    store: StateDict
+    store: StateDict = field(repr=False)
 
     @contextmanager
     def in_store(self) -> Iterator[None]:

@@ -59,7 +59,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "names": (
         lambda: [{"image": X, "y": LABELS}],
         DataError,
-        r"\['image'\], but the network takes \['input'\]",
+        r"\['image'\]\) do not fit the network: missing .*'input'; it takes \(input\)",
     ),
     "arrays": (lambda: [(X.numpy(), LABELS.numpy())], DataError, "argument 1 .*ndarray: torch.as_tensor"),
     "no labels": (lambda: [(X,)], ModelError, "'obs' .*pass the observed values"),

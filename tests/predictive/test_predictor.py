@@ -426,14 +426,19 @@ def test_draws_that_depend_on_the_inputs():
     torch.testing.assert_close(prepared(x[:4]).mean, expected.mean)
 
 
-def test_inputs_that_are_no_tensors():
+def test_nested_inputs():
+    """Their tensors are passed one after the other, and the rest stays as in the example."""
+
     def model(x, y=None):
         w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
         with pyro.plate("data", len(x["a"])):
-            pyro.sample("obs", dist.Normal(x["a"] @ w, 1.0), obs=y)
+            pyro.sample("obs", dist.Normal(x["factor"] * (x["a"] @ w) + x["b"][0], 1.0), obs=y)
 
     pyro.set_rng_seed(0)
-    guide, x = MeanFieldGuide(model), {"a": torch.randn(N, 3)}
+    guide, x = MeanFieldGuide(model), {"factor": 2.0, "a": torch.randn(N, 3), "b": (torch.randn(N),)}
     guide(x, torch.randn(N))
-    with pytest.raises(UnsupportedError, match="takes tensors"):
-        predictor(model, guide, (x,), AtMean())
+    prepared = predictor(model, guide, (x,), AtMean())
+    torch.testing.assert_close(prepared(x["a"], x["b"][0]).mean, predict(model, guide, (x,), AtMean()).mean)
+    other = {**x, "a": torch.randn(7, 3), "b": (torch.randn(7),)}
+    expected = predict(model, guide, (other,), AtMean()).mean
+    torch.testing.assert_close(prepared(other["a"], other["b"][0]).mean, expected)

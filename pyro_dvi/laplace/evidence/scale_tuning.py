@@ -237,7 +237,7 @@ class TuningCurve(InNotebook):
         if self.at_edge:
             singular = "next to values for which the precision is not positive definite: use GGN()"
             end = "largest" if self.best == self.values[-1] else "smallest"
-            ends = f"the {end} value tried: pass values=[...] that extend beyond it"
+            ends = f"the {end} value tried: change the scale in the model, or pass values=[...] beyond it to guide.tune"
             where = singular if bool(self.scores.isnan().any()) else ends
             warn(f"the best value of {self.what} is {self.best:.4g}, {where}")
 

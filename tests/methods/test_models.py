@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models and data that a method takes, and mistakes with them."""
+
+from dataclasses import replace
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.nn import PyroModule
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import pyro_dvi as dvi
+from pyro_dvi.bayesian import Heteroscedastic, LearnedScale
+from pyro_dvi.errors import ArgumentError, DataError, DviWarning
+from tests.methods.cases import EPOCHS, METHODS, Slope, fitted, loader, network, rows, slope
+
+# Models ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", [Slope(), slope, nn.Linear(3, 1), dvi.to_bayesian_(nn.Linear(3, 1), 2.0)])
+def test_any_model_with_numbers(model):
+    posterior = dvi.VariationalLaplace(lr=0.1).fit(model, loader(labels=False), 60, progress=False)
+    assert posterior.predict(rows(20, 1, labels=False)).metrics()["rmse"] < 0.1
+    assert (posterior.model is model) == (model is slope)
+
+
+def test_the_prior_the_noise_and_the_number_of_data():
+    def prior_and_plate(posterior, batch):
+        trace = pyro.poutine.trace(posterior.model).get_trace(*batch)
+        return trace.nodes["net.weight"]["fn"].base_dist.scale.max(), trace.nodes["obs"]["scale"]
+
+    batches = list(loader(labels=False))  # of 25, 25 and 10 rows
+    method = dvi.VariationalLaplace(prior_scale=0.3, noise_scale=2.0)
+    posterior = method.fit(nn.Linear(3, 1), batches, 1, progress=False)
+    scale, plate = prior_and_plate(posterior, batches[0])
+    assert float(scale) == pytest.approx(0.3) and plate == 60 / 25
+    assert posterior.predict(rows(4, 1)[0]).aleatoric.tolist() == pytest.approx([4.0] * 4)
+    learned = dvi.VariationalLaplace(noise_scale=LearnedScale(0.5)).fit(
+        nn.Linear(3, 1), batches, 1, progress=False
+    )
+    assert float(learned.model.noise_scale.detach()) == pytest.approx(0.5, rel=0.1)
+    by_input = dvi.VariationalLaplace(noise_scale=Heteroscedastic()).fit(
+        nn.Linear(3, 2), batches, 1, progress=False
+    )
+    assert len(set(by_input.predict(rows(4, 1)[0]).aleatoric.tolist())) == 4
+
+
+@pytest.mark.parametrize(
+    "batches",
+    [
+        [torch.ones(4, 3)],
+        [{"x": torch.ones(4, 3)}],
+        [(torch.ones(4, 3), 1, 2)],
+        [(torch.ones(4, 3), 1)],
+        iter([]),
+        [(torch.ones(3), torch.tensor(1))],
+    ],
+)
+def test_batches_of_a_network_are_inputs_and_targets(batches):
+    with pytest.raises(DataError, match="a network needs batches .* pass a Pyro model|is an iterator"):
+        dvi.MAP().fit(network(), batches, 1, progress=False)
+
+
+class TwoInputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(2, 3)
+
+    def forward(self, first, second):
+        return self.first(first) + self.second(second)
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("name", ["vl", "moments", "vogn", "laplace"])
+def test_a_network_with_several_inputs(name, named):
+    """In a tuple beside the labels, or by name, as data sets of Hugging Face give them."""
+    (first, labels), second = rows(60, 0), torch.randn(60, 2, generator=torch.Generator().manual_seed(1))
+    data: Any
+    if named:
+        data = {"first": first, "second": second, "labels": labels}
+        examples = [dict(zip(data, row, strict=True)) for row in zip(*data.values(), strict=True)]
+    else:
+        data = (first, second), labels
+        examples = list(zip(zip(first, second, strict=True), labels, strict=True))
+    method = replace(METHODS[name], lr=0.1)
+    posterior = method.fit(TwoInputs(), DataLoader(examples, 20, shuffle=True), 20, progress=False)
+    assert posterior.model.num_data == 60
+    assert posterior.predict(data, seed=0).metrics()["accuracy"] > 0.6
+    if name != "laplace":
+        inputs: Any = {"first": first, "second": second} if named else (data[0],)
+        module = posterior.export(inputs, seed=0)
+        torch.testing.assert_close(
+            module(first, second).mean, posterior.predict(inputs, seed=0).probabilities
+        )
+        assert torch.export.export(module, (first, second))
+
+
+def grouped(x, group, count=None):
+    """A hierarchy with a learned scale of its groups, and counts."""
+    spread = pyro.sample("spread", dist.HalfNormal(1.0))
+    with pyro.plate("groups", 3):
+        level = pyro.sample("level", dist.Normal(0.0, spread))
+    with pyro.plate("data", 60, subsample_size=len(x)):
+        return pyro.sample("count", dist.Poisson((level[group] + x[:, 0]).exp()), obs=count)
+
+
+@pytest.mark.parametrize("name", ["vl", "moments"])
+def test_a_pyro_model_is_not_tempered_unless_asked(name):
+    x, group = rows(60, 0)
+    data = x, group, torch.poisson(x[:, 0].exp(), generator=torch.Generator().manual_seed(1))
+    posterior = METHODS[name].fit(grouped, DataLoader(TensorDataset(*data), 20), 10, progress=False)
+    assert posterior.elbo.temperature == posterior.method.temperature == 1.0
+    assert posterior.predict(data).mean.shape == (60,)
+    assert fitted(name).method.temperature == 0.1 == fitted(name).elbo.temperature
+    cold = replace(METHODS[name], temperature=0.5)
+    assert cold.fit(slope, loader(labels=False), 1, progress=False).elbo.temperature == 0.5
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_one_logit_is_enough_for_two_classes(name):
+    """It is the logit of class 1, as of a network with the outputs zero and logit."""
+
+    class Both(nn.Module):
+        def __init__(self, net):
+            super().__init__()
+            self.net = net
+
+        def forward(self, x):
+            return torch.cat([torch.zeros(len(x), 1), self.net(x)], 1)
+
+    x, y = rows(60, 0)
+    data, method = [(x, (y > 0).long())], replace(METHODS[name], lr=0.1)
+    one = method.fit(network(1), data, 30, progress=False).predict(data[0], seed=0)
+    assert one.metrics()["accuracy"] > 0.7
+    if name not in ("moments", "mean-field moments"):  # in which torch.zeros has no moments
+        both = method.fit(Both(network(1)), data, 30, progress=False).predict(x, seed=0)
+        torch.testing.assert_close(one.probabilities, both.probabilities)
+
+
+class Rate(PyroModule):
+    def __init__(self):
+        super().__init__()
+        self.net = dvi.to_bayesian_(nn.Linear(3, 1))
+
+    def forward(self, x, y=None):
+        rate = self.net(x).squeeze(-1).exp()
+        with pyro.plate("data", 60, subsample_size=len(x)):
+            return pyro.sample("obs", dist.Poisson(rate), obs=y)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_counts_are_read_again(name, tmp_path):
+    """A file holds no data, and the ones that are made up in their place are no counts."""
+    x = rows(60, 0)[0]
+    data = [(x, torch.poisson(x[:, 0].exp(), generator=torch.Generator().manual_seed(1)))]
+    posterior = METHODS[name].fit(Rate(), data, EPOCHS, progress=False)
+    posterior.save(tmp_path / "counts.pt")
+    read = METHODS[name].load(tmp_path / "counts.pt", Rate(), data)
+    torch.testing.assert_close(read.predict(x, seed=0).mean, posterior.predict(x, seed=0).mean)
+
+
+# Mistakes -------------------------------------------------------------------------------------------------------------
+
+X, Y = rows(60, 0, labels=False)
+
+
+@pytest.mark.parametrize(
+    ("targets", "net", "hint"),
+    [
+        ((Y > 0).float(), network(1), r"0 or 1 in floating point .* y\.long\(\)"),
+        (nn.functional.one_hot(X.argmax(1)).float(), network(), r"0 or 1 in floating point .* y\.long\(\)"),
+        (150 + 70 * Y, network(1), "root mean square of the targets is .*: standardise"),
+        (0.01 * Y, network(1), "root mean square of the targets is .*: standardise"),
+    ],
+)
+def test_targets_that_the_defaults_do_not_suit(targets, net, hint):
+    with pytest.warns(DviWarning, match=hint):
+        dvi.MAP().fit(net, [(X, targets)], 1, progress=False)
+
+
+def test_a_prior_in_the_units_of_the_targets_is_not_warned_of():
+    dvi.MAP(prior_scale=70.0).fit(network(1), [(X, 150 + 70 * Y)], 1, progress=False)
+
+
+def on_numbers(method, **options):
+    return method.fit(network(1), [(X, Y)], 1, progress=False, **options)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "hint"),
+    [
+        (lambda: dvi.MAP().fit(X, Y, 1), ArgumentError, "the model is a Tensor: pass a network"),
+        (
+            lambda: on_numbers(dvi.NaturalGradients(by="vogn")),
+            ArgumentError,
+            "by must be .* not 'vogn'",
+        ),
+        (lambda: on_numbers(dvi.NaturalGradients(by=dvi.IVON({}))), ArgumentError, "by must be VOGN"),
+        (lambda: on_numbers(dvi.Ensemble(dvi.MAP)), ArgumentError, r"member .* write MAP\("),
+        (lambda: on_numbers(dvi.MAP(), validation=(X, Y)), ArgumentError, "is for tune; in fit, validate="),
+        (lambda: dvi.MAP().fit(network(), [(X, X.argmax(1).float())], 1), DataError, r"y\.long\(\)"),
+        (
+            lambda: dvi.MAP().fit(TwoInputs(), [(X, Y > 0)], 1),
+            DataError,
+            r"inputs of a batch \(1\) do not fit .* missing .*'second'; it takes \(first, second\).*\(\(a, b\), y\)",
+        ),
+    ],
+)
+def test_mistakes_are_named(call, error, hint):
+    with pytest.raises(error, match=hint):
+        call()
+
+
+def test_labels_out_of_range_are_not_all_printed():
+    with pytest.raises(DataError, match="from 0 to 8 .*upper_bound=2") as caught:
+        dvi.MAP().fit(network(), [(X, torch.arange(60) % 9)], 1, progress=False)
+    assert "tensor(" not in str(caught.value)

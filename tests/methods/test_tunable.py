@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings that are chosen on validation data."""
+
+from dataclasses import replace
+
+import pyro
+import pytest
+import torch
+
+import pyro_dvi as dvi
+from pyro_dvi.errors import ArgumentError
+from tests.methods.cases import EPOCHS, METHODS, loader, network, rows
+
+
+def test_settings_that_are_best_on_validation_data(tmp_path):
+    space = {"lr": (1e-4, 0.01, 3.0), "temperature": (0.1,)}
+    posterior = dvi.VariationalLaplace().tune(
+        network(), loader(), EPOCHS, validation=rows(40, 2), space=space, max_trainings=3, progress=False
+    )
+    assert posterior.method == dvi.VariationalLaplace(lr=0.01, temperature=0.1)
+    assert posterior.tuned.table["lr"] == [1e-4, 0.01, 3.0]
+    by_hand = posterior.method.fit(network(), loader(), EPOCHS, progress=False)
+    test = rows(20, 1)
+    assert torch.equal(posterior.predict(test).probabilities, by_hand.predict(test).probabilities)
+    assert posterior.history["loss"] == by_hand.history["loss"]
+    assert list(pyro.get_param_store()) == []
+    posterior.save(tmp_path / "tuned.pt")
+    read = posterior.method.load(tmp_path / "tuned.pt", network(), loader())
+    assert torch.equal(read.predict(test).probabilities, by_hand.predict(test).probabilities)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_space_of_each_method_names_its_arguments(name):
+    method = METHODS[name]
+    for setting, values in method.space.items():
+        assert getattr(replace(method, **{setting: values[0]}), setting) == values[0]
+    with pytest.raises(ArgumentError, match=r"has no setting 'rate' to tune; choose from \['"):
+        method.tune(network(), loader(), 1, validation=rows(9, 2), space={"rate": (0.1, 0.2)})
