@@ -91,8 +91,7 @@ class Prediction(InNotebook):
     def variance(self) -> Tensor:
         """Predictive variance due to noise and posterior together, in squared units of the observation.
 
-        It is the sum of :attr:`aleatoric` and :attr:`epistemic`. For classes, it is the variance of the one-hot
-        encoding, ``p (1 - p)``.
+        The sum of :attr:`aleatoric` and :attr:`epistemic`; for classes, of the one-hot encoding, ``p (1 - p)``.
         """
         return self._value("aleatoric", "variance") + self._value("epistemic", "variance")
 
@@ -276,18 +275,15 @@ class Prediction(InNotebook):
             y: observed values, examples first; by default those that came with the data.
 
         Returns:
-            A flat mapping of scores, which are defined in :mod:`pyro_dvi.predictive.metrics`. It always contains
-            ``nll`` and ``nll_standard_error``.
+            A flat mapping of scores, defined in :mod:`pyro_dvi.predictive.metrics`: always ``nll`` and
+            ``nll_standard_error``. Observations that the model masks do not count.
 
             For classification: ``accuracy``, ``brier``, ``ece`` (15 bins), ``aumrc`` (ranked by the predictive
             entropy), and the means of ``entropy`` and ``mutual_information``, the last only if the rule separates noise
             from posterior.
 
-            For regression and counts, with a finite mean: ``rmse``; ``coverage_95`` and ``width_95`` of the central 95
-            % interval; ``crps`` for a Normal and for mixtures of Normals, with more than 100 draws only if
-            ``keep_draws=True``.
-
-            Observations that the model masks do not count.
+            For regression and counts with a finite mean: ``rmse``; ``coverage_95`` and ``width_95`` of the central 95 %
+            interval; ``crps`` for a Normal or mixture of Normals, with more than 100 draws only if ``keep_draws=True``.
 
         Raises:
             DataError: if there are no observed values, they have another shape or dtype or lie outside the support, or
@@ -336,9 +332,7 @@ class Prediction(InNotebook):
         if y is not None:
             return self._aligned(y)
         if self.observed is None:
-            raise DataError(
-                "there are no observed values: pass y, or predict from data that contain them, (x, y)"
-            )
+            raise DataError("there are no observed values: pass y, or predict from data (x, y)")
         return self.observed
 
     def _check_is_split(self) -> None:

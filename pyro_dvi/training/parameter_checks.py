@@ -91,8 +91,9 @@ def check_still_own(model: Any, guide: Any) -> None:
             if stored in _owners and _owner_of(stored) not in own:
                 raise GuideError(
                     f"Pyro's parameter store contains another parameter under the name {name!r} of this {role}: "
-                    "another model or guide with the same names has been trained since. Predict before you train another, "
-                    "separate them with pyro.get_param_store().scope(), or reload this one with pyro_dvi.load."
+                    "another model or guide with the same names has been trained since. Predict before you train "
+                    "another one, separate them with pyro.get_param_store().scope(), or reload this one with "
+                    "pyro_dvi.load."
                 )
 
 
