@@ -323,7 +323,7 @@ def test_sites_that_cannot_become_priors_are_named():
     assert set(guide.as_prior(exclude=["s"]).gaussians) == {"w"}
     with pytest.raises(ArgumentError, match=r"'heads\*'.*\['s', 'w'\]"):
         guide.as_prior(exclude="heads*")
-    with pytest.raises(ArgumentError, match="leaves no site"):
+    with pytest.raises(ArgumentError, match="excludes all sites"):
         guide.as_prior(exclude="*")
     with_bias = dvi.regressor(dvi.to_bayesian_(nn.Linear(3, 1)), num_data=15, noise_scale=1.0)
     point = MultiplicativeNoiseGuide(with_bias)
@@ -344,7 +344,7 @@ def test_models_that_do_not_fit():
     def positive(x: Tensor, y: Tensor | None = None) -> None:
         pyro.sample("w", dist.LogNormal(torch.zeros(3), 1.0).to_event(1))
 
-    with pytest.raises(ModelError, match=r"'w' has the shape \(4,\).*MeanFieldGuide \(3,\)"):
+    with pytest.raises(ModelError, match=r"'w' has the shape \(4,\).*MeanFieldGuide has the shape \(3,\)"):
         prior(wider)(x, y)
     with pytest.raises(ModelError, match=r"'w' has .* the support"):
         prior(positive)(x, y)

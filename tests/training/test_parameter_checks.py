@@ -94,7 +94,7 @@ def test_another_guide_of_the_same_model_takes_nothing_away():
 
 def test_a_second_guide_of_the_same_name_is_refused():
     fit(svi_of("AutoNormal + Trace_ELBO"), sequence(), 1, progress=False)
-    with pytest.raises(GuideError, match="store already holds 'AutoNormal.locs.*clear_param_store"):
+    with pytest.raises(GuideError, match="store already contains 'AutoNormal.locs.*clear_param_store"):
         fit(svi_of("AutoNormal + Trace_ELBO"), sequence(), 1, progress=False)
 
 

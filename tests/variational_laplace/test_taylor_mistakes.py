@@ -344,13 +344,13 @@ MISTAKES = [
         "NaN label",
         lambda: evaluate(args=(X, with_nan(Y))),
         DataError,
-        r"site 'y' holds 1 NaN or infinite.*drop these rows.*mask",
+        r"site 'y' contains 1 NaN or infinite.*drop these rows.*mask",
     ),
     Mistake(
         "NaN input",
         lambda: evaluate(args=(with_nan(X), Y)),
         DataError,
-        r"argument 1 .* of the model: NaN.*Drop those rows",
+        r"argument 1 .* of the model: NaN.*Drop these rows",
     ),
     Mistake(
         "label out of range",

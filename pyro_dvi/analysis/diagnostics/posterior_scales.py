@@ -289,7 +289,7 @@ def _gaussians(guide: Any) -> Iterator[tuple[str, Tensor, Tensor, Tensor | None,
     elif not isinstance(guide, AutoDelta):
         raise GuideError(
             f"{getattr(guide, '__name__', type(guide).__name__)} is not known to be Gaussian: scales can be read from "
-            "guides of this library (for an ensemble, from guide.members[k].guide), from AutoNormal, "
+            "guides of this library (for an ensemble, take guide.members[k].guide), from AutoNormal, "
             "AutoDiagonalNormal, AutoMultivariateNormal and AutoLowRankMultivariateNormal, and from the "
             "result of AutoLaplaceApproximation.laplace_approximation(*args)"
         )

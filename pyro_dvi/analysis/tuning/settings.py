@@ -200,8 +200,8 @@ def tune(
     for i, (name, value) in enumerate(zip(lists, chosen, strict=True)):
         if (following := done.beyond(i)) is not None:
             warn(
-                f"the best {name}, {value:g}, is the first or last of the values that were tried: try {following:g} as "
-                f"well (add it to the list of {name}, or allow more training runs with max_trainings)"
+                f"the best {name}, {value:g}, is at an end of the values that were tried: try {following:g} as well "
+                f"(add it to the list of {name}, or allow more training runs with max_trainings)"
             )
         if name in TEMPERATURES and are_numbers(lists[name]) and value < _COLD:
             warn(

@@ -83,11 +83,11 @@ def respond(
         if not plates & {f.name for f in nodes[latent]["cond_indep_stack"]}:
             continue
         if batch.start > 0:
-            raise _local(latent, f"and this batch starts at example {batch.start}")
+            raise _local(latent, f"this batch starts at example {batch.start}")
         for place, (parameter, value) in enumerate(zip(positional(model), batch.inputs, strict=False)):
             first = learned_for.get(place, learned_for.get(parameter.name))
             if not all(map(_same_rows, tensors_in(value), tensors_in(first))):
-                raise _local(latent, "which were learnt for other examples")
+                raise _local(latent, "they were learnt for other examples")
     drawn = tuple(other for other in names[: names.index(name)] if not nodes[other]["is_observed"])
     return Response(name, node["fn"], node["value"], node["is_observed"], axis, counted(node), drawn)
 
@@ -190,11 +190,11 @@ def _same_rows(first: Tensor, second: Tensor) -> bool:
 
 def _local(site: str, which: str) -> DataError:
     return DataError(
-        f"site {site!r} has one value per example, {which}, and it is unknown which examples they belong to. If the "
-        "guide learnt these values for its training data: predict these data only, in one batch and in their order (a "
-        "tuple, with a batch_size of at least their number). For other data of the same groups, let the model take the "
-        "index of each row's group as an input. If the guide computes the values from its inputs: predict one batch at "
-        "a time, with a plate of the size of the batch, pyro.plate(name, len(x)), in model and guide"
+        f"site {site!r} has one value per example, and it is unknown to which examples the values belong: {which}. If "
+        "the guide learnt the values for its training data: predict only these data, in one batch and in their order "
+        "(a tuple, with a batch_size of at least their number). For other data of the same groups, let the model take "
+        "the index of each row's group as an input. If the guide computes the values from its inputs: predict one "
+        "batch at a time, with a plate of the size of the batch, pyro.plate(name, len(x)), in model and guide"
     )
 
 
@@ -256,8 +256,10 @@ def _check_rows(msg: Any, value: Tensor, frame: Any) -> None:
     """Raise an error if a latent site with one value per example does not have one value for each row of the batch."""
     if frame.full_size is not None and frame.full_size != frame.size:
         # It is unknown which rows of the plate are in the batch.
-        raise _local(msg["name"], f"{frame.full_size} values, but this batch has {frame.size} examples")
+        raise _local(
+            msg["name"], f"there are {frame.full_size} values, but this batch has {frame.size} examples"
+        )
     dim = frame.dim - len(msg["fn"].event_shape)
     rows = value.shape[dim] if value.dim() >= -dim else 1
     if rows not in (1, frame.size):
-        raise _local(msg["name"], f"{rows} values, but plate {frame.name!r} has {frame.size} rows")
+        raise _local(msg["name"], f"there are {rows} values, but plate {frame.name!r} has {frame.size} rows")

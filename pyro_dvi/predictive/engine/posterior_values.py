@@ -82,8 +82,8 @@ def check_is_set_up(guide: Any, inputs: tuple[Any, ...] = ()) -> None:
         ):
             return
         raise GuideError(
-            f"{type(guide).__name__} has not been set up for its model: train it, or call guide(x, y) once with the "
-            "training data, also after loading its state; load a checkpoint with load(..., example=batch)"
+            f"{type(guide).__name__} has not seen its model yet: train it, or call guide(x, y) once with the training "
+            "data, also after loading its state; load a checkpoint with load(..., example=batch)"
         )
 
 
