@@ -68,7 +68,7 @@ def check_kl_weight(name: str, value: Any) -> None:
     """
     if not is_number(value):
         raise ArgumentError(
-            f"{name} must be a finite, nonnegative number, not {reprlib.repr(value)}; weight 1 of the KL divergence "
+            f"{name} must be a finite number >= 0, not {reprlib.repr(value)}; weight 1 of the KL divergence "
             "corresponds to Bayes' rule"
         )
 

@@ -183,7 +183,7 @@ MISTAKES = {
     "probabilities of a regression": (
         lambda: predict(model, guide, X).probabilities,
         UnsupportedError,
-        "'obs' \(Normal\) has no class probabilities",
+        r"'obs' \(Normal\) has no class probabilities",
     ),
     "model that subsamples itself": (
         lambda: predict(own_subsample, guide, X),

@@ -232,7 +232,7 @@ REFUSED = {
     "information of numbers": (
         lambda: predict(of_kind(KINDS["Normal"]), guide, X, AtMean()).mutual_information,
         UnsupportedError,
-        "'obs' \(Normal\) has no class probabilities",
+        r"'obs' \(Normal\) has no class probabilities",
     ),
     "parts where there are none": (
         lambda: predict(of_kind(lambda f, w: dist.StudentT(4.0, f, 1.0)), guide, X, Moments()).epistemic,

@@ -313,7 +313,7 @@ MISTAKES = [
         "centred MAP",
         lambda: evaluate(centred, AutoDelta),
         GuideError,
-        r"point estimate of both 's' and 'w' is unbounded.*non-centred",
+        r"point estimates of 's' and 'w' is unbounded.*non-centred",
     ),
     Mistake(
         "guide of nothing", lambda: MeanFieldGuide(None), TypeError, r"model must be callable, got NoneType"
@@ -382,7 +382,7 @@ MISTAKES = [
         "plate of the wrong size",
         lambda: evaluate(args=(X, Y, 300), num_data=600),
         DataError,
-        r"site 'y' sees 6 of 600 .* scaled to 300: write pyro.plate.*or correct num_data",
+        r"site 'y' sees 6 of 600 .* scaled to 300 examples: write pyro.plate.*or correct num_data",
     ),
     Mistake(
         "meta device",

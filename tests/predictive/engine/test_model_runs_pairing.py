@@ -182,7 +182,7 @@ def test_amortised_latents_in_a_subsampled_plate():
             pyro.sample("z", dist.Normal(x, 0.1))
 
     torch.testing.assert_close(predict(local, guide, X, AtMean()).mean, 2 * X)
-    with pytest.raises(DataError, match="20 of them, but this batch has 10"):
+    with pytest.raises(DataError, match="20 values, but this batch has 10"):
         predict(local, guide, X[10:])
 
 
