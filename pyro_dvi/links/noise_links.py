@@ -171,7 +171,7 @@ class _InAny(constraints.Constraint):
 
 
 def distribution_function(fn: Any, value: Tensor) -> Tensor:
-    """Return the probability of at most ``value``, which may lie outside the support of some components.
+    """Return the distribution function at ``value``, which may lie outside the support of some components.
 
     Raises:
         NotImplementedError: if the distribution function has no closed form.

@@ -211,8 +211,8 @@ _LOCAL = _Local()
 def variance_floor(minimum: float) -> Iterator[None]:
     r"""Raise the input variances of nonlinearities to at least ``minimum``.
 
-    The slopes of :math:`\mathrm E[f(x)]` in the variance grow as :math:`1/\sigma` at a kink of f. By default, the floor
-    is the square of the rounding error of the dtype, which changes no result.
+    The derivative of :math:`\mathrm E[f(x)]` with respect to the variance grows as :math:`1/\sigma` at a kink of f. By
+    default, the floor is the square of the rounding error of the dtype, which changes no result.
 
     Raises:
         ArgumentError: if the floor is negative.

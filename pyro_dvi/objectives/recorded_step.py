@@ -221,7 +221,7 @@ class RecordedStep:
         return State(written) if written or self._draws else None
 
     def trials(self, inputs: list[Tensor], kl_weight: Tensor) -> list[Trial]:
-        """Replay on copies of buffers, in all ways, and restore random states."""
+        """Replay on copies of buffers, with the compiled and the plain graph, and restore random states."""
         found = []
         for way in range(len(self._ways)):
             copies = [t.clone() if k in self._written else t for k, t in enumerate(inputs)]

@@ -62,8 +62,8 @@ def predict(
     Args:
         model: the Pyro model; its observation may be None, as in ``forward(x, y=None)``.
         guide: its trained guide: a guide of this library or of Pyro, or a function.
-        data: inputs ``[N, ...]``; a tuple of the model's arguments, ``(x,)`` or ``(x, y)``, or a mapping from their
-            names; or a loader of any of these. Observations are not passed to the model; they are kept for
+        data: inputs ``[N, ...]``; a tuple of the model's arguments, ``(x,)`` or ``(x, y)``, or a mapping from argument
+            names to values; or a loader of any of these. Observations are not passed to the model; they are kept for
             :meth:`Prediction.metrics`.
         method: prediction rule. The guide's attribute ``prediction_rule`` is the default. Otherwise the default depends
             on the training objective: ``AtMean()`` after ``TaylorELBO``, ``Moments()`` after ``MomentPropagationELBO``,
@@ -150,7 +150,7 @@ def predict(
 
 
 def names_of_sites(model: Callable[..., Any], guide: Callable[..., Any]) -> Callable[[Batch], list[str]]:
-    """Return a function that gives the observed sites of the model for a batch."""
+    """Return a function that returns the names of the observed sites for a batch."""
 
     def names(batch: Batch) -> list[str]:
         latents = example_latents(guide, batch.inputs)

@@ -98,7 +98,7 @@ def mixture_log_prob(site: str, fn: Any, values: Tensor, mask: Tensor | None = N
 
 
 def filled(values: Tensor, mask: Tensor | None, fn: Any) -> Tensor:
-    """Return ``values`` with a value from the support in place of each masked one, which may lie outside the support.
+    """Return ``values``, with masked ones, which may lie outside the support, replaced by a value in the support.
 
     Args:
         values: values in the shape of one draw.
@@ -121,7 +121,7 @@ def _cuts_events(mask: Tensor, event_dim: int) -> bool:
 
 
 def both_masks(first: Tensor | None, second: Tensor | None) -> Tensor | None:
-    """Return the mask of values that count under both masks; None counts all values."""
+    """Return the mask of values that count under both masks; without a mask, all values count."""
     if first is None or second is None:
         return second if first is None else first
     return first & second

@@ -108,7 +108,7 @@ def unconstraining_transform(support: Any) -> Any:
 
 
 def elementary(transform: Any) -> list[Any]:
-    """Return the transforms of which a transform consists, without identities.
+    """Return the elementary transforms that compose a transform, without identities.
 
     An example of an identity is the shift by zero that PyTorch appends to exp for positive supports.
     """

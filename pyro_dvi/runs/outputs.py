@@ -254,6 +254,6 @@ def _real_numbers(site: str, base: Any, name: str, constraint: Any) -> tuple[Any
         if not constraints.is_dependent(constraint):  # it may depend on other parameters
             return unconstraining_transform(constraint), constraint.event_dim
     raise UnsupportedError(
-        f"observed site {site!r}: {name!r} of {type(base).__name__} lies in {constraint}, to which no transform maps "
-        "real numbers. Choose a pyro.deterministic site for the prediction with site='...'"
+        f"observed site {site!r}: {name!r} of {type(base).__name__} has the domain {constraint}, for which there is no "
+        "transform from real numbers. Choose a pyro.deterministic site for the prediction with site='...'"
     )

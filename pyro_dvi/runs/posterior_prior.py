@@ -50,7 +50,7 @@ class PosteriorPrior:
 
 
 def without_posterior_prior(model: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the model without posterior priors, whose modules and parameters the models of all tasks share."""
+    """Return the model without posterior priors; the models of all tasks share its modules and parameters."""
     return model.model if isinstance(model, _WithPrior) else model
 
 
@@ -81,10 +81,10 @@ def posterior_prior(
             continue
         base = strip_event_dims(posterior)
         if not real or not isinstance(base, td.Normal) or isinstance(base, MatrixNormal):
-            reason = f"posterior of site {name!r} is {type(base).__name__}" if real else None
+            reason = type(base).__name__ if real else "constrained"
             raise UnsupportedError(
-                f"the {reason or f'values of site {name!r} are constrained'}, which is not a factorised Gaussian: "
-                f"keep the prior of the model, as_prior(exclude=[{name!r}]), or use a mean-field posterior for it"
+                f"the posterior of site {name!r} is not a factorised Gaussian over its values ({reason}): keep the "
+                f"prior of the model with as_prior(exclude=[{name!r}]), or use a mean-field posterior for it"
             )
         loc, scale = torch.broadcast_tensors(base.loc.detach(), base.scale.detach())
         gaussians[name] = (loc.clone(), scale * temperature**-0.5)

@@ -27,8 +27,8 @@ def validation_metrics(
 ) -> dict[str, float]:
     """Evaluate the metrics of a callable, or the mean loss over a loader, in evaluation mode.
 
-    A loss estimates the loss on the complete data set: with a plate of N training examples, every validation batch of M
-    examples is scaled by N/M, and batches are weighted by their size.
+    The mean loss estimates the loss on the complete data set: with a plate of N training examples, every validation
+    batch of M examples is scaled by N/M, and batches are weighted by their size.
 
     Raises:
         DataError: if the loader is empty.

@@ -112,7 +112,8 @@ class DataParallel(WrappedObjective):
     def differentiable_loss(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> Tensor:
         """Return the joint loss, whose backward pass gives the joint gradients.
 
-        Processes are synchronised here, not in the backward pass: all must call it, with gradients enabled.
+        Processes are synchronised here, not in the backward pass: all processes must call this method, with gradients
+        enabled.
         """
         if not torch.is_grad_enabled() or not several(self.group):
             return self.elbo.differentiable_loss(model, guide, *args, **kwargs)  # type: ignore[no-any-return]

@@ -43,7 +43,7 @@ _CAPTURED_STEPS = (
 
 @dataclass
 class TrainingState:
-    """Argument of callbacks after an epoch.
+    """The state of training, passed to callbacks after every epoch.
 
     Attributes:
         epoch: number of completed epochs, over all calls that share the history.

@@ -54,7 +54,7 @@ def check_parameters(route: Route) -> None:
                     "train a copy of it: make the parameters of the module .contiguous()."
                 )
             raise GuideError(
-                f"Pyro's parameter store contains another parameter under the name {name!r} of this {role}. "
+                f"Pyro's parameter store contains another parameter under the name {name!r}, which this {role} uses. "
                 f"{_WAY_OUT}"
             )
     for name, tensor in route.parameters().items():
@@ -90,8 +90,8 @@ def check_still_own(model: Any, guide: Any) -> None:
         for name, _, stored in supplanted(part) if isinstance(part, nn.Module) else ():
             if stored in _owners and _owner_of(stored) not in own:
                 raise GuideError(
-                    f"Pyro's parameter store contains another parameter under the name {name!r} of this {role}: "
-                    "another model or guide with the same names has been trained since. Predict before you train "
+                    f"Pyro's parameter store contains another parameter under the name {name!r}, which this {role} "
+                    "uses: another model or guide with the same names has been trained since. Predict before you train "
                     "another one, separate them with pyro.get_param_store().scope(), or reload this one with "
                     "pyro_dvi.load."
                 )

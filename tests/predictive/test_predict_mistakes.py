@@ -115,7 +115,7 @@ MISTAKES = {
     "unknown argument": (
         lambda: predict(model, guide, X, observed="labels"),
         ArgumentError,
-        r"no argument observed='labels'.*\['x', 'y'\]",
+        r"observed='labels' is not an argument.*\['x', 'y'\]",
     ),
     "method as text": (
         lambda: predict(model, guide, X, "mean"),

@@ -76,7 +76,8 @@ def prior_predictive_check(
     Raises:
         ArgumentError: if there are fewer than two draws.
         DataError: if the data are invalid or have no observations.
-        ModelError: if there is no observed site, several without ``site``, or a prior from which nothing can be drawn.
+        ModelError: if the model has no observed site, has several and ``site`` is not given, or has a prior that cannot
+            be sampled.
         NonFiniteError: if a statistic is NaN.
 
     Source: Box (1980), "Sampling and Bayes' inference in scientific modelling and robustness"; Gabry et al. (2019),

@@ -43,7 +43,7 @@ class Tuned(Report):
         table: a row for each training run and a column for each setting; ``score`` (lower is better; NaN for a failed
             run); ``standard_error`` of the score and ``paired_standard_error`` of its difference from the lowest score,
             both over validation rows, and NaN if the score is a single number.
-        failures: reasons of failed training runs, by row of the table.
+        failures: reasons for failed training runs, by row of the table.
     """
 
     settings: dict[str, Any]

@@ -33,7 +33,7 @@ class Trainings:
     score: Callable[[Any, Any, Any], Any]
     seed: int
     path: Path | None
-    recorded: dict[Key, Tensor | str]  # results in the file at the start: scores, or reasons of failures
+    recorded: dict[Key, Tensor | str]  # results in the file at the start: scores, or reasons for failures
     bar: Any
     scores: dict[Key, Tensor] = field(default_factory=dict)
     failures: dict[Key, str] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class Trainings:
         self.bar.update()
 
     def _trained(self, key: Key) -> Tensor | str:
-        """Train with these settings; return the score, or the reason of a failure."""
+        """Train with these settings; return the score, or the reason for a failure."""
         try:
             posterior = self.posterior(key)
             with preserve_random_state(self.validation), posterior.in_store():
@@ -150,7 +150,7 @@ class Trainings:
         return None if following in (0, first) else following
 
     def table(self) -> tuple[Table, dict[int, str]]:
-        """Return one row per training run, in the order of the lists, and the reasons of failures by row."""
+        """Return one row per training run, in the order of the lists, and the reasons for failures by row."""
         keys = sorted(self.known, key=self._places)
         results = [self.scores.get(key, torch.tensor(math.nan)) for key in keys]
         table = Table(zip(self.lists, map(list, zip(*keys, strict=True)), strict=True))

@@ -148,7 +148,7 @@ class _Arguments:
             for name in asked:
                 if name not in self.names:
                     raise ArgumentError(
-                        f"the model has no argument observed={name!r}; its arguments are {self.names}"
+                        f"observed={name!r} is not an argument of the model, which has {self.names}"
                     )
             places = [self.names.index(name) for name in asked]
         else:

@@ -98,7 +98,8 @@ def sites_at(
     """Return a function that runs the model with latent values and returns some of its sites, as fast as possible.
 
     The model runs only up to the last of the sites; nothing is drawn there, and nothing is recorded. Arguments, names
-    and the structure of the model are not checked: :func:`respond` or :func:`observed_run` has checked them.
+    and the structure of the model are not checked again, after :func:`respond` or :func:`observed_run` has checked
+    them.
 
     Raises:
         ModelError: if a run of the model does not reach one of the sites.
@@ -165,7 +166,7 @@ def observed_run(model: Callable[..., Any], batch: Batch, latents: Latents) -> M
     Plates of the model are not subsampled.
 
     Raises:
-        DataError: if the model requires another number of rows, or a latent site has one value for each of other
+        DataError: if the model requires another number of rows, or the values of a latent site belong to other
             examples.
     """
     args, kwargs = batch.whole

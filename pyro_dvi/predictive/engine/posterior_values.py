@@ -68,7 +68,7 @@ def members_of(guide: Any) -> tuple[TrainedPosterior, ...]:
 
 
 def check_is_set_up(guide: Any, inputs: tuple[Any, ...] = ()) -> None:
-    """Raise an error for an automatic guide that has not been set up; set up a loaded guide of this library.
+    """Raise an error for an automatic guide that has not been set up; a loaded guide of this library is set up here.
 
     Raises:
         GuideError: if the guide has not been set up. Doing so now, without observations, would make the response a

@@ -154,7 +154,7 @@ MISTAKES = {
     "argument": (
         lambda: to_arviz(two, slope, (X, Y, N), observed=["y", "m"]),
         ArgumentError,
-        "no argument observed='m'",
+        "observed='m' is not an argument",
     ),
     "unobserved": (
         lambda: to_arviz(two, slope, {"x": X, "n": N}, observed="n", site=["number", "size"]),
