@@ -281,7 +281,7 @@ HARDSIGMOID = {m: (UnsupportedError, "hardsigmoid_backward") for m in ("Taylor",
 DEPENDENT = {"Taylor": (GuideError, "not a factorised Gaussian")}
 ROUNDED = {"Laplace": (UnsupportedError, "'w' is torch.*float16.*float\\(\\)")}
 NO_LABELS = {m: (ModelError, "'y' has no distribution") for m in ("Taylor", "Laplace")}
-UNBOUNDED = {"Laplace": (GuideError, "point estimate of both 's' and 'w' is unbounded")}
+UNBOUNDED = {"Laplace": (GuideError, "point estimates of 's' and 'w' is unbounded")}
 UNUSUAL = {"Laplace": "Fisher information of .* has no closed form"}
 
 ROWS: dict[str, Row] = {
