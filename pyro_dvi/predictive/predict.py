@@ -163,7 +163,7 @@ def rule_of(method: Any, guide: Any) -> PredictionRule:
     """Return ``method``, or the guide's default.
 
     Raises:
-        ArgumentError: if ``method`` is not a prediction rule object, such as a class or string.
+        ArgumentError: if ``method`` is not a prediction rule, for example if it is a class or string.
         DviWarning: if the rule uses the variance of a posterior that was trained to predict at its mean.
     """
     if method is None:
