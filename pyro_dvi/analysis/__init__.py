@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Analysis of trained posteriors: export to ArviZ, diagnostics, plots, and the choice of settings."""
+"""Analysis of trained posteriors: export to ArviZ, diagnostics, plots, and tuning."""

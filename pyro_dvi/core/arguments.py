@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of arguments: options that are objects, counts or positive numbers, and the signatures of models."""
+"""Checks of options (objects, counts, positive numbers), and the signatures of models."""
 
 import inspect
 import math
@@ -19,11 +19,11 @@ def check_choice(name: str, value: object, kind: type | tuple[type, ...], exampl
     Args:
         name: name of the option.
         value: the given value.
-        kind: the required class, or several.
-        examples: what to pass.
+        kind: the required class, or a tuple of classes.
+        examples: what to pass instead, for the message.
 
     Raises:
-        ArgumentError: it is something else.
+        ArgumentError: if the value is not such an instance.
     """
     if isinstance(value, kind):
         return
@@ -35,10 +35,10 @@ def check_choice(name: str, value: object, kind: type | tuple[type, ...], exampl
 
 
 def check_count(name: str, value: Any, least: int = 1) -> None:
-    """Raise an error if a value is not a whole number, or too small.
+    """Raise an error if a value is not an integer, or is too small.
 
     Raises:
-        ArgumentError: it is something else.
+        ArgumentError: if the value is not an integer of at least ``least``.
     """
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         what = "a positive whole number" if least == 1 else f"a whole number of at least {least}"
@@ -46,7 +46,7 @@ def check_count(name: str, value: Any, least: int = 1) -> None:
 
 
 def is_number(value: Any, end: float = math.inf) -> bool:
-    """Return whether a value is a number of at least zero and below ``end``."""
+    """Return True if a value is a number of at least zero and below ``end``."""
     return isinstance(value, Real) and not isinstance(value, bool) and 0 <= float(value) < end
 
 
@@ -54,22 +54,22 @@ def check_positive(name: str, value: Any) -> None:
     """Raise an error if a value is not a finite number above zero.
 
     Raises:
-        ArgumentError: it is something else.
+        ArgumentError: if the value is not such a number.
     """
     if not is_number(value) or value == 0:
         raise ArgumentError(f"{name} must be a positive number, not {reprlib.repr(value)}")
 
 
 def check_kl_weight(name: str, value: Any) -> None:
-    """Raise an error if a value is not a finite number of zero or more.
+    """Raise an error if a value is not a finite, nonnegative number.
 
     Raises:
-        ArgumentError: it is something else.
+        ArgumentError: if the value is not such a number.
     """
     if not is_number(value):
         raise ArgumentError(
-            f"{name} must be a finite number >= 0, not {reprlib.repr(value)}: weight 1 of the KL divergence "
-            "is Bayes' rule"
+            f"{name} must be a finite number >= 0, not {reprlib.repr(value)}; weight 1 of the KL divergence "
+            "corresponds to Bayes' rule"
         )
 
 
@@ -81,7 +81,7 @@ def with_missing(fn: Callable[..., Any], inputs: tuple[Any, ...]) -> tuple[Any, 
 
 
 def parameter_names(fn: Callable[..., Any], count: int) -> list[str]:
-    """Return the names of the first ``count`` positional arguments of ``fn``, numbered where it has none."""
+    """Return the names of the first ``count`` positional arguments of ``fn``, or numbers if it has no names."""
     names = [p.name for p in positional(fn)]
     return [names[i] if i < len(names) else f"input_{i}" for i in range(count)]
 
@@ -97,33 +97,33 @@ def _signature(fn: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def positional(fn: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Return the parameters that can be given by position."""
+    """Return the parameters that can be passed by position."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return [p for p in _signature(fn) if p.kind in kinds]
 
 
 def keyword_only(fn: Callable[..., Any]) -> list[str]:
-    """Return the names of the parameters that can be given by name only."""
+    """Return the names of keyword-only parameters."""
     return [p.name for p in _signature(fn) if p.kind is inspect.Parameter.KEYWORD_ONLY]
 
 
 def takes_any_number(fn: Callable[..., Any]) -> bool:
-    """Return whether ``fn`` takes any number of positional arguments, or has no signature."""
+    """Return True if ``fn`` takes any number of positional arguments, or has no signature."""
     parameters = _signature(fn)
     return not parameters or any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters)
 
 
 def by_own_names(fn: Callable[..., Any], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return named arguments by the names of ``fn``, which may take others in a method ``own_names``."""
+    """Return keyword arguments by the parameter names of ``fn``, which may translate others with ``own_names``."""
     own_names = getattr(inspect.unwrap(fn), "own_names", None)
     return kwargs if own_names is None else own_names(kwargs)
 
 
 def by_position(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return arguments, of which some are named, in the order of their positions.
+    """Return positional and keyword arguments in the order of their positions.
 
     Raises:
-        UnsupportedError: ``fn`` takes some arguments by name only.
+        UnsupportedError: if ``fn`` has keyword-only parameters among them.
 
     Example:
         >>> by_position(lambda x, y=None: None, (), {"y": 2, "x": 1})
@@ -132,13 +132,14 @@ def by_position(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[s
     bound = inspect.Signature(_signature(fn)).bind(*args, **by_own_names(fn, kwargs)) if kwargs else None
     if bound is not None and bound.kwargs:
         raise UnsupportedError(
-            f"predictions pass inputs by position: wrap the model, which takes {sorted(bound.kwargs)} by name only"
+            f"predictions pass inputs by position, but the arguments {sorted(bound.kwargs)} of the model are "
+            "keyword-only: wrap the model in a function that takes them by position"
         )
     return args if bound is None else bound.args
 
 
 def misfit(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
-    """Return why ``fn`` does not take these arguments; None if it does, or has no signature.
+    """Return why ``fn`` does not accept these arguments; None if it does, or has no signature.
 
     Example:
         >>> misfit(lambda x, y=None: None, (1, 2, 3), {})

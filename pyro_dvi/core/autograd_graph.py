@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def graph_of(outputs: Iterable[Tensor], without: Container[str] = ()) -> set[Any]:
-    """Nodes of the autograd graph that ``outputs`` depend on.
+    """Return the nodes of the autograd graph that ``outputs`` depend on.
 
     Args:
         outputs: the ends of the graph.
@@ -27,7 +27,7 @@ def graph_of(outputs: Iterable[Tensor], without: Container[str] = ()) -> set[Any
 
 
 def graph_between(inputs: Sequence[Tensor], outputs: Iterable[Tensor]) -> set[Any]:
-    """Nodes of that graph which depend on some of ``inputs``, leaves themselves.
+    """Return the nodes between ``inputs`` and ``outputs``, including the nodes of inputs that are leaves.
 
     Example:
         >>> a, b = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
@@ -36,14 +36,14 @@ def graph_between(inputs: Sequence[Tensor], outputs: Iterable[Tensor]) -> set[An
     """
     nodes = graph_of(outputs)
     found = {node for node in nodes if any(getattr(node, "variable", None) is value for value in inputs)}
-    for node in sorted(nodes - found, key=lambda node: node._sequence_nr()):  # as the operations were done
+    for node in sorted(nodes - found, key=lambda node: node._sequence_nr()):  # in the order of the operations
         if any(parent in found for parent, _ in node.next_functions):
             found.add(node)
     return found
 
 
 def function_of(node: Any) -> str:
-    """Name of the function that left a node in the graph.
+    """Return the name of the function that created a node of the graph.
 
     Example:
         >>> x = torch.ones(1, requires_grad=True)
@@ -55,12 +55,12 @@ def function_of(node: Any) -> str:
 
 
 def leaves_of(outputs: Iterable[Tensor]) -> list[Tensor]:
-    """Parameters that ``outputs`` depend on."""
+    """Return the parameters that ``outputs`` depend on."""
     return [node.variable for node in graph_of(outputs) if hasattr(node, "variable")]
 
 
 def enters(values: Sequence[Tensor], outputs: Iterable[Tensor]) -> list[bool]:
-    """Return for each value whether gradients of some output reach it.
+    """Return, for each value, True if gradients of some output reach it.
 
     Example:
         >>> a, b = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments of model and guide from the batches of a loader."""
+"""Arguments of model and guide, from the batches of a loader."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
@@ -16,8 +16,8 @@ from pyro_dvi.errors import ArgumentError, DataError
 def arguments(batch: Any, device: torch.device | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Split a batch into positional and keyword arguments, and move its tensors.
 
-    A tuple or list becomes positional arguments, a mapping keyword arguments, anything else the only
-    argument.
+    A tuple or list becomes positional arguments, a mapping becomes keyword arguments, and anything else becomes the
+    only argument.
 
     Example:
         >>> arguments([torch.zeros(2), torch.ones(2)], None)
@@ -33,25 +33,25 @@ def arguments(batch: Any, device: torch.device | None) -> tuple[tuple[Any, ...],
 
 
 def check_loader(loader: Any, passes: int, role: str = "loader") -> None:
-    """Raise an error for a loader that cannot provide ``passes`` passes.
+    """Raise an error for a loader that cannot be iterated ``passes`` times.
 
     Raises:
-        ArgumentError: if it is not iterable, or a batch instead of batches.
-        DataError: if it is empty, or an iterator that ends after one pass.
+        ArgumentError: if the loader is not iterable, or is a batch instead of batches.
+        DataError: if the loader is empty, or is an iterator that ends after one pass.
     """
     if isinstance(loader, Tensor):
         raise ArgumentError(
             f"{role} is a tensor, whose rows would be treated as batches: pass a DataLoader, or [(x, y)] for one batch"
         )
     if isinstance(loader, (tuple, list)) and loader and all(isinstance(part, Tensor) for part in loader):
-        # Tensors of one kind in a list may be batches of a model with one argument.
+        # Tensors of one kind in a list may be batches for a model with one argument.
         if isinstance(loader, tuple) or len({(part.ndim, part.dtype) for part in loader}) > 1:
             raise ArgumentError(
                 f"{role} is a {type(loader).__name__} of tensors, which is one batch: pass [(x, y)], or a DataLoader."
             )
     if not isinstance(loader, Iterable):
         raise ArgumentError(
-            f"{role} must yield batches (a DataLoader, a list of tuples), got {type(loader).__name__}."
+            f"{role} must yield batches (a DataLoader, a list of tuples), but is of type {type(loader).__name__}."
         )
     if isinstance(loader, Iterator) and passes > 1:
         raise DataError(
@@ -65,7 +65,7 @@ def check_loader(loader: Any, passes: int, role: str = "loader") -> None:
 
 
 def number_of_batches(loader: Any) -> int | None:
-    """Length of one pass, or None if unknown."""
+    """Return the number of batches of one pass, or None if unknown."""
     try:
         return len(loader)
     except TypeError:
@@ -73,10 +73,10 @@ def number_of_batches(loader: Any) -> int | None:
 
 
 def dataset_size(loader: Any) -> int | None:
-    """Number of examples from which a loader draws, or None if unknown."""
+    """Return the number of examples from which a loader draws, or None if unknown."""
     dataset = getattr(loader, "dataset", None)
     sampler = getattr(loader, "sampler", None)
-    # The usual way to split a data set in two: the loader then draws from the subset only.
+    # A common way to split a data set: the loader draws only from the subset.
     if isinstance(sampler, SubsetRandomSampler):
         return len(sampler.indices)
     try:
@@ -86,12 +86,12 @@ def dataset_size(loader: Any) -> int | None:
 
 
 def named_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a model by name, those by position numbered from 1."""
+    """Return the arguments of a model by name; positional arguments are numbered from 1."""
     return {**{f"argument {i}": value for i, value in enumerate(args, start=1)}, **kwargs}
 
 
 def non_finite_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-    """Describe the arguments whose tensors hold NaN or infinities."""
+    """Return descriptions of the arguments whose tensors contain NaN or infinities."""
     found = []
     for name, value in named_arguments(args, kwargs).items():
         tensors = [tensor for tensor in tensors_in(value) if is_strided(tensor)]
@@ -101,14 +101,14 @@ def non_finite_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str
 
 
 def is_strided(value: Any) -> bool:
-    """Return whether a value is a tensor with rows to cut and elements to read, neither sparse nor nested."""
+    """Return True if a value is a dense tensor, neither sparse nor nested."""
     return isinstance(value, Tensor) and value.layout == torch.strided and not value.is_nested
 
 
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:
-    """Return nested tuples, lists, mappings and data classes with a function applied to everything in them.
+    """Apply a function to everything in nested tuples, lists, mappings and data classes.
 
-    Containers keep their types, as a model may ask for them.
+    Containers keep their types, which a model may check.
 
     Example:
         >>> mapped(abs, {"x": [-1, -2]})
@@ -147,12 +147,12 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def with_rows(value: Any) -> Tensor | None:
-    """Return the first tensor with rows in nested arguments, which tells how many there are; None without one."""
+    """Return the first tensor with rows in nested arguments, from which rows are counted; None if there is none."""
     return next((tensor for tensor in tensors_in(value) if is_strided(tensor) and tensor.dim()), None)
 
 
 def rows_cut(cut: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Return nested arguments with a function applied to every tensor that has as many rows as the first.
+    """Apply a function to every tensor in nested arguments that has as many rows as the first tensor.
 
     Example:
         >>> rows_cut(lambda tensor: tensor[:1], (torch.ones(2), torch.zeros(2), torch.ones(3)))

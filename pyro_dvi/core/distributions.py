@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Take distributions apart: their wrappers, their tensors, and the arguments that a model built them with."""
+"""The parts of distributions: wrappers, tensors, and the arguments with which a model built them."""
 
 import copy
 import inspect
@@ -25,21 +25,21 @@ WRAPPERS = (td.Independent, dist.MaskedDistribution, dist.ExpandedDistribution, 
 
 
 def strip_event_dims(fn: Any) -> Any:
-    """Return the distribution below ``to_event``, so that its parameters have the value's shape."""
+    """Return the distribution below ``to_event``, whose parameters have the shape of the value."""
     while hasattr(fn, "reinterpreted_batch_ndims"):
         fn = fn.base_dist
     return fn
 
 
 def innermost(fn: Any) -> Any:
-    """Return a distribution without its wrappers; LogNormal, Gumbel and the like are not taken apart."""
+    """Return a distribution without its wrappers; named classes such as LogNormal and Gumbel are kept whole."""
     while isinstance(fn, WRAPPERS) and not _is_named(fn):
         fn = fn.base_dist
     return fn
 
 
 def untransformed(fn: Any) -> Any:
-    """Return a distribution without the wrappers that leave values as they are, which transforms do not."""
+    """Return a distribution without the wrappers that do not change values; transforms are kept."""
     while isinstance(fn, WRAPPERS) and not isinstance(fn, td.TransformedDistribution):
         fn = fn.base_dist
     return fn
@@ -55,8 +55,8 @@ def rewrapped(fn: Any, replace: Callable[[Any], Any], lead: tuple[int, ...] = ()
 
     Args:
         fn: a distribution.
-        replace: gives the new innermost distribution for the old one.
-        lead: batch dimensions that the new one has on the left of the old one's.
+        replace: returns the new innermost distribution, given the old one.
+        lead: batch dimensions of the new distribution to the left of those of the old one.
     """
     if isinstance(fn, td.Independent):
         return rewrapped(fn.base_dist, replace, lead).to_event(fn.reinterpreted_batch_ndims)
@@ -70,7 +70,7 @@ def rewrapped(fn: Any, replace: Callable[[Any], Any], lead: tuple[int, ...] = ()
 
 
 def unexpanded(value: Tensor) -> Tensor:
-    """Return a tensor without the repetitions of ``expand``: a prior that all weights share is one number again."""
+    """Return a tensor without the repetitions of ``expand``: a scale shared by all weights is a scalar again."""
     shape = [1 if stride == 0 else size for size, stride in zip(value.shape, value.stride(), strict=True)]
     return value if shape == list(value.shape) else value.as_strided(shape, value.stride())
 
@@ -79,14 +79,14 @@ def unexpanded(value: Tensor) -> Tensor:
 
 
 def tensors_of(fn: Any, *, strict: bool = False) -> list[Tensor]:
-    """Return every tensor in a distribution, also inside its distributions, transforms and constraints.
+    """Return every tensor in a distribution, including those in its inner distributions, transforms and constraints.
 
     Args:
         fn: any distribution of Pyro or torch.
-        strict: refuse objects that may hide tensors.
+        strict: True to raise an error for objects that may contain other tensors.
 
     Raises:
-        TypeError: such an object, a function for example.
+        TypeError: if ``strict`` and there is such an object, for example a function.
     """
     found: list[Tensor] = []
 
@@ -129,7 +129,7 @@ def placed_like(distribution: D, reference: Tensor) -> D:
 
 
 def broadcasts_to(shape: Sequence[int], target: Sequence[int]) -> bool:
-    """Return whether a tensor of one shape expands to another."""
+    """Return True if a tensor of one shape expands to another shape."""
     ends = zip(reversed(shape), reversed(target), strict=False)
     return len(shape) <= len(target) and all(size in (1, wanted) for size, wanted in ends)
 
@@ -145,7 +145,7 @@ def _mapped(value: Any, function: Callable[[Tensor], Tensor], strict: bool) -> A
     if isinstance(value, (td.Distribution, td.Transform, constraints.Constraint)):
         made, parts = copy.copy(value), dict(vars(value))
         if isinstance(value, td.Transform) and not isinstance(value, type(td.ExpTransform().inv)):
-            parts["_inv"] = None  # made of the transform itself when it is asked for
+            parts["_inv"] = None  # computed from the transform itself on access
         vars(made).update({name: _mapped(part, function, strict) for name, part in parts.items()})
         return made
     if isinstance(value, dict):
@@ -153,11 +153,13 @@ def _mapped(value: Any, function: Callable[[Tensor], Tensor], strict: bool) -> A
     if isinstance(value, (list, tuple)):
         return type(value)(_mapped(part, function, strict) for part in value)
     if strict:
-        raise TypeError(f"{type(value).__name__} in a distribution")
+        raise TypeError(
+            f"a distribution contains an object of type {type(value).__name__}, which may hide tensors"
+        )
     return value
 
 
-# Arguments that the model gave: logits, say, before they are normalised ----------------------------------------
+# Arguments that the model passed, such as logits before normalisation ----------------------------------------
 
 
 @dataclass(frozen=True)
@@ -169,7 +171,7 @@ class Built:
 
 
 def arguments_of(cls: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the parameters that a distribution is built with, by name."""
+    """Return the parameters with which a distribution is built, by name."""
     given = dict(cls.__signature__.bind(*args, **kwargs).arguments)
     given.update(given.pop("kwargs", {}))
     return {name: value for name, value in given.items() if name != "validate_args" and value is not None}
@@ -177,27 +179,27 @@ def arguments_of(cls: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any
 
 @contextmanager
 def arguments_kept() -> Iterator[list[Built]]:
-    """Keep every Pyro distribution that is built in the context with its arguments."""
+    """Yield a list of every Pyro distribution that is built in the context, with its arguments."""
     made: list[Built] = []
 
     def keep(cls: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        distribution = type.__call__(
-            cls, *args, **kwargs
-        )  # what Pyro does where nothing builds something else
+        distribution = type.__call__(cls, *args, **kwargs)  # what Pyro does without coercions
         made.append(Built(distribution, arguments_of(cls, args, kwargs)))
         return distribution
 
-    with building_by(keep, len(pyro_distribution.COERCIONS)):  # after others, which may build something else
+    with building_by(
+        keep, len(pyro_distribution.COERCIONS)
+    ):  # after other coercions, which may build another distribution
         yield made
 
 
 @contextmanager
 def building_by(build: Callable[[Any, tuple, dict[str, Any]], Any], place: int = 0) -> Iterator[None]:
-    """Build the Pyro distributions of the context by a function of their class and arguments.
+    """Build the Pyro distributions in the context with a function of their class and arguments.
 
     Args:
-        build: returns the distribution, or None for the usual one.
-        place: of the function among those that others have given Pyro; the first to return something counts.
+        build: returns the distribution, or None for Pyro's usual one.
+        place: position of the function among Pyro's coercions, of which the first that returns a distribution counts.
     """
     coercions: list[Any] = pyro_distribution.COERCIONS
     coercions.insert(place, build)
@@ -208,10 +210,10 @@ def building_by(build: Callable[[Any, tuple, dict[str, Any]], Any], place: int =
 
 
 def given_to(site: str, base: Any, made: list[Built]) -> dict[str, Any]:
-    """Return the arguments of a distribution; a plate may have expanded it since, which shares its memory.
+    """Return the arguments with which a distribution was built, even if a plate has expanded it since.
 
     Raises:
-        UnsupportedError: it was built by another one, or is no Pyro distribution.
+        UnsupportedError: if the distribution was built inside another one, or is not a Pyro distribution.
     """
     for built in made:
         if built.distribution is base:
@@ -221,21 +223,21 @@ def given_to(site: str, base: Any, made: list[Built]) -> dict[str, Any]:
         if type(built.distribution) is not type(base):
             continue
         other = _memory(built.distribution)
-        # Either may have computed further parameters since, such as probs of logits. Two distributions may share one
-        # parameter, so that all that both have must agree.
+        # Either distribution may have computed further parameters since, such as probs from logits. Two distributions
+        # may share one parameter, so all common parameters must agree.
         common = memory.keys() & other.keys()
         if common and all(memory[name] == other[name] for name in common):
             return built.given
     raise UnsupportedError(
-        f"observed site {site!r}: {type(base).__module__}.{type(base).__name__} does not tell which tensors it was "
-        "built from. A class of torch.distributions has one of the same name in pyro.distributions, which does. For a "
-        "mixture, or another distribution of distributions, name a pyro.deterministic site of the prediction instead: "
+        f"observed site {site!r}: the tensors from which {type(base).__module__}.{type(base).__name__} was built are "
+        "unknown. Replace a class of torch.distributions by the class of the same name in pyro.distributions. For a "
+        "mixture, or another distribution of distributions, choose a pyro.deterministic site of the prediction with "
         "site='...'"
     )
 
 
 def _memory(fn: Any) -> dict[str, int]:
-    """Return the addresses of the parameters of a distribution, without parameters that it computes when asked."""
+    """Return the addresses of the parameters of a distribution, without parameters that it computes on access."""
     found = {}
     for name in fn.arg_constraints:
         lazy = isinstance(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make a graph of operators shorter without changing a bit of its results.
+"""Passes that shorten a graph of operators without changing its results, which stay bitwise equal.
 
-Each operator costs some microseconds, whatever it computes, and autograd leaves many that compute nothing: views of a
-whole tensor, products with one, the same difference twice. All passes leave alone what an operator writes to.
+Each operator costs some microseconds, whatever it computes, and autograd creates many that are superfluous: views of a
+whole tensor, products with one, the same difference twice. No pass affects memory that an operator writes to.
 """
 
 from collections.abc import Callable
@@ -13,8 +13,8 @@ from torch import Tensor, fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
 aten = torch.ops.aten
-_LARGEST = 1 << 12  # elements of a constant that is kept instead of computed
-# Results that depend on the shapes of arguments only.
+_LARGEST = 1 << 12  # largest number of elements of a constant that is stored instead of computed
+# Operators whose results depend only on the shapes of arguments.
 FROM_SHAPES = {
     getattr(aten, name).default
     for name in ("ones_like", "zeros_like", "full_like", "new_zeros", "new_ones", "new_full")
@@ -37,7 +37,7 @@ _PRODUCTS = {aten.mul.Tensor}
 
 
 def noted(node: fx.Node, result: Any, varies: bool) -> fx.Node:
-    """Note with a node what the passes need to know of its result."""
+    """Store in a node what the passes need to know about its result."""
     if isinstance(result, Tensor):
         node.meta["form"] = (result.shape, result.stride(), result.dtype, result.device)
         if not varies and result.numel() <= _LARGEST:
@@ -49,7 +49,7 @@ def simplify(graph: fx.Graph, written: set[StorageWeakRef], hold: Callable[[Tens
     """Shorten a graph.
 
     Args:
-        graph: of nodes that were :func:`noted`.
+        graph: a graph whose nodes were :func:`noted`.
         written: memory that operators write to, as in ``node.meta["memory"]``.
         hold: returns the node of a constant.
     """
@@ -66,7 +66,7 @@ def simplify(graph: fx.Graph, written: set[StorageWeakRef], hold: Callable[[Tens
 
 
 def own_memory(graph: fx.Graph, start: int) -> None:
-    """Give results from a number on memory of their own, as their receiver may write to it."""
+    """Give the results from index ``start`` on their own memory, because the caller may write to it."""
     output = next(iter(reversed(graph.nodes)))
     taken = {
         number
@@ -85,7 +85,7 @@ def own_memory(graph: fx.Graph, start: int) -> None:
 
 
 def quickly_called(graph: fx.Graph) -> fx.Graph:
-    """Return a graph that calls operators as functions of torch, where there are such, which takes half the time."""
+    """Return a graph that calls operators as torch functions where these exist, which takes half the time."""
     copy = fx.Graph()
     copy.output(copy.graph_copy(graph, {}))
     for node in copy.nodes:
@@ -101,7 +101,7 @@ def quickly_called(graph: fx.Graph) -> fx.Graph:
 
 
 def has_effect(node: fx.Node) -> bool:
-    """Return whether a node does more than give a result: writes to an argument, moves a random state, or checks."""
+    """Return True if a node writes to an argument, changes a random state, or checks a condition."""
     if node.op in ("placeholder", "output"):
         return True
     schema, tags = getattr(node.target, "_schema", None), getattr(node.target, "tags", ())
@@ -110,7 +110,7 @@ def has_effect(node: fx.Node) -> bool:
 
 
 def _same_as(node: fx.Node) -> fx.Node | None:
-    """Return the argument that a node only passes on."""
+    """Return the argument that a node passes on unchanged, or None."""
     first = node.args[0] if node.args else None
     if not isinstance(first, fx.Node) or "form" not in node.meta:
         return None
@@ -139,6 +139,6 @@ def _folded(node: fx.Node, graph: fx.Graph, hold: Callable[[Tensor], fx.Node]) -
 
 
 def _seen(node: fx.Node, seen: dict[Any, fx.Node]) -> fx.Node | None:
-    """Return an earlier node that computes the same."""
+    """Return an earlier node with the same result, or None."""
     key = (node.target, repr(node.args), repr(node.kwargs))
     return None if seen.setdefault(key, node) is node else seen[key]

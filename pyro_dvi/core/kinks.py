@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions with kinks, whose slopes on both sides a derivative at one point does not know."""
+"""Functions with kinks, where a derivative at one point does not describe the slopes on both sides."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -11,10 +11,10 @@ from pyro_dvi.core.autograd_graph import function_of
 
 
 def kinks_among(nodes: Iterable[Any]) -> Iterator[tuple[Any, str]]:
-    """Give nodes of an autograd graph whose inputs lie on both sides of a kink, with the names of their functions.
+    """Yield nodes of an autograd graph whose inputs lie on both sides of a kink, with the names of their functions.
 
-    ``clamp`` does not count where it only guards a logarithm, nor ``relu`` where all units are on. Functions with kinks
-    where two inputs are equal (max, sort) never count, nor those made of comparisons (``torch.where``).
+    A ``clamp`` that only guards a logarithm is not included, nor a ``relu`` with all units on. Functions with kinks
+    where two inputs are equal (max, sort), and functions made of comparisons (``torch.where``), are never included.
 
     Example:
         >>> x = torch.linspace(-1, 1, 4, requires_grad=True)
@@ -30,7 +30,7 @@ def kinks_among(nodes: Iterable[Any]) -> Iterator[tuple[Any, str]]:
 
 
 def _beyond(*borders: float | str) -> Callable[[Any], Tensor]:
-    """Number the piece of each input by the kinks below it: numbers, or names under which the node saved them."""
+    """Return a function that numbers the piece of each input, given the kinks as numbers or saved attributes."""
 
     def pieces(node: Any) -> Tensor:
         x = node._saved_self if hasattr(node, "_saved_self") else node._saved_result
@@ -41,7 +41,7 @@ def _beyond(*borders: float | str) -> Callable[[Any], Tensor]:
 
 
 def _elu(node: Any) -> Tensor:
-    """Number the pieces; where the product is one, the slopes at zero agree."""
+    """Number the pieces; if the product of slopes is one, the slopes at zero agree and there is no kink."""
     return _beyond(0)(node) * (node._saved_alpha * node._saved_input_scale != 1)
 
 
@@ -53,7 +53,7 @@ def _outside(node: Any) -> Tensor:
     return node._saved_self.abs() > node._saved_lambd
 
 
-# By the name of the function: the number of the piece on which each input lies.
+# For each function name: computes the number of the piece on which each input lies.
 _PIECES: dict[str, Callable[[Any], Tensor]] = {
     **dict.fromkeys(("abs", "leaky_relu", "prelu", "relu", "rrelu"), _beyond(0)),
     **dict.fromkeys(("hardsigmoid", "hardswish"), _beyond(-3, 3)),

@@ -7,7 +7,7 @@ from typing import Any
 
 from tqdm.std import tqdm
 
-DELAY = 1.0  # seconds before a bar appears: short work has none
+DELAY = 1.0  # seconds before a bar appears, so that short work shows none
 
 
 def progress_bar(
@@ -18,10 +18,10 @@ def progress_bar(
     label: str | None = None,
     of: Iterable[Any] | None = None,
 ) -> Any:
-    """Return a bar: shown in a terminal or a notebook, for work that takes longer than ``DELAY``.
+    """Return a progress bar, shown in a terminal or notebook for work that takes longer than ``DELAY``.
 
-    ``disable=None`` is tqdm's own test for a terminal, which a notebook is not. ``tqdm.auto`` would load IPython and
-    warn where ipywidgets is missing.
+    ``disable=None`` lets tqdm test for a terminal, which excludes notebooks. ``tqdm.auto`` would load IPython, and warn
+    if ipywidgets is missing.
     """
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     bar: Any = tqdm

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values of tensors that Python, or C++ in its place, reads without an operator that a recorder could see."""
+"""Detection of reads of tensor values, by Python or C++, without an operator that a recorder could see."""
 
 from typing import Any
 
@@ -9,15 +9,15 @@ from torch.overrides import TorchFunctionMode
 
 from pyro_dvi.core.recorder import Recorder
 
-_SPLITS = {torch.tensor_split, Tensor.tensor_split}  # at places that a tensor may hold
+_SPLITS = {torch.tensor_split, Tensor.tensor_split}  # at positions that a tensor may contain
 _READS = _SPLITS | {
     *(Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.__dlpack__, Tensor.new_tensor),
-    *(torch.tensor, torch.as_tensor, torch.asarray),  # of lists that have tensors
+    *(torch.tensor, torch.as_tensor, torch.asarray),  # called with lists that contain tensors
 }
 
 
 class Reads(TorchFunctionMode):
-    """Tell a recorder of these reads."""
+    """Report such reads to a recorder."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -29,4 +29,4 @@ class Reads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-_TENSORS = {torch.tensor, torch.as_tensor, torch.asarray}  # of a tensor they are operators
+_TENSORS = {torch.tensor, torch.as_tensor, torch.asarray}  # called with a tensor, they are operators

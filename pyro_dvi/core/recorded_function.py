@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A function of tensors as a graph of torch operators, for any number of rows.
 
-The function is recorded with three numbers of rows. What comes out equal each time, and is computed from none of the
-inputs, is a constant of the graph: whatever only the weights decide is so computed once. An integer that differs is a
-linear function of the number of rows.
+The function is recorded with three numbers of rows. Results that are equal each time, and are not computed from the
+inputs, become constants of the graph, so that everything that depends only on the weights is computed once. Integers
+that differ must be linear functions of the number of rows.
 """
 
 import operator
@@ -27,19 +27,19 @@ def recorded(function: Function, *arguments: Sequence[Tensor]) -> fx.GraphModule
     """Return a function as a module of torch operators, with its constants as buffers.
 
     Args:
-        function: of tensors; it gives tensors.
-        arguments: three times, with other numbers of rows, and other values where there may be others.
+        function: takes and returns tensors.
+        arguments: three sets of arguments, with different numbers of rows and, if possible, different values.
 
     Raises:
-        UnsupportedError: the operators depend on the values of the inputs or, other than linearly in their integers,
-            on the number of rows; they draw random numbers; or they change a constant in place.
+        UnsupportedError: if the operators depend on the values of the inputs or nonlinearly on the number of rows, draw
+            random numbers, or change a constant in place.
     """
-    _run(function, arguments[0])  # what the function keeps for later runs is there then
+    _run(function, arguments[0])  # first, so that caches of the function are filled
     return _Common([_run(function, inputs) for inputs in arguments], list(map(rows_of, arguments))).module()
 
 
 def rows_of(inputs: Sequence[Tensor]) -> int:
-    """Return the number of rows, by the first argument that has any."""
+    """Return the number of rows of the first argument that has rows."""
     return next(len(value) for value in inputs if value.dim())
 
 
@@ -50,21 +50,21 @@ def _run(function: Function, inputs: Sequence[Tensor]) -> fx.Graph:
 
 
 class _Common:
-    """What the graphs of runs with different numbers of rows have in common.
+    """The common graph of runs with different numbers of rows.
 
-    Nodes at one place of them do the same, and have the same name.
+    Nodes at the same position compute the same function, and have the same name.
     """
 
     def __init__(self, runs: Sequence[fx.Graph], rows: Sequence[int]) -> None:
         if any(list(map(_kind, run.nodes)) != list(map(_kind, runs[0].nodes)) for run in runs):
-            raise UnsupportedError("its operators depend on the number of rows")
+            raise UnsupportedError("the operators depend on the number of rows")
         self._places: list[tuple[fx.Node, ...]] = list(zip(*(run.nodes for run in runs), strict=True))
         self._rows = rows
         self._graph = fx.Graph()
-        self._nodes: dict[fx.Node, fx.Node] = {}  # of the graph, by those of the first run
+        self._nodes: dict[fx.Node, fx.Node] = {}  # nodes of the graph, by those of the first run
         self._held: dict[str, Tensor] = {}
         self._kept = {node for node in runs[0].nodes if node.op in ("placeholder", "output")}
-        self._written: set[StorageWeakRef] = set()  # by these
+        self._written: set[StorageWeakRef] = set()  # memory that these nodes write to
 
     def module(self) -> fx.GraphModule:
         self._find_kept()
@@ -74,11 +74,11 @@ class _Common:
                 self._nodes[first] = self._graph.create_node(first.op, first.target, args, kwargs)
         self._graph.eliminate_dead_code(lambda node: has_effect(node) and not draws(node))
         if drawn := next(filter(draws, self._graph.nodes), None):
-            raise UnsupportedError(f"it draws random numbers ({drawn.target})")
+            raise UnsupportedError(f"the model draws random numbers ({drawn.target})")
         return fx.GraphModule(self._held, self._graph)
 
     def _find_kept(self) -> None:
-        """Find what depends on inputs or their number, and what memory that writes to."""
+        """Find the nodes that depend on inputs or on the number of rows, and the memory that they write to."""
         before = len(self._written)
         for nodes in self._places:
             first, given = nodes[0], nodes[0].all_input_nodes
@@ -87,12 +87,12 @@ class _Common:
             if first.op == "call_function" and not (known and _agree(nodes)):
                 self._kept.add(first)
                 self._written.update(first.meta.get("written", ()))
-        if before < len(self._written):  # others may read it
+        if before < len(self._written):  # other nodes may read this memory
             self._find_kept()
 
     def _shared(self, first: Any, *others: Any) -> Any:
-        """Return an argument of an operator as the graph has it, from the arguments of all runs."""
-        if any(repr(first) != repr(other) for other in others):  # by text, where NaN is NaN
+        """Return an argument of an operator in the common graph, from the arguments in all runs."""
+        if any(repr(first) != repr(other) for other in others):  # compared as text, in which NaN equals NaN
             return self._size(first, *others)
         if isinstance(first, fx.Node) and first not in self._nodes:
             self._nodes[first] = self._constant(first, *others)
@@ -100,11 +100,13 @@ class _Common:
 
     def _constant(self, *nodes: fx.Node) -> fx.Node:
         if not self._written.isdisjoint(nodes[0].meta["memory"]):
-            raise UnsupportedError("it changes a tensor that it holds")
+            raise UnsupportedError("the model changes a stored tensor in place")
         if not _agree(nodes):
-            raise UnsupportedError("a tensor that it makes in Python depends on the inputs or their number")
+            raise UnsupportedError(
+                "a tensor that is created in Python depends on the inputs or on the number of rows"
+            )
         name = f"constant_{len(self._held)}"
-        # Contiguous, whatever it is a view of: torch.export.save warns of others.
+        # Contiguous, because torch.export.save warns about other tensors.
         self._held[name] = nodes[0].meta["value"].detach().clone(memory_format=torch.contiguous_format)
         return self._graph.get_attr(name)
 
@@ -117,7 +119,7 @@ class _Common:
                 node = self._graph.call_function(operator.mul, (self._num_rows, slope))
                 return self._graph.call_function(operator.add, (node, offset)) if offset else node
         raise UnsupportedError(
-            f"{values} in its operators do not follow from the numbers of rows, {self._rows}"
+            f"the integers {values} in the operators are not a linear function of the numbers of rows {self._rows}"
         )
 
     @cached_property
@@ -131,7 +133,7 @@ def _kind(node: fx.Node) -> Any:
 
 
 def _agree(nodes: Sequence[fx.Node]) -> bool:
-    """Return whether nodes gave equal tensors."""
+    """Return True if the results of the nodes are equal tensors."""
     first, *others = (tensors(node.meta["value"]) for node in nodes)
     return all(
         a.shape == b.shape and a.dtype == b.dtype and bool(torch.isclose(a, b, 0, 0, equal_nan=True).all())

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Record the torch operators of a block as a graph.
+"""Record the torch operators of a block of code as a graph.
 
-The block runs as always; a mode below autograd sees every operator, those of backward passes inside the block too.
-Inputs become placeholders. A tensor that the block finds elsewhere is held by reference, so that later changes in place
-are seen. No Python code is recorded, neither the block's nor Pyro's.
+The block runs normally; a mode below autograd sees every operator, including those of backward passes inside the block.
+Inputs become placeholders. Other tensors that the block uses are stored by reference, so that later changes in place
+take effect. No Python code is recorded, neither the block's nor Pyro's.
 """
 
 import linecache
@@ -33,24 +33,24 @@ _ALIASES = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 
 
 def is_looking() -> bool:
-    """Return whether an ordinary step is taken to see whether recorded ones still stand for it."""
+    """Return True within an ordinary step that is compared with a recording."""
     return _LOOKING.get()
 
 
 def is_recording() -> bool:
-    """Return whether operators are being recorded; what is not to be replayed must not look at values then."""
+    """Return True while operators are recorded; code must then not read values of tensors."""
     return _RECORDING.get() is not None
 
 
 def is_for_any_rows() -> bool:
-    """Return whether operators are being recorded that must not depend on the number of rows."""
+    """Return True while operators are recorded that must not depend on the number of rows."""
     recorder = _RECORDING.get()
     return recorder is not None and recorder.any_rows
 
 
 @contextmanager
 def looking() -> Iterator[None]:
-    """Let :func:`is_looking` be true."""
+    """Make :func:`is_looking` return True within the context."""
     token = _LOOKING.set(True)
     try:
         yield
@@ -59,16 +59,17 @@ def looking() -> Iterator[None]:
 
 
 def assumed(condition: Tensor) -> bool:
-    """Return whether a condition holds, for a shorter way of computing the same.
+    """Return True if a condition holds, so that the caller may take a shortcut that gives the same result.
 
-    A recording notes that it relies on the condition, if it may rely on any, and a replay in which it fails is void.
+    While recording, the result is False unless conditions are allowed; the recording then depends on the condition, and
+    replays in which it fails are void.
     """
     recorder = _RECORDING.get()
     if recorder is None:
         return bool(condition)
     if recorder.assumptions is None:
         return False
-    with _disable_current_modes():  # so that it does not count as reading a value
+    with _disable_current_modes():  # so that it is not recorded as reading a value
         holds = bool(condition)
     if holds:
         recorder.assumptions.append(condition)
@@ -76,14 +77,14 @@ def assumed(condition: Tensor) -> bool:
 
 
 def refuse_to_record(problem: str) -> None:
-    """Say why what is happening cannot be replayed, if it is being recorded."""
+    """While operators are recorded, report why the running code cannot be replayed."""
     recorder = _RECORDING.get()
     if recorder is not None:
         recorder.note(problem)
 
 
 class Watch(TorchDispatchMode):
-    """Sees every call of an operator, without importing the compiler of torch, which takes seconds."""
+    """A dispatch mode that does not import torch's compiler, which takes seconds."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -91,18 +92,19 @@ class Watch(TorchDispatchMode):
 
 
 class Recorder(Watch):
-    """Record what runs in its block, where :func:`is_recording` is true.
+    """Record the operators of a block, in which :func:`is_recording` returns True.
 
     Args:
-        inputs: tensors in whose place a replay has others, or other values.
-        any_rows: whether the graph is compared with those for other numbers of rows. Then keep what each node gave
-            as ``meta["value"]``, and let random numbers, which come from a seed, be constants.
-        assuming: the graph may rely on conditions.
+        inputs: tensors that a replay may replace, or whose values may differ.
+        any_rows: True if the graph is compared with graphs for other numbers of rows. The result of each node is then
+            stored as ``meta["value"]``, and random numbers, which come from a seed, are constants.
+        assuming: True if the graph may rely on conditions.
 
     Attributes:
-        assumptions: conditions that the graph relies on; None where it may rely on none.
-        found: tensors that the block has found elsewhere, with their versions; the graph holds as long as these stay.
-        coarsest: rounding error of the coarsest dtype that was met.
+        assumptions: conditions that the graph relies on; None if it must not rely on any.
+        found: other tensors that the block uses, with their versions; the graph is valid as long as these do not
+            change.
+        coarsest: rounding error of the coarsest dtype in the block.
     """
 
     def __init__(self, inputs: Sequence[Tensor], any_rows: bool = False, assuming: bool = False) -> None:
@@ -115,7 +117,7 @@ class Recorder(Watch):
         self._graph = fx.Graph()
         self._held: dict[str, Tensor] = {}
         self._nodes: MutableMapping[Tensor, fx.Node] = WeakIdKeyDictionary()
-        self._varying = set(map(memory, inputs))  # what depends on inputs or random numbers
+        self._varying = set(map(memory, inputs))  # memory that depends on inputs or random numbers
         self._written: set[StorageWeakRef] = set()
         for i, value in enumerate(inputs):
             self._note(value, self._graph.placeholder(f"input_{i}"))
@@ -149,19 +151,19 @@ class Recorder(Watch):
         return result
 
     def writes(self, tensor: Tensor) -> bool:
-        """Return whether the block has written to a tensor, or one that shares its memory."""
+        """Return True if the block has written to a tensor, or to one that shares its memory."""
         return memory(tensor) in self._written
 
     def look(self, values: Any) -> None:
-        """Note that Python reads values without an operator."""
+        """Record that Python reads values without an operator."""
         if self._varies(tensors(values)):
             self.note("Python reads a value")
 
     def graph(self, results: Sequence[Tensor]) -> fx.Graph:
-        """Return everything that ran as a graph, from inputs to a list of results.
+        """Return all recorded operators as a graph, from inputs to a list of results.
 
         Raises:
-            UnsupportedError: a replay would not do what the block has done.
+            UnsupportedError: if a replay would differ from the block.
         """
         if self._problem is not None:
             raise UnsupportedError(self._problem)
@@ -169,26 +171,26 @@ class Recorder(Watch):
         return self._graph
 
     def module(self, results: Sequence[Tensor], owned: Sequence[Tensor] = ()) -> fx.GraphModule:
-        """Return what the results need as a module, from inputs to a list of results.
+        """Return the operators that the results need as a module, from inputs to a list of results.
 
         Args:
             results: tensors of the block.
-            owned: further ones, which share their memory with no tensor that is there afterwards.
+            owned: further results, which must not share memory with any other tensor.
 
         Raises:
-            UnsupportedError: a replay would not do what the block has done.
+            UnsupportedError: if a replay would differ from the block.
         """
         graph = self.graph([*results, *owned])
         if not self._written.isdisjoint(map(memory, self._held.values())):
-            raise UnsupportedError("it writes to a tensor that belongs to no module")
+            raise UnsupportedError("the step writes to a tensor that belongs to no module")
         simplify(graph, self._written, self._hold)
         own_memory(graph, len(results))
         for node in graph.nodes:
-            node.meta.clear()  # references to memory are not to be copied
+            node.meta.clear()  # contains references to memory, which must not be copied
         return fx.GraphModule(self._held, graph)
 
     def _note(self, result: Any, node: fx.Node) -> None:
-        """Note the result of a node, or each of several."""
+        """Record the result of a node, or each of several results."""
         found = tensors(result)
         node.meta["memory"] = set(map(memory, found))
         noted(node, result, self._varies(found))
@@ -205,7 +207,7 @@ class Recorder(Watch):
         if tensor not in self._nodes:
             self._nodes[tensor] = self._hold(tensor)
             if not tensor.is_inference():
-                # Below autograd, where this runs, an alias would not share the version.
+                # An alias would not share the version, because this code runs below autograd.
                 self.found.append((tensor if tensor.grad_fn is None else tensor.detach(), tensor._version))
         return self._nodes[tensor]
 
@@ -220,14 +222,14 @@ class Recorder(Watch):
         return not self._varying.isdisjoint(map(memory, given))
 
     def _look_for_problems(self, func: Any, args: Any, kwargs: dict[str, Any], varies: bool) -> None:
-        """Note the first thing that cannot be replayed; an exception might be caught by the block."""
+        """Record the first problem that prevents a replay; an exception might be caught by the block."""
         problem = None
         if varies and torch.Tag.data_dependent_output in func.tags:
             problem = "Python reads a value"
         elif self.any_rows:
-            return  # other runs show the rest
+            return  # the comparison of runs detects other problems
         elif kwargs.get("generator") is not None:
-            problem = "it draws from a generator of its own"
+            problem = "the model draws from a generator of its own"
         elif varies and torch.Tag.dynamic_output_shape in func.tags:
             masks = [i for i in tensors(args[1:]) if i.dtype in (torch.bool, torch.uint8)]
             if func is not torch.ops.aten.index.Tensor or self._varies(masks):
@@ -236,11 +238,11 @@ class Recorder(Watch):
             self.note(problem)
 
     def note(self, problem: str) -> None:
-        """Note why the block cannot be replayed; the first reason counts."""
+        """Record why the block cannot be replayed; the first reason counts."""
         self._problem = self._problem or problem + self._place()
 
     def _place(self) -> str:
-        """Name the line that is running: the innermost of the user's within the block, or else of the library's."""
+        """Return the running line: the innermost line of the user's code in the block, or else of this library."""
         lines: dict[bool, str] = {}
         within = takewhile(lambda at: at[0].f_code is not self._opener, walk_stack(sys._getframe(4)))
         for frame, number in within:
@@ -252,7 +254,7 @@ class Recorder(Watch):
 
 
 def memory(tensor: Tensor) -> StorageWeakRef:
-    """Return what is equal for tensors that share memory, and for no others, later ones included."""
+    """Return a key that is equal for tensors that share memory, and differs for all others, including later ones."""
     return StorageWeakRef(tensor.untyped_storage())
 
 
@@ -262,7 +264,7 @@ def tensors(values: Any) -> list[Tensor]:
 
 
 def draws(node: fx.Node) -> bool:
-    """Return whether a node gives random numbers."""
+    """Return True if a node draws random numbers."""
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
@@ -271,6 +273,8 @@ def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> set[StorageWeakRef
     expected = func._schema.arguments
     named = {a.name: value for a, value in zip(expected, args, strict=False)} | kwargs
     found = [named.get(a.name) for a in expected if a.alias_info and a.alias_info.is_write]
-    if "batch_norm" in func.name() and named.get("training", named.get("train", True)):  # undeclared
+    if "batch_norm" in func.name() and named.get(
+        "training", named.get("train", True)
+    ):  # writes that the schema does not declare
         found += [named.get("running_mean"), named.get("running_var")]
     return set(map(memory, tensors(found)))

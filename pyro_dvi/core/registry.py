@@ -11,7 +11,7 @@ def registering(rules: dict[Any, Any], keys: Iterable[Any]) -> Callable[[Rule], 
     """Return a decorator that enters a function into ``rules`` under every key.
 
     Raises:
-        ValueError: a key has a rule already; two rules for one key would depend on the order of imports.
+        ValueError: if a key already has a rule; with two rules, the result would depend on the order of imports.
 
     Example:
         >>> rules = {}

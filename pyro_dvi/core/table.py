@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reports, as text and as a notebook shows them."""
+"""Reports as text, and in notebooks."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Columns:
-    """Cells in columns of equal width, names to the left and numbers to the right.
+    """Text cells in aligned columns, with names aligned to the left and numbers to the right.
 
     Args:
-        titles: of the columns.
-        rows: cells.
-        names: number of first columns that are names.
+        titles: titles of the columns.
+        rows: cells, row by row.
+        names: number of leading columns that are names.
 
     Example:
         >>> print(Columns(("site", "n"), [("a", "10"), ("bias", "2")]))
@@ -52,7 +52,7 @@ class Columns:
 
 
 class InNotebook:
-    """Objects that a notebook cell shows as tables in HTML and as text, by default the text of ``print``."""
+    """Base class of objects that a notebook shows as HTML tables and text; by default, as the text of ``print``."""
 
     def _shown(self) -> Sequence[Any]:
         return [str(self)]
@@ -67,7 +67,7 @@ class InNotebook:
 
 
 class Report(InNotebook):
-    """Paragraphs and tables, listed by ``_shown``; ``print`` breaks lines and puts an empty one between parts."""
+    """Paragraphs and tables, listed by ``_shown``; ``print`` wraps lines and separates parts with empty lines."""
 
     def __str__(self) -> str:
         return "\n\n".join(_broken(part) if isinstance(part, str) else str(part) for part in self._shown())
@@ -82,17 +82,18 @@ def _broken(text: str) -> str:
 
 @dataclass(frozen=True)
 class Table(Report):
-    """A report of one table: a heading, rows of named values, and the finding in words.
+    """A report with one table: a heading, rows of named values, and a verdict in words.
 
-    ``print(report)`` shows it, ``report["name"]`` is a column, and ``report.to_dataframe()`` has all columns.
+    ``print(report)`` shows the table, ``report["name"]`` is a column, and ``report.to_dataframe()`` contains all
+    columns.
 
     Attributes:
-        heading: what the table is about.
-        rows: one mapping from column to value for each line; they all have the same columns.
-        formats: the columns to print, the first of them the name of the row, with the format of each. Names and texts
-            have an empty one; those that come first are aligned to the left. An underscore in a name is printed as a
-            space, and a missing number (NaN) as a dash.
-        verdict: the finding in words.
+        heading: text above the table.
+        rows: one mapping from column to value for each line, all with the same columns.
+        formats: the columns to print, with their formats; the first column is the name of the row. Names and texts have
+            an empty format; leading ones are aligned to the left. Underscores in column names are printed as spaces,
+            and missing numbers (NaN) as dashes.
+        verdict: the verdict in words.
 
     Example:
         >>> rows = (

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 
 def accelerators() -> list[torch.device]:
-    """Return the devices beside the CPU whose generators this process may have drawn from."""
+    """Return the devices other than the CPU from whose generators this process may have drawn."""
     kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if kind is None:
         return []
     module = torch.get_device_module(kind)
-    if not getattr(module, "is_initialized", lambda: True)():  # querying it would initialise it
+    if not getattr(module, "is_initialized", lambda: True)():  # querying the device would initialise it
         return []
     return [torch.device(kind.type, k) for k in range(module.device_count())]
 
@@ -41,7 +41,7 @@ def state_of(device: torch.device) -> tuple[Callable[[], Tensor], Callable[[Tens
 
 @contextmanager
 def forked(*devices: torch.device | None) -> Iterator[None]:
-    """Restore the generators of the CPU and of these devices when the block ends.
+    """Restore the generators of the CPU and of these devices at the end of the context.
 
     Example:
         >>> with forked():
@@ -69,7 +69,7 @@ def seeder() -> Callable[[int], Any]:
 
 
 def reseeded(count: int) -> Iterator[None]:
-    """Seed all global generators ``count`` times, with numbers drawn from the global one before the first.
+    """Seed all global generators ``count`` times, with seeds drawn from the global generator at the start.
 
     The number of random numbers that a draw uses then does not affect the next draw.
     """
@@ -80,7 +80,7 @@ def reseeded(count: int) -> Iterator[None]:
 
 
 def widest(device: torch.device) -> torch.dtype:
-    """Return float64, or float32 on a device without float64, such as Apple's.
+    """Return float64, or float32 on devices without float64, such as Apple's.
 
     Example:
         >>> widest(torch.device("cpu"))
@@ -94,7 +94,7 @@ def widest(device: torch.device) -> torch.dtype:
 
 @contextmanager
 def modules_met(meet: Callable[[nn.Module], None], *functions: Any) -> Iterator[None]:
-    """Call ``meet`` with every module inside ``functions``, and with every module of the block before each of its runs.
+    """Call ``meet`` with every module inside ``functions``, and with every module before it runs in the context.
 
     This includes modules that a plain function calls.
     """
@@ -115,14 +115,14 @@ def modules_met(meet: Callable[[nn.Module], None], *functions: Any) -> Iterator[
 
 @contextmanager
 def _changed(change: Callable[[nn.Module, ExitStack], None], *functions: Any) -> Iterator[None]:
-    """Change every module found, and undo the changes when the block ends."""
+    """Change every module that is found, and undo the changes at the end of the context."""
     with ExitStack() as undo, modules_met(lambda module: change(module, undo), *functions):
         yield
 
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Restore buffers and the random state when the block ends.
+    """Restore buffers and the random state at the end of the context.
 
     Example:
         >>> with undisturbed():
@@ -158,7 +158,7 @@ def evaluating(*functions: Any) -> AbstractContextManager[None]:
 
 
 def constant_parameters(*functions: Any) -> AbstractContextManager[None]:
-    """Run modules with their own parameters as constants: no graph is kept for what only these reach.
+    """Run modules with their own parameters as constants, so that no autograd graph is built for these.
 
     Modules are found as in :func:`evaluating`.
 
@@ -182,10 +182,10 @@ def constant_parameters(*functions: Any) -> AbstractContextManager[None]:
 
 
 def preserve_buffers() -> AbstractContextManager[None]:
-    """Give every module that runs inside the block copies of its buffers, and the originals back afterwards.
+    """Replace the buffers of every module that runs in the context by copies, and restore the originals afterwards.
 
-    A guide that inspects its model, or ``Predictive`` in training mode, runs the network and so advances the
-    running statistics of batch normalisation. Modules are found by a forward hook, so models that are functions
+    A guide that inspects its model, or ``Predictive`` in training mode, runs the network and thereby updates the
+    running statistics of batch normalisation. Modules are found with a forward hook, so models that are functions
     around a network are covered as well. The originals are never written to, so graphs that saved them stay valid.
 
     Example:

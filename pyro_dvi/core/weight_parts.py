@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recognise weights among the arguments of functions, even after their elements were moved: ``w.T``, ``w[0]``.
+"""Recognise weights among the arguments of functions, even after their elements were moved, as in ``w.T`` and ``w[0]``.
 
-This record is shared by everything that follows weights through a model: per-example gradients, the input units of
+This record is shared by everything that tracks weights through a model: per-example gradients, the input units of
 weights, and the warning about repeated uses.
 """
 
@@ -30,8 +30,8 @@ class Part:
         key: the weight.
         value: the value, kept alive so that its id is not reused.
         shape: shape of the weight.
-        places: flat positions in the weight of the elements of the value; None: the weight itself.
-        turned: whether the value is the transpose of a matrix.
+        places: flat positions, in the weight, of the elements of the value; None for the weight itself.
+        turned: True if the value is the transpose of a matrix.
     """
 
     key: Any
@@ -46,18 +46,18 @@ class Part:
         return torch.arange(self.shape.numel()).reshape(self.shape) if self.places is None else self.places
 
     def overlaps(self, other: "Part") -> bool:
-        """Return whether two parts of one weight have an element in common."""
+        """Return True if two parts of one weight have an element in common."""
         if self.places is None or other.places is None:
             return True
         return bool(torch.isin(self.places, other.places).any())
 
 
 Places = list[tuple[int | str | None, Part]]
-"""Parts among the arguments of a call with their position or name; None within a list."""
+"""Parts among the arguments of a call, with their position or name (None within a list)."""
 
 
 class WeightParts:
-    """Weights, and parts of them, by the identity of the value."""
+    """Weights and their parts, by the identity of the value."""
 
     def __init__(self) -> None:
         self._parts: dict[int, Part] = {}
@@ -67,7 +67,7 @@ class WeightParts:
         self._parts.setdefault(id(value), Part(key, value, value.shape))
 
     def add_like(self, part: Part, value: Any) -> None:
-        """Recognise a value with the same elements of the weight in the same places as a part."""
+        """Recognise a value with the same elements of the weight, in the same positions, as a part."""
         self._parts.setdefault(id(value), replace(part, value=value))
 
     def among(self, args: tuple, kwargs: dict[str, Any]) -> Places:
@@ -78,14 +78,14 @@ class WeightParts:
         return found + [(None, parts[id(a)]) for several in lists for a in several if id(a) in parts]
 
     def follow(self, func: Callable, args: tuple, kwargs: dict[str, Any], result: Any, part: Part) -> bool:
-        """Recognise the result of a call that only moves elements of a part; False: it does something else."""
+        """Recognise the result of a call that only moves elements of a part; return False for any other call."""
         name = name_of(func)
         if not args or args[0] is not part.value:
             return False
         if name not in _MOVES and not (name == "getitem" and _takes_each_once(args[1])):
             return False
         if isinstance(result, Tensor) and part.value.requires_grad and not result.requires_grad:
-            return False  # detached
+            return False  # the result is detached
         moved = func(part.indices, *args[1:], **kwargs)
         turned = part.places is None and len(part.shape) == 2 and name in ("t", "T", "mT", "transpose")
         for value, places in zip(several(result), several(moved), strict=True):
@@ -94,7 +94,7 @@ class WeightParts:
 
 
 class WeightRecorder(TorchFunctionMode):
-    """Record functions that are called with weights, matched by identity, while the model runs.
+    """Record calls of functions with weights, matched by identity, while the model runs.
 
     Attributes:
         parts: the weights, and values computed by moving their elements.
@@ -114,7 +114,7 @@ class WeightRecorder(TorchFunctionMode):
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is F.multi_head_attention_forward:  # made of functions with rules
+        if func is F.multi_head_attention_forward:  # composed of functions with rules
             with self:
                 return _attention(*args, **kwargs)
         output = func(*args, **kwargs)
@@ -125,7 +125,7 @@ class WeightRecorder(TorchFunctionMode):
         return output
 
 
-# Attention functions that do not dispatch to recorders: recorders see the functions inside.
+# Attention functions that do not dispatch as a whole, so that recorders see the functions inside.
 _attention = types.FunctionType(
     F.multi_head_attention_forward.__code__,
     {**F.multi_head_attention_forward.__globals__, "has_torch_function": lambda tensors: False},

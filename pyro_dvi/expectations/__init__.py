@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Expected log-likelihoods of distributions whose parameters are uncertain: one rule for each family."""
+"""Expected log-likelihoods of distributions with uncertain parameters: one rule for each family."""
 
 from pyro_dvi.expectations import labels, location_scale  # noqa: F401  # they register rules
 from pyro_dvi.expectations.expectation import expectation_rule

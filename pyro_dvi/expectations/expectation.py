@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Expected log-likelihoods :math:`\mathrm E[\log p(y \mid \theta)]` for distributions with uncertain parameters.
 
-To add a rule, write a function of the observed value and of the parameters, named as in the constructor; each parameter
-may be :class:`~pyro_dvi.moments.GaussianMoments` or a tensor. Register it with :func:`expectation_rule`. A rule
-declines parameters that it does not cover by returning ``NotImplemented``.
+To add a rule, write a function of the observed value and of the parameters, named as in the constructor, and register
+it with :func:`expectation_rule`. Each parameter may be :class:`~pyro_dvi.moments.GaussianMoments` or a tensor. A rule
+returns ``NotImplemented`` for parameters that it does not cover.
 
 Without a rule, the expectation is computed numerically: ``log_prob`` is evaluated at fixed points of the Gaussian
 behind each parameter, passed through the parameter's function, so that ``concentration=softplus(h)`` stays positive.
-One uncertain number per density uses 64 equally spaced nodes, two use a disc of 28 x 28 nodes, and more (vectors,
-matrices) use 128 scrambled Sobol points, the same in every call.
+The points depend on how many scalar parameters of each density are uncertain: 64 equally spaced nodes for one, a disc
+of 28 x 28 nodes for two, and 128 scrambled Sobol points for more (vectors, matrices). They are the same in every call.
 
 Status: equally spaced nodes are exact to 1e-8 for log densities that are smooth on the scale of the Gaussian; relative
 errors are 1e-6 if the log density is half as wide as the Gaussian, and 1e-3 if it is a fifth as wide or has a kink.
@@ -73,7 +73,7 @@ def numerical_expectation(family: type, parameters: Mapping[str, Any], value: Te
     recomputes them.
 
     Raises:
-        UnsupportedError: an uncertain parameter leaves its domain.
+        UnsupportedError: if an uncertain parameter leaves its domain.
     """
     plan = evaluation(family, parameters, value)
 
@@ -98,8 +98,8 @@ def evaluation(
     Args:
         family: the distribution class.
         parameters: the arguments of the distribution, by name.
-        value: the observation, whose batch dimensions count.
-        num_points: number of points if more than two numbers of a density are uncertain.
+        value: the observation, whose batch shape may be larger than that of the parameters.
+        num_points: number of points if more than two scalar parameters of a density are uncertain.
     """
     uncertain = {k: p for k, p in parameters.items() if isinstance(p, GaussianMoments)}
     like = next(iter(uncertain.values())).loc
@@ -107,7 +107,7 @@ def evaluation(
     shapes: dict[Hashable, tuple[int, ...]] = {}
     for name, p in uncertain.items():
         shape = _coordinates(family, name, p)
-        if len(shape) >= len(shapes.get(keys[name], ())):  # with the same last dimensions
+        if len(shape) >= len(shapes.get(keys[name], ())):  # their last dimensions agree
             shapes[keys[name]] = shape
     sizes = [math.prod(shape) for shape in shapes.values()]
     points, weights = fixed_points(sum(sizes), like, num_points)
@@ -127,7 +127,7 @@ def evaluation(
 
 
 def _coordinates(family: type, name: str, parameter: GaussianMoments) -> tuple[int, ...]:
-    """Return the shape of the numbers that need separate points; different examples may share points."""
+    """Return the shape of the elements that need separate points; different examples may share points."""
     inner = gaussian_of(parameter)
     depth = event_dim_of(family, name)
     link = parameter.link
@@ -146,12 +146,12 @@ def _batch_rank(family: type, parameters: Mapping[str, Any], value: Tensor | Non
 
 
 def aligned(values: Tensor, rank: int) -> Tensor:
-    """Insert dimensions after the first, so that ``[S, *]`` broadcasts against tensors of that rank."""
+    """Insert dimensions after the first, so that ``[S, *]`` broadcasts against tensors of this rank."""
     return values.reshape(len(values), *(1,) * (rank + 1 - values.dim()), *values.shape[1:])
 
 
 def without_checks(family: type) -> dict[str, bool]:
-    """Keyword arguments that build a distribution without checking its parameters."""
+    """Return keyword arguments with which a distribution does not check its parameters."""
     names = inspect.signature(family).parameters
     return {"validate_args": False} if "validate_args" in names else {}
 
@@ -177,7 +177,7 @@ def expectation_rule(*families: type, covariances: bool = False) -> Callable[[Ca
 
     Args:
         families: the classes.
-        covariances: whether the rule uses the covariances of parameters that are
+        covariances: True if the rule uses the covariances of parameters that are
             :class:`~pyro_dvi.moments.shared_noise.JointMoments`.
 
     Raises:
@@ -215,7 +215,7 @@ def expected_log_prob(
 
     Status: stated by each rule. Uncertain parameters are treated as independent, unless they are functions of the same
     Gaussian or of the same view of it, such as ``h.squeeze(-1)`` (copies such as ``h.clone()`` or ``h.flip(0)`` count
-    as different). Without a rule: quadrature (:func:`numerical_expectation`).
+    as different). Families without a rule use quadrature (:func:`numerical_expectation`).
 
     Args:
         family: the distribution class.
@@ -224,7 +224,7 @@ def expected_log_prob(
         estimator: estimator of the expected log-normaliser of class probabilities; :class:`Sobol` by default.
 
     Raises:
-        UnsupportedError: an uncertain parameter can leave its domain.
+        UnsupportedError: if an uncertain parameter can leave its domain.
 
     Example:
         >>> f = GaussianMoments(torch.tensor(0.0), torch.tensor(1.0))
@@ -253,10 +253,10 @@ def expected_log_prob(
     if dependent:
         names = ", ".join(k for k, p in given.items() if isinstance(p, GaussianMoments))
         raise UnsupportedError(
-            f"{family.__name__}({names}) has outputs with covariances between them, which only Categorical, "
-            "OneHotCategorical, Multinomial, MultivariateNormal and Normal with a deterministic scale or exp(h) "
-            "support. Leave out full_covariance=True, and use LastLayerGuide with PerOutput(), whose outputs are "
-            "independent, or a MeanFieldGuide"
+            f"the parameters of {family.__name__}({names}) are outputs with covariances between them, which only "
+            "Categorical, OneHotCategorical, Multinomial, MultivariateNormal and Normal (with a deterministic scale or "
+            "a scale exp(h)) support. Leave out full_covariance=True, or use LastLayerGuide with PerOutput(), whose "
+            "outputs are independent, or a MeanFieldGuide"
         )
     return numerical_expectation(family, given, value)
 
@@ -278,10 +278,10 @@ def find_rule(table: Mapping[type, Callable], family: type) -> Found | None:
     """Return the rule of the class, or of a parent class with the same density.
 
     Pyro's classes have the same names as torch's. Any other subclass inherits the rule unless it overrides
-    ``log_prob``, like NanMaskedNormal.
+    ``log_prob``, as NanMaskedNormal does.
 
     Args:
-        table: distribution class to rule.
+        table: the rules by distribution class.
         family: the class.
     """
     for parent in family.__mro__:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Likelihoods of labels: one logit (Bernoulli) and several classes."""
+"""Likelihoods of labels: Bernoulli, with one logit, and distributions over several classes."""
 
 from typing import Any
 
@@ -29,8 +29,8 @@ def expected_softplus(h: GaussianMoments) -> Tensor:
 def logit_of_expected_sigmoid(h: GaussianMoments) -> Tensor:
     r"""Logit of the mean of ``sigmoid(h)`` for Gaussian h, accurate in both tails.
 
-    For a mean :math:`\mu` below :math:`-v/2`, the identity :math:`\sigma(h) = e^h\sigma(-h)` turns the average into one
-    that is not small:
+    For a mean :math:`\mu` below :math:`-v/2`, the identity :math:`\sigma(h) = e^h\sigma(-h)` replaces the small average
+    by one that is not small:
 
     .. math:: \mathrm E_{\mathcal N(\mu, v)}[\sigma(h)] = e^{\mu + v/2}\,\mathrm E_{\mathcal N(\mu + v, v)}[\sigma(-h)].
 
@@ -66,7 +66,7 @@ def gaussian_logit(logits: Any, probs: Any) -> GaussianMoments | None:
 def bernoulli(value: Tensor, probs: Any = None, logits: Any = None) -> Tensor:
     r"""Expected log probability of :math:`y \in \{0, 1\}`, :math:`y\bar f - \mathrm E[\log(1 + e^f)]`.
 
-    Status: exact to 1e-9 for Gaussian logits of any variance, and for ``probs`` that are a sigmoid of them.
+    Status: exact to 1e-9 for Gaussian logits of any variance, and for ``probs`` that are the sigmoid of such logits.
 
     Example:
         >>> bernoulli(torch.ones(1), logits=GaussianMoments(torch.zeros(1), torch.ones(1)))
@@ -93,7 +93,7 @@ def gaussian_logits(logits: Any = None, probs: Any = None) -> GaussianMoments | 
 
 
 def _normalises_last_dimension(parameter: GaussianMoments, logarithm: bool) -> bool:
-    """Return True if the softmax of two equal numbers along the last dimension gives one half each."""
+    """Return True if the function normalises over the last dimension: two equal inputs there give one half each."""
     assert parameter.link is not None
     trial = parameter.link.function(torch.zeros((1,) * (parameter.dim() - 1) + (2,)))
     return bool(trial.flatten()[0] < (-0.5 if logarithm else 0.75))
@@ -103,9 +103,9 @@ def _normalises_last_dimension(parameter: GaussianMoments, logarithm: bool) -> b
 def categorical(value: Tensor, estimator: LogitEstimator, probs: Any = None, logits: Any = None) -> Tensor:
     r"""Expected log probability of a class, :math:`\bar f_y - \mathrm E[\log\sum_c e^{f_c}]`.
 
-    Status: the first term is exact, the second as exact as the estimator. Logits (or ``probs`` that are a softmax of
-    them) are treated as independent Gaussians unless they share the noise of a last layer; other functions of Gaussians
-    are averaged numerically.
+    Status: the first term is exact, and the second is as accurate as the estimator. Logits (or ``probs`` that are a
+    softmax of them) are treated as independent Gaussians unless they share the noise of a last layer; other functions
+    of Gaussians are averaged numerically.
 
     Source: Schmitt & Roth (2021), Section 3.4, Eq. 16.
     """
@@ -144,7 +144,7 @@ def multinomial(
 
     .. math:: \log n! - \sum_c\log y_c! + \sum_c y_c\bar f_c - n\,\mathrm E[\log\textstyle\sum_c e^{f_c}].
 
-    Status: as :func:`categorical`.
+    Status: like :func:`categorical`.
     """
     f = gaussian_logits(logits, probs)
     if f is None:

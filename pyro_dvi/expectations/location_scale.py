@@ -20,19 +20,20 @@ _HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 def normal(value: Tensor, loc: Any, scale: Any) -> Tensor:
     r"""Expected log density of a Normal.
 
-    For a deterministic scale,
+    For a deterministic scale s, it is
 
     .. math:: -\tfrac12\log 2\pi s^2 - \frac{v_\mu + (y - \bar\mu)^2}{2s^2},
 
-    and for a scale :math:`e^h`, that is a log-variance :math:`c = 2h` with :math:`v_c = 4v_h`,
+    and for a scale :math:`e^h`, that is, a log-variance :math:`c = 2h` with :math:`v_c = 4v_h`, it is
 
     .. math:: -\tfrac12\bigl(\log 2\pi + \bar c + e^{-\bar c + v_c/2}(v_\mu + (y - \bar\mu)^2)\bigr).
 
-    Status: exact for Gaussian loc and a scale that is certain or ``exp``; other scales by quadrature
-    (:func:`~pyro_dvi.expectations.points.log_and_inverse_power`). Where loc and h are outputs of one layer whose
-    weights have covariances between outputs, :math:`y - \bar\mu` becomes :math:`y - \bar\mu + 2\mathrm{Cov}[\mu, h]`.
+    Status: exact for a Gaussian ``loc`` and a scale that is deterministic or the exponential of a Gaussian. Other
+    scales use quadrature (:func:`~pyro_dvi.expectations.points.log_and_inverse_power`). If ``loc`` and h are outputs of
+    one layer whose weights have covariances between outputs, :math:`y - \bar\mu` becomes
+    :math:`y - \bar\mu + 2\mathrm{Cov}[\mu, h]`.
 
-    Source: Schmitt & Roth (2021), Eq. 15, which prints :math:`e^{-c + v_c}`. This is an error: the mean of a log-normal
+    Source: Schmitt & Roth (2021), Eq. 15. The printed :math:`e^{-c + v_c}` is an error: the mean of a log-normal
     variable has half the variance in its exponent.
 
     Example:
@@ -58,9 +59,9 @@ def normal(value: Tensor, loc: Any, scale: Any) -> Tensor:
 
 @expectation_rule(td.LogNormal)
 def log_normal(value: Tensor, loc: Any, scale: Any) -> Tensor:
-    r"""Expected log density of a LogNormal: the Normal's at :math:`\log y`, less :math:`\log y`.
+    r"""Expected log density of a LogNormal: that of a Normal at :math:`\log y`, minus :math:`\log y`.
 
-    Status: as :func:`normal`.
+    Status: like :func:`normal`.
     """
     logarithm = value.log()
     return normal(logarithm, loc, scale) - logarithm
@@ -74,7 +75,7 @@ def multivariate_normal(
     precision_matrix: Any = None,
     scale_tril: Any = None,
 ) -> Tensor:
-    r"""Expected log density for an uncertain mean.
+    r"""Expected log density of a MultivariateNormal with uncertain mean.
 
     .. math:: \log\mathcal N(y; \bar\mu, \Sigma) - \tfrac12\operatorname{tr}\bigl(\Sigma^{-1}\operatorname{diag}v\bigr).
 
@@ -83,7 +84,7 @@ def multivariate_normal(
     Args:
         value: ``[*batch, D]``.
         loc: ``[*batch, D]``.
-        covariance_matrix: ``[*batch, D, D]``; alternatively, give one of the next two.
+        covariance_matrix: ``[*batch, D, D]``; alternatively, pass one of the next two.
         precision_matrix: likewise.
         scale_tril: likewise.
     """
@@ -104,16 +105,16 @@ def multivariate_normal(
 
 @expectation_rule(td.Laplace)
 def laplace(value: Tensor, loc: Any, scale: Any) -> Tensor:
-    r"""Expected log density, :math:`-\log 2 - \mathrm E[\log b] - \mathrm E|y - f|\,\mathrm E[1/b]`.
+    r"""Expected log density of a Laplace, :math:`-\log 2 - \mathrm E[\log b] - \mathrm E|y - f|\,\mathrm E[1/b]`.
 
     With :math:`d = y - \bar f`,
 
     .. math::
         \mathrm E|y - f| = d\,\mathrm{erf}\frac{d}{\sqrt{2v}} + \sqrt{\frac{2v}{\pi}}\,e^{-d^2/2v}.
 
-    Status: exact for Gaussian loc and a scale that is certain or ``exp``; other scales by quadrature
-    (:func:`~pyro_dvi.expectations.points.log_and_inverse_power`). The correlation of loc and scale is dropped. If loc
-    is a nonlinear function of a Gaussian, it is averaged numerically.
+    Status: exact for a Gaussian ``loc`` and a scale that is deterministic or the exponential of a Gaussian. Other
+    scales use quadrature (:func:`~pyro_dvi.expectations.points.log_and_inverse_power`). The correlation of ``loc`` and
+    scale is dropped. If ``loc`` is a nonlinear function of a Gaussian, the expectation is computed numerically.
     """
     if isinstance(loc, GaussianMoments) and loc.link is not None:
         return NotImplemented
@@ -126,7 +127,7 @@ def laplace(value: Tensor, loc: Any, scale: Any) -> Tensor:
 
 
 def mean_distance(distance: Tensor, scale: Tensor) -> Tensor:
-    """Return the mean of abs(x) for Gaussian x with these means and standard deviations."""
+    """Return the mean of ``abs(x)`` for Gaussian x with mean ``distance`` and standard deviation ``scale``."""
     z = distance / scale.clamp_min(torch.finfo(scale.dtype).tiny)
     density = math.sqrt(2 / math.pi) * torch.exp(-0.5 * z.square())
     return scale * density + distance * torch.erf(z * math.sqrt(0.5))
@@ -136,7 +137,8 @@ def mean_distance(distance: Tensor, scale: Tensor) -> Tensor:
 def poisson(value: Tensor, rate: Any) -> Tensor:
     r"""Expected log probability of a count, :math:`y\,\mathrm E[\log r] - \mathrm E[r] - \log y!`.
 
-    Status: exact for a rate that is ``exp`` of a Gaussian; Gauss-Hermite with 32 nodes for other functions.
+    Status: exact if the rate is the exponential of a Gaussian; other functions use Gauss-Hermite quadrature with 32
+    nodes.
 
     Example:
         >>> f = GaussianMoments(torch.zeros(1), torch.ones(1))

@@ -3,16 +3,16 @@ r"""Estimators of the expected log-sum-exp of Gaussian logits, which has no clos
 
 Every estimator returns :math:`\mathrm E[\log\sum_c e^{f_c}]` for :math:`f_c \sim \mathcal N(\mu_c, v_c)`. The logits
 are independent unless they are the outputs of a last layer with covariances :math:`\Sigma`; points are then transformed
-with a Cholesky factor that is not differentiated. The gradient of the exact expectation is estimated at the same
-points: with :math:`p = \mathrm{softmax}(f)`,
+with a Cholesky factor that is not differentiated. Gradients are not those of the average over points: the gradient of
+the exact expectation is estimated at the same points. With :math:`p = \mathrm{softmax}(f)`, it is
 
 .. math::
     \frac{\partial}{\partial\mu} = \mathrm E[p], \qquad
     \frac{\partial}{\partial v_c} = \tfrac12\mathrm E[p_c(1 - p_c)], \qquad
     \frac{\partial}{\partial\Sigma} = \tfrac12\mathrm E\bigl[\operatorname{diag} p - p p^\top\bigr]
 
-(Price 1958). It stays accurate as the variance goes to zero, and for independent logits it needs two accumulators of
-the size of the logits, whatever the number of points.
+(Price 1958). This estimate stays accurate as the variance goes to zero. For independent logits, it needs two
+accumulators of the size of the logits, whatever the number of points.
 """
 
 from abc import ABC, abstractmethod
@@ -30,11 +30,11 @@ from pyro_dvi.expectations.points import shifted_sobol
 from pyro_dvi.moments import GaussianMoments
 from pyro_dvi.moments.shared_noise import covariance_of, has_covariances
 
-_CHUNK = 2**20  # numbers held at once, points x logits, which fit into the processor's cache
+_CHUNK = 2**20  # largest number of points x logits held at once; it fits into the processor's cache
 
 
 class LogitEstimator(ABC):
-    """An average of the log-normaliser of a softmax over Gaussian logits."""
+    """An estimator of the expected log-normaliser of a softmax of Gaussian logits."""
 
     @abstractmethod
     def expected_logsumexp(self, logits: GaussianMoments) -> Tensor:
@@ -53,9 +53,9 @@ class Sobol(LogitEstimator):
     """Quasi-random points with a new random shift in each call.
 
     Status: unbiased. For ten classes and 64 points, the root mean squared error per example is .002, .013 and .04 at
-    variances .1, 1 and 4; with the same number of independent samples, it is .02, .07 and .15 (``python -m benchmarks
-    run gaussian_logits``). The shift comes from torch's global generator, so that ``pyro.set_rng_seed`` makes runs
-    repeatable. One set of points serves all examples.
+    variances .1, 1 and 4; with the same number of independent samples, it is .02, .07 and .15
+    (``python -m benchmarks run gaussian_logits``). The shift comes from torch's global generator, so
+    ``pyro.set_rng_seed`` makes runs reproducible. All examples share one set of points.
 
     Args:
         num_points: number of points, preferably a power of two.
@@ -67,10 +67,10 @@ class Sobol(LogitEstimator):
         check_count("num_points", self.num_points)
 
     def expected_logsumexp(self, logits: GaussianMoments) -> Tensor:
-        """Average over the points, which all examples share."""
+        """Return the average over the points."""
         points = shifted_sobol(self.num_points, logits.shape[-1], logits.loc)
-        # As a strided view, for which a compiler materialises the points: a fused kernel would recompute the quantiles
-        # for every example.
+        # As a strided view, because a compiler then stores the points; a fused kernel would recompute the quantiles for
+        # every example.
         shape = (len(points), *(1,) * (logits.dim() - 1), logits.shape[-1])
         points = points.as_strided(shape, (shape[-1],) * (len(shape) - 1) + (1,))
         spread = covariance_of(logits) if has_covariances(logits) else logits.variance
@@ -119,7 +119,7 @@ def _sums(values: Tensor, joint: bool) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class TiltedBound(LogitEstimator):
-    r"""An upper bound on the log-normaliser in closed form; with Gaussian logits, the ELBO stays a lower bound.
+    r"""A closed-form upper bound on the expected log-normaliser; with Gaussian logits, the ELBO stays a lower bound.
 
     .. math::
         \mathrm E\bigl[\log\textstyle\sum_c e^{f_c}\bigr] \le \tfrac12\sum_c a_c^2 v_c
@@ -127,8 +127,8 @@ class TiltedBound(LogitEstimator):
 
     for every a. The optimal a solves :math:`a = \mathrm{softmax}(\mu + \tfrac12(1 - 2a)v)`.
 
-    Status: a bound for Gaussian logits, for every number of iterations; .03 above the exact value for ten classes at
-    variance 1, .4 at variance 4.
+    Status: an upper bound for Gaussian logits after any number of iterations. For ten classes, it is .03 above the
+    exact value at variance 1 and .4 above it at variance 4.
 
     Args:
         num_iterations: Newton steps for a; each costs about one softmax.
@@ -142,11 +142,11 @@ class TiltedBound(LogitEstimator):
         check_count("num_iterations", self.num_iterations)
 
     def expected_logsumexp(self, logits: GaussianMoments) -> Tensor:
-        """Minimise over the tilt, then evaluate the bound; at the optimum the tilt adds nothing to the gradient."""
+        """Minimise over a, then evaluate the bound; at the optimum, a does not contribute to the gradient."""
         if has_covariances(logits):
             raise UnsupportedError(
-                "TiltedBound() is a bound for independent logits, but these have covariances: use Sobol(64), leave out "
-                "full_covariance=True, or take covariances within each output only, the default of LastLayerGuide"
+                "TiltedBound() requires independent logits, but these have covariances: use Sobol(64), leave out "
+                "full_covariance=True, or use covariances within each output only, the default of LastLayerGuide"
             )
         mu, v = logits.loc, logits.variance
         a = self._tilt(mu.detach(), v.detach())
@@ -154,7 +154,7 @@ class TiltedBound(LogitEstimator):
 
     @torch.no_grad()
     def _tilt(self, mu: Tensor, v: Tensor) -> Tensor:
-        """Newton's method; the Hessian is a diagonal plus a matrix of rank one."""
+        """Return the optimal a by Newton's method; the Hessian is a diagonal plus a matrix of rank one."""
         a = torch.softmax(mu, -1)
         for _ in range(self.num_iterations):
             p = torch.softmax(mu + (0.5 - a) * v, -1)

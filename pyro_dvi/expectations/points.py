@@ -22,13 +22,13 @@ from pyro_dvi.moments.quadrature import constants
 from pyro_dvi.moments.shared_noise import has_covariances
 from pyro_dvi.moments.value import floored
 
-_BITS = 30  # of Sobol integers in torch
+_BITS = 30  # number of bits of torch's Sobol integers
 
 
 def gauss_hermite(num_nodes: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return nodes and weights ``[num_nodes]`` on the device and in the dtype of ``like``; weights sum to one.
+    """Return nodes and weights ``[num_nodes]`` with the device and dtype of ``like``; weights sum to one.
 
-    Best for functions with exponential growth, such as powers of a scale.
+    They suit functions with exponential growth, such as powers of a scale.
     """
     nodes, weights = (constants(c, like).squeeze(-1) for c in normal.gauss_hermite(num_nodes))
     return nodes, weights
@@ -162,7 +162,7 @@ def within_example(parameter: GaussianMoments) -> tuple[int, ...]:
 def identity_of(gaussian: GaussianMoments) -> Hashable:
     """Return a key that is equal for moments with the same elements in the same order.
 
-    Views of the same elements (``h.squeeze(-1)`` twice) have the same key; copies (``h.clone()``, ``h.flip(0)``) do
+    Two views of the same elements (``h.squeeze(-1)`` twice) have the same key; copies (``h.clone()``, ``h.flip(0)``) do
     not. The variance is part of the key: ``dropout(h)`` has the same mean as h.
     """
     parts = gaussian.loc, gaussian.variance
@@ -170,18 +170,18 @@ def identity_of(gaussian: GaussianMoments) -> Hashable:
         return tuple(id(t) for t in parts)
     try:
         return tuple((t.data_ptr(), t.device, t.dtype, t.shape, t.stride()) for t in parts)
-    except RuntimeError:  # tensors inside vmap have no memory
+    except RuntimeError:  # tensors inside vmap have no storage
         return tuple(id(t) for t in parts)
 
 
 def are_distinct(parameters: Iterable[GaussianMoments]) -> bool:
-    """Return whether no two parameters are functions of the same Gaussian."""
+    """Return True if no two parameters are functions of the same Gaussian."""
     gaussians = [gaussian_of(p) for p in parameters]
     return len(gaussians) < 2 or len({identity_of(g) for g in gaussians}) == len(gaussians)
 
 
 def are_dependent(family: type, parameters: Mapping[str, Any]) -> bool:
-    """Return whether a density depends on several outputs of a layer with covariances between outputs."""
+    """Return True if a density depends on several outputs of a layer with covariances between outputs."""
     gaussians = {k: gaussian_of(p) for k, p in parameters.items() if isinstance(p, GaussianMoments)}
     shared = [k for k, gaussian in gaussians.items() if has_covariances(gaussian)]
     mixed = [k for k in shared if event_dim_of(family, k) != 0]
@@ -201,10 +201,10 @@ def event_dim_of(family: type, name: str) -> int | None:
 
 
 def check_domain(family: type, name: str, parameter: GaussianMoments, values: Tensor) -> None:
-    """Raise an error for parameter values outside the domain, which a Gaussian without a link can reach.
+    """Raise an error if parameter values lie outside the domain, which a Gaussian without a link can leave.
 
     Raises:
-        UnsupportedError: naming the family and the parameter.
+        UnsupportedError: if a value lies outside the domain; the message names the family and the parameter.
     """
     constraint = constraint_of(family, name)
     if constraint is None or constraint is constraints.real or constraints.is_dependent(constraint):
@@ -214,15 +214,15 @@ def check_domain(family: type, name: str, parameter: GaussianMoments, values: Te
     if is_recording() or _admitted(constraint, values):
         return
     raise UnsupportedError(
-        f"{family.__name__}({name}=...) is uncertain and can leave its domain ({constraint}): its Gaussian reaches "
-        f"{values.detach().min().item():.3g}. Pass logits= instead of probs=, or make softmax, sigmoid, F.softplus or "
-        "torch.exp the last function of the network: a later step (a product or sum of two uncertain terms, cat, "
-        "stack, writing by index, dropout) loses the Gaussian"
+        f"the uncertain parameter of {family.__name__}({name}=...) can leave its domain ({constraint}): its Gaussian "
+        f"reaches {values.detach().min().item():.3g}. Pass logits= instead of probs=, or make softmax, sigmoid, "
+        "F.softplus or torch.exp the last function of the network: after a later step (a product or sum of two "
+        "uncertain terms, cat, stack, writing by index, dropout), the Gaussian is not known"
     )
 
 
 def _admitted(constraint: Any, values: Tensor) -> bool:
-    if constraint is constraints.simplex:  # normalised by the families
+    if constraint is constraints.simplex:  # the families normalise it
         return bool((values >= 0).all())
     return bool(constraint.check(values).all())
 
@@ -230,13 +230,13 @@ def _admitted(constraint: Any, values: Tensor) -> bool:
 def log_and_inverse_power(family: type, name: str, scale: Any, power: int) -> tuple[Tensor, Tensor]:
     r"""Return :math:`\mathrm E[\log s]` and :math:`\mathrm E[s^{-p}]`.
 
-    For :math:`s = e^h` with Gaussian h these are :math:`\bar h` and :math:`e^{-p\bar h + p^2 v_h/2}`.
+    For :math:`s = e^h` with Gaussian h, they are :math:`\bar h` and :math:`e^{-p\bar h + p^2 v_h/2}`.
 
-    Status: exact for a deterministic scale and for ``exp``; for other functions, Gauss-Hermite with 32 nodes over the
-    Gaussian behind the scale, with relative error 1e-8 for softplus at standard deviations up to 1.
+    Status: exact for a deterministic scale and for ``exp``. Other functions use Gauss-Hermite quadrature with 32 nodes
+    over the Gaussian behind the scale; the relative error is 1e-8 for softplus at standard deviations up to 1.
 
     Args:
-        family: the distribution class, named in errors.
+        family: the distribution class, named in error messages.
         name: name of the parameter.
         scale: moments, tensor or number.
         power: p.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Predictive distributions :math:`\int p(y \mid \theta)\,q(\theta)\,\mathrm d\theta`, with one rule per family of p.
 
-:class:`Joint` holds the covariances of all uncertain numbers in one density: between classes, between elements of a
-vector, between a mean and its noise scale.
+:class:`Joint` holds the covariances of all uncertain parameters of one density: between logits of classes, between
+elements of a vector, between a mean and its noise scale.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,13 +32,13 @@ from pyro_dvi.moments.value import loc_of, variance_of
 
 @dataclass(frozen=True)
 class Joint:
-    """The joint Gaussian behind the parameters of each density; moments alone would treat them as independent.
+    """The joint Gaussian behind the parameters of each density, which moments would treat as independent.
 
     Attributes:
-        covariance: of the n uncertain numbers of each density, ``[*batch, n, n]``.
-        sizes: number of uncertain numbers of each parameter, in order.
-        event_shape: event shape of a density over several numbers (``to_event``); empty for scalar densities.
-        num_points: number of Sobol points for averages over more than two numbers.
+        covariance: covariance of the n uncertain scalar parameters of each density, ``[*batch, n, n]``.
+        sizes: number of uncertain elements of each parameter, in order.
+        event_shape: event shape of a density over vectors or tensors (``to_event``); empty for scalar densities.
+        num_points: number of Sobol points for averages over more than two dimensions.
     """
 
     covariance: Tensor
@@ -66,14 +66,14 @@ class Joint:
     def given_scale(
         self, loc: Tensor, scale: GaussianMoments, num_nodes: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        r"""Return the conditional mean at points of the Gaussian h behind the noise scale.
+        r"""Return the mean given h, at points of the Gaussian h behind the noise scale.
 
         .. math:: f \mid h \sim \mathcal N\bigl(\hat f + C (h - \hat h), \Sigma_{f \mid h}\bigr)
 
         Args:
             loc: mean :math:`\hat f`, ``[*batch, *event]``.
-            scale: of the noise, of the same shape.
-            num_nodes: Gauss-Hermite nodes, used if h is a single number.
+            scale: scale of the noise, of the same shape.
+            num_nodes: number of Gauss-Hermite nodes, used if h is a scalar.
 
         Returns:
             The mean ``[S, *batch, *event]``, its spread as in :meth:`spread`, the scale ``[S, *batch, *event]`` and
@@ -91,7 +91,7 @@ class Joint:
             return loc.expand(scales.shape), self.spread("loc"), scales, weights
         gain = self.between("loc", "scale") @ inverse
         covariance = self.between("loc", "loc") - gain @ gain.mT
-        rounding = torch.diagonal(covariance, dim1=-2, dim2=-1).clamp_max(0)  # of the difference
+        rounding = torch.diagonal(covariance, dim1=-2, dim2=-1).clamp_max(0)  # rounding of the difference
         loc = loc + _combined(gain, points).reshape(-1, *loc.shape)
         return loc, self._spread(covariance - torch.diag_embed(rounding)), scales, weights
 
@@ -117,7 +117,7 @@ def joint_if_dependent(family: type, parameters: Mapping[str, Any]) -> Joint | N
 
 
 def _combined(half: Tensor, points: Tensor) -> Tensor:
-    """Return ``[S, *batch, n]`` of R ``[*batch, n, r]`` and points ``[S, r]``."""
+    """Return the product ``[S, *batch, n]`` of R, ``[*batch, n, r]``, and points ``[S, r]``."""
     return torch.einsum("...nr,sr->s...n", half, points)
 
 
@@ -131,7 +131,7 @@ def _shifted(parameter: GaussianMoments, shift: Tensor) -> Tensor:
 def _root(covariance: Tensor) -> tuple[Tensor, Tensor]:
     """Return R ``[..., n, r]`` with R Rᵀ the covariances ``[..., n, n]``, and the transpose of its pseudo-inverse.
 
-    r is the largest rank, so perfectly correlated outputs (a common noise scale) count once.
+    r is the largest rank, so perfectly correlated outputs (a common noise scale) need one dimension only.
     """
     values, vectors = torch.linalg.eigh(covariance)
     values, vectors = values.flip(-1), vectors.flip(-1)
@@ -154,9 +154,9 @@ def predictive_rule(*families: type) -> Callable[[Callable], Callable]:
 
     The rule is called with the arguments of the distribution by name (deterministic arguments may be plain numbers),
     and with ``family=``, ``link=``, ``noise=`` or ``joint=`` if it has parameters of these names. A rule without
-    ``joint`` is skipped if several uncertain parameters depend on each other. A rule may decline by returning
-    ``NotImplemented``; a mixture over points is then used, as for families without a rule. A rule must agree with
-    quadrature; leave approximations to the mixture.
+    ``joint`` is skipped if several uncertain parameters depend on each other. If a rule returns ``NotImplemented``, a
+    mixture over points is used, as for families without a rule. A rule must agree with quadrature; cases that it could
+    only approximate are left to the mixture.
     """
     return registering(_RULES, families)
 
@@ -169,26 +169,27 @@ def predictive_distribution(
     noise: NoiseLink = _NOISE,
     joint: Joint | None = None,
 ) -> td.Distribution:
-    """Return the predictive distribution, of the batch and event shape of the family.
+    """Return the predictive distribution, with the batch and event shape of the family.
 
     Status: exact for Bernoulli, and for a Normal, LogNormal or MultivariateNormal of which only the mean is uncertain.
     Class probabilities are as accurate as ``link``; for an uncertain noise scale, see ``noise``. Other families are
-    mixtures over the points of :mod:`pyro_dvi.expectations.expectation`. Up to two uncertain numbers per density use
-    quadrature, exact to 1e-6 if the density varies on the scale of the Gaussian, and to a few hundredths of a nat if it
-    is much narrower or has a kink; more use Sobol points, with errors of a tenth in the log probability of rare events.
-    A Normal whose mean and scale are functions of the same Gaussian is a mixture too, unless moments are matched.
+    mixtures over the points of :mod:`pyro_dvi.expectations.expectation`. For up to two uncertain scalar parameters per
+    density, quadrature is exact to 1e-6 if the density varies on the scale of the Gaussian, and to a few hundredths of
+    a nat if it is much narrower or has a kink. For more, Sobol points have errors of a tenth in the log probability of
+    rare events. A Normal whose mean and scale are functions of the same Gaussian is a mixture too, unless moments are
+    matched.
 
     Args:
         family: the distribution class.
         parameters: the arguments of the distribution by name: moments, tensors or numbers.
         link: maps Gaussian logits to class probabilities.
         noise: maps Gaussian noise of uncertain scale to a distribution.
-        joint: covariances of the Gaussians behind the uncertain parameters of each density; by default all numbers are
+        joint: covariances of the Gaussians behind the uncertain parameters of each density; by default all are
             independent, except parameters that are functions of the same Gaussian.
 
     Raises:
-        ArgumentError: ``link`` or ``noise`` is not an object of its kind.
-        UnsupportedError: an uncertain parameter can leave its domain.
+        ArgumentError: if ``link`` is not a :class:`ClassLink`, or ``noise`` is not a :class:`NoiseLink`.
+        UnsupportedError: if an uncertain parameter can leave its domain.
 
     Example:
         >>> f = GaussianMoments(torch.zeros(1), torch.full((1,), 3.0))
@@ -226,7 +227,7 @@ def _over_points(family: type, parameters: Mapping[str, Any], joint: Joint | Non
 
 @predictive_rule(td.Normal, td.LogNormal)
 def normal(family: Any, loc: Any, scale: Any, noise: NoiseLink, joint: Joint | None = None) -> Any:
-    r"""Predictive with (log-)normal noise: :math:`\mathcal N(\mu, v_\mu + s^2)`, or the result of ``noise``."""
+    r"""Predictive distribution of a (Log)Normal: :math:`\mathcal N(\mu, v_\mu + s^2)` or the result of ``noise``."""
 
     def noisy(mean: Tensor, spread: Any, of_noise: Any) -> Any:
         if joint is not None and joint.event_shape:
@@ -240,7 +241,7 @@ def normal(family: Any, loc: Any, scale: Any, noise: NoiseLink, joint: Joint | N
         return noisy(mean, spread, scale**2)
     if isinstance(loc, GaussianMoments) and joint is None and not isinstance(noise, MomentMatched):
         if not are_distinct([loc, scale]):
-            return NotImplemented  # mean and variance are as for independence, but the density differs
+            return NotImplemented  # its density is not that of independent loc and scale
     mean = torch.as_tensor(mean, dtype=scale.dtype, device=scale.device)
     return noise.predictive(noisy, mean, 0.0 if spread is None else spread, scale, joint)
 

@@ -21,13 +21,13 @@ from pyro_dvi.moments.value import second_moment_of
 if TYPE_CHECKING:
     from pyro_dvi.links.families import Joint
 
-_CHUNK = 2**22  # numbers drawn at once
+_CHUNK = 2**22  # largest number of elements drawn at once
 
 
 class PointMixture(td.Distribution):
     r"""The mixture :math:`\sum_s w_s\,p(y \mid \theta_s)` of distributions of any kind.
 
-    The points have a dimension to the left of the batch, so anything a distribution does to its last dimensions
+    The dimension of the points is to the left of the batch, so anything that a distribution does to its last dimensions
     (``to_event``, reshaping, selecting elements of a vector) acts only on the components.
 
     Args:
@@ -77,7 +77,7 @@ class PointMixture(td.Distribution):
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Return the log density, of the batch shape after any dimensions of draws."""
-        # Rounded probabilities would cut off the tails.
+        # With logarithms, because rounded probabilities would cut off the tails.
         log_weights = self.weights.log().reshape(-1, *(1,) * self.rank)
         found = self.components.log_prob(self._beside_points(value)) + log_weights
         return torch.logsumexp(found, -1 - self.rank)
@@ -88,7 +88,7 @@ class PointMixture(td.Distribution):
 
     @torch.no_grad()
     def sample(self, sample_shape: Any = ()) -> Tensor:
-        """Draw a component for each observation by itself, then the observation."""
+        """Draw a component for each observation separately, then the observation."""
         shape, event_dim = torch.Size(sample_shape), len(self.event_shape)
         count, size = shape.numel(), self.batch_shape.numel()
         chosen = torch.multinomial(self.weights, count * size, replacement=True)
@@ -138,7 +138,7 @@ class EqualMixture(td.Distribution):
 
     @torch.no_grad()
     def sample(self, sample_shape: Any = ()) -> Tensor:
-        """Draw a component for each observation by itself, then the observation."""
+        """Draw a component for each observation separately, then the observation."""
         first, *others = self.each
         drawn: Tensor = first.sample(sample_shape)
         chosen = torch.randint(len(self.each), (*sample_shape, *self.batch_shape), device=drawn.device)
@@ -171,17 +171,17 @@ class _InAny(constraints.Constraint):
 
 
 def distribution_function(fn: Any, value: Tensor) -> Tensor:
-    """Return the probability of less than ``value``, which may lie outside the support of some components.
+    """Return the distribution function at ``value``, which may lie outside the support of some components.
 
     Raises:
-        NotImplementedError: if the distribution has no closed form for it.
+        NotImplementedError: if the distribution function has no closed form.
     """
     lowest, highest = (getattr(fn.support, name, None) for name in ("lower_bound", "upper_bound"))
     value = value if lowest is None else value.clamp_min(lowest)
     value = value if highest is None else value.clamp_max(highest)
     if getattr(type(fn), "cdf", None) is not td.TransformedDistribution.cdf:
         return fn.cdf(value)  # type: ignore[no-any-return]
-    sign: Any = 1  # the base distribution may have its own bounds, like that of Gumbel
+    sign: Any = 1  # the base distribution may have its own bounds, as for Gumbel
     for transform in reversed(fn.transforms):
         value, sign = transform.inv(value), sign * transform.sign
     found = distribution_function(fn.base_dist, value)
@@ -201,20 +201,20 @@ class NoiseLink(ABC):
         """Return the predictive distribution of Gaussian noise around a Gaussian mean.
 
         Args:
-            noisy: returns a distribution given a mean, its spread, and the variance of the noise.
+            noisy: a function of a mean, its spread and the variance of the noise, which returns a distribution.
             loc: mean.
-            spread: variances of the mean, of the same shape, or covariances ``[*batch, n, n]`` of the n numbers of an
+            spread: variances of the mean, of the same shape, or covariances ``[*batch, n, n]`` of the n elements of an
                 event.
-            scale: of the noise.
-            joint: covariances of mean and scale; None if all numbers are independent.
+            scale: scale of the noise.
+            joint: covariances of mean and scale; None if all are independent.
         """
 
 
 @dataclass(frozen=True)
 class MomentMatched(NoiseLink):
-    r"""One Normal with the right mean and variance, :math:`\mathcal N(\mu, v_\mu + \mathrm E[s^2])`.
+    r"""One Normal with the exact mean and variance, :math:`\mathcal N(\mu, v_\mu + \mathrm E[s^2])`.
 
-    With a scale :math:`s = e^h`, that is a log-variance :math:`c = 2h`, :math:`\mathrm E[s^2] = e^{\bar c + v_c/2}`.
+    For a scale :math:`s = e^h`, that is, a log-variance :math:`c = 2h`, :math:`\mathrm E[s^2] = e^{\bar c + v_c/2}`.
     The variance is correct whatever the correlation of mean and scale.
 
     Source: Schmitt & Roth (2021), Eq. 19.
@@ -242,7 +242,7 @@ class GaussHermite(NoiseLink):
 
     It has the same mean and variance as :class:`MomentMatched`, and heavier tails due to the uncertain scale. If mean
     and scale are correlated, each node uses the conditional mean and variance given its scale. If the scales of one
-    event are several Gaussians, Sobol points replace the nodes.
+    event depend on several Gaussians, Sobol points replace the nodes.
 
     Args:
         num_nodes: number of components.
@@ -271,7 +271,7 @@ def correlated_normal(loc: Tensor, covariance: Tensor, variance: Any, shape: Siz
 
     Args:
         loc: mean, ``[*batch, *shape]``.
-        covariance: covariance of all numbers of an event, ``[*batch, n, n]``.
+        covariance: covariance of all elements of an event, ``[*batch, n, n]``.
         variance: variance of the noise, broadcastable to ``loc``.
         shape: shape of an event.
     """

@@ -10,19 +10,19 @@ Let :math:`x\sim\mathcal N(\mu, v)`, :math:`\tau = 1/(1+v)`, :math:`a = 1/\sqrt{
       = \frac{1}{\pi}\int_a^1 \frac{e^{-h^2(1+t^2)/2}}{1+t^2}\,dt, \qquad
     E = \Phi(h) - \Phi(k) = \frac{h}{\sqrt{2\pi}}\int_a^1 e^{-h^2t^2/2}\,dt,
 
-two integrals of the same exponential, computed by Gauss-Legendre quadrature. Both are proportional to v for small v
-(the interval has length :math:`1 - a = 2va^2/(1+a)`). With :math:`D = vD'` and :math:`E = vE'`, all formulas below are
-accurate however small v is.
+Both integrals contain the same exponential and are computed by Gauss-Legendre quadrature. Both are proportional to v
+for small v (the interval has length :math:`1 - a = 2va^2/(1+a)`). With :math:`D = vD'` and :math:`E = vE'`, all
+formulas below are accurate however small v is.
 
-By Stein's lemma (twice :math:`\mathrm E[x\,f(x)] = \mu\,\mathrm E f + v\,\mathrm E f'`), and with
-:math:`\varphi = \phi(h)`, the moments of :math:`x\,\Phi(x)` are
+With :math:`\varphi = \phi(h)`, and by Stein's lemma, :math:`\mathrm E[x\,f(x)] = \mu\,\mathrm E f + v\,\mathrm E f'`,
+applied twice, the moments of :math:`x\,\Phi(x)` are
 
 .. math::
     m &= \mu\,\Phi(h) + v\sqrt\tau\,\varphi, \\
     \mathrm{Var} &= v\bigl[\Phi(h)^2 + (\mu^2 + v) D' + 2h\varphi\,(\tau\Phi(h) - (1+\tau)E)
         + (1-\tau)\varphi\,(2a\phi(k) - \varphi)\bigr].
 
-Derivatives in v are half of second derivatives in μ (Price's theorem).
+Derivatives with respect to v are half the second derivatives with respect to μ (Price's theorem).
 
 Source: for T, Owen (1956), "Tables for computing bivariate normal probabilities".
 
@@ -34,9 +34,9 @@ Source: for T, Owen (1956), "Tables for computing bivariate normal probabilities
 
 and the same with sine and cosine exchanged. All terms are nonnegative, so there is no cancellation.
 
-**Steps and ramps** (sigmoid, tanh, erf, softplus, SiLU, GELU by tanh) share the quadrature of
-:mod:`pyro_dvi.moments.smooth`; ELU and mish share :class:`~pyro_dvi.moments.quadrature.BothSides`, which
-costs several times as much as a sigmoid. Both are exact to 1e-8 (float64) and 1e-4 (float32).
+**Steps and ramps** (sigmoid, tanh, erf, softplus, SiLU, the tanh approximation of GELU) share the quadrature of
+:mod:`pyro_dvi.moments.smooth`; ELU and mish share :class:`~pyro_dvi.moments.quadrature.BothSides`, which costs several
+times as much as a sigmoid. Both are accurate to 1e-8 (float64) and 1e-4 (float32).
 """
 
 import math
@@ -64,7 +64,7 @@ from pyro_dvi.moments.value import GaussianMoments
 
 # Steps and ramps ----------------------------------------------------------------------------------------------
 
-_CUBIC = 0.044715  # of GELU's approximation by tanh
+_CUBIC = 0.044715  # in the tanh approximation of GELU
 _RATE = 2 * math.sqrt(2 / math.pi)
 
 
@@ -127,7 +127,7 @@ def softplus(input: GaussianMoments, beta: float = 1, threshold: float = 20) -> 
 
 @moment_rule(F.gelu, kind=Kind.ELEMENTWISE)
 def gelu(input: GaussianMoments, *, approximate: str = "none") -> GaussianMoments:
-    r"""Moments of :math:`x\,\Phi(x)`, or of its approximation by tanh.
+    r"""Moments of :math:`x\,\Phi(x)`, or of its tanh approximation.
 
     Status: exact for Gaussian x, with closed forms and Owen's T function; the tanh approximation is as accurate as
     :func:`softplus`.
@@ -141,9 +141,9 @@ def gelu(input: GaussianMoments, *, approximate: str = "none") -> GaussianMoment
 
 @moment_rule(F.glu)
 def glu(input: GaussianMoments, dim: int = -1) -> GaussianMoments:
-    r"""Moments of :math:`a\,\mathrm{sigmoid}(b)` for the halves a and b along a dimension.
+    r"""Moments of :math:`a\,\mathrm{sigmoid}(b)`, where a and b are the halves of the input along ``dim``.
 
-    Status: exact for independent elements, as exact as :func:`sigmoid`.
+    Status: as accurate as the rule of the sigmoid, for independent elements.
 
     Example:
         >>> glu(GaussianMoments(torch.tensor([2.0, 0.0]), torch.tensor([1.0, 0.0])))
@@ -225,7 +225,7 @@ def _moments_of_gelu(mu: Tensor, variance: Tensor, slopes: bool) -> list[Tensor]
 def _mish_difference(x: Tensor, mu: Tensor, delta: Tensor) -> Tensor:
     # mish(x) = x (1 - 2/n), n = (1 + e^x)² + 1; beyond 20 it is x to rounding.
     e, at_mean = torch.exp(x.clamp_max(20.0)), torch.exp(mu.clamp_max(20.0))
-    rise = torch.maximum(e, at_mean) * torch.copysign(torch.expm1(-delta.abs()), delta)  # of e^x
+    rise = torch.maximum(e, at_mean) * torch.copysign(torch.expm1(-delta.abs()), delta)  # e^x - e^μ
     n, n_at_mean = (1 + e).square() + 1, (1 + at_mean).square() + 1
     return delta * (e * (e + 2) / n) + 2 * mu * rise * (e + at_mean + 2) / n / n_at_mean
 

@@ -134,19 +134,19 @@ def _subscripts(equation: str, operands: tuple) -> tuple[list[str], str]:
         reason = "more than two operands: contract two at a time"
     elif len(operands) == 2 and operands[0] is operands[1]:
         reason = (
-            "the same uncertain operand twice, whose factors are not independent: use x.square() and a sum"
+            "the same uncertain operand twice, which is not independent of itself: use x.square() and a sum"
         )
     elif "..." in left and "..." not in output:
         reason = "a sum over an ellipsis: name its indices"
     elif _sizes_differ(terms, operands):
         reason = "an index of size 1 in one operand and larger in another: expand the operand first"
     if reason is not None:
-        raise UnsupportedError(f'torch.einsum("{equation}") of moments with {reason}.')
+        raise UnsupportedError(f'torch.einsum("{equation}") of moments has no rule for {reason}.')
     return terms, output
 
 
 def _sizes_differ(terms: list[str], operands: tuple) -> bool:
-    """Return True if broadcasting an index would repeat an element, and count the copies as independent."""
+    """Return True if broadcasting an index would repeat an element; the rule would treat copies as independent."""
     sizes: dict[str, int] = {}
     for term, operand in zip(terms, operands, strict=True):
         before, _, after = term.partition("...")
@@ -158,7 +158,7 @@ def _sizes_differ(terms: list[str], operands: tuple) -> bool:
 
 
 def _linear_in_one(function: Any, x: Any) -> Any:
-    """Sum or rearrange elements; each element enters an output at most once."""
+    """Sum or rearrange elements, each of which enters an output at most once."""
     return (
         GaussianMoments(function(x.loc), function(x.variance))
         if isinstance(x, GaussianMoments)
@@ -167,7 +167,7 @@ def _linear_in_one(function: Any, x: Any) -> Any:
 
 
 def _alpha_of_columns(weight: Any) -> Tensor | None:
-    """Return noise shared by each column of a weight (``[1, in]``) as a row; None for any other noise."""
+    """Return the relative variances as one row, if all rows of a weight share them (``[1, in]``); otherwise None."""
     if not isinstance(weight, MultiplicativeMoments):
         return None
     alpha = weight.alpha

@@ -209,7 +209,7 @@ def _can_be_expanded(m: Tensor, c2: Tensor, p: float) -> bool:
 
 
 def _expanded_power(x: GaussianMoments, p: float) -> GaussianMoments:
-    """Power by quadrature over the Gaussian behind x, or else to fourth order in the coefficient of variation."""
+    """Moments of a power: by quadrature over the Gaussian behind x, otherwise to fourth order in σ/μ."""
     linked = through_link(x, lambda value: value.pow(p))
     if linked is not None:
         return linked
@@ -217,9 +217,10 @@ def _expanded_power(x: GaussianMoments, p: float) -> GaussianMoments:
     c2 = x.variance / m.square()
     if not is_recording() and not _can_be_expanded(m, c2, p):
         raise UnsupportedError(
-            f"the power {p:g} of something uncertain needs a deviation of at most {_LARGEST_VARIATION} of the mean "
-            f"(and a positive mean, or an integer exponent), here {math.sqrt(c2.max().item()):.3g}: divide by x.loc if "
-            "the mean may stand for x, or use exp(-log) of something that is Gaussian on the log scale."
+            f"the power {p:g} of an uncertain x is expanded around the mean, which requires a positive mean or an "
+            f"integer exponent, and a standard deviation of at most {_LARGEST_VARIATION} times the mean (here "
+            f"{math.sqrt(c2.max().item()):.3g} times): use a power of x.loc if the mean may replace x, or write x as "
+            f"exp(h) with a Gaussian h, and its power as exp({p:g} * h)."
         )
     power = m.pow(p)
     second, fourth = p * (p - 1) / 2, p * (p - 1) * (p - 2) * (p - 3) / 8

@@ -67,7 +67,7 @@ class MultiplicativeMoments(GaussianMoments):
     def become(self, other: GaussianMoments) -> GaussianMoments:
         """Raise an error: weights cannot be changed in place."""
         raise UnsupportedError(
-            "weights cannot be changed in place: use the function that returns a new tensor, w = f(w)"
+            "weights cannot be changed in place: use a function that returns a new tensor, as in w = f(w)"
         )
 
 
@@ -84,8 +84,8 @@ def bilinear_moments(
         product: the linear map, called with means, variances or second moments.
         x: moments or a deterministic tensor.
         weight: likewise; at least one of the two must be uncertain.
-        alpha: relative variance of the weight, in a shape that multiplies ``x``; given only if the noise of
-            :class:`~pyro_dvi.moments.bilinear.MultiplicativeMoments` belongs to inputs.
+        alpha: relative variance of the weight, in a shape that multiplies ``x``; given only if all weights of an input
+            share the noise of :class:`~pyro_dvi.moments.bilinear.MultiplicativeMoments`.
         bias: added to the product, deterministic or uncertain.
 
     Raises:

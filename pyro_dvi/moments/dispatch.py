@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of torch functions with moments: call the rule, then link, observe and write its result."""
+"""Dispatch of torch functions called with moments: the rule is called, and its result linked, observed and written."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Entry:
         if kwargs:
             if kwargs.pop("out", None) is not None:
                 raise UnsupportedError(
-                    f"{name_of(func)}(out=...) cannot write moments into a tensor: drop out="
+                    f"{name_of(func)}(out=...) cannot write moments into a tensor: drop the argument out"
                 )
             in_place = bool(kwargs.pop("inplace", False)) or in_place
         target = args[0] if args else None
@@ -126,7 +126,8 @@ def _check(func: Callable, rule: Callable, result: Any) -> None:
         if isinstance(part, GaussianMoments) and not is_recording() and bool((part.variance < 0).any()):
             worst = part.variance.min().item()
             raise UnsupportedError(
-                f"{where} returned a negative variance ({worst:.3g}): centre E[f²] - E[f]² around f(mean), or clamp"
+                f"{where} returned a negative variance ({worst:.3g}): compute it as E[d²] - E[d]² with "
+                "d = f(x) - f(mean), or clamp it at zero"
             )
 
 
@@ -182,7 +183,7 @@ def _elementwise(step: _Call, x: GaussianMoments, result: Any) -> Any:
 
 
 def _affine(step: _Call, x: GaussianMoments, result: Any) -> Any:
-    """Keep a Gaussian Gaussian, and record its origin."""
+    """Record the origin of a Gaussian result, or apply one more function to the Gaussian behind x."""
     if x.link is not None:
         return _elementwise(step, x, result)
     if isinstance(result, GaussianMoments) and result.link is None and result is not x:
@@ -191,7 +192,7 @@ def _affine(step: _Call, x: GaussianMoments, result: Any) -> Any:
 
 
 def _rearranged(step: _Call, x: GaussianMoments, result: Any) -> Any:
-    """Move the elements of the Gaussian or, if the function differs between elements, the elements it returns."""
+    """Move the elements of the Gaussian or, if the function differs between elements, the elements that it returns."""
     link = x.link
     if link is None or not link.separate or result is x or isinstance(result, Tensor):
         return result
@@ -209,7 +210,7 @@ def _rearranged(step: _Call, x: GaussianMoments, result: Any) -> Any:
 
 
 def _converted(step: _Call, x: GaussianMoments, result: Any) -> Any:
-    """Convert the Gaussian if the function has a name, otherwise the values of the function."""
+    """Convert the Gaussian if the link is a single named function, otherwise convert the values of the function."""
     link = x.link
     if link is None or result is x or not isinstance(result, GaussianMoments):
         return result
@@ -227,7 +228,7 @@ _LINKS = {
 
 
 def broadcast(inner: GaussianMoments, result: GaussianMoments) -> GaussianMoments:
-    """Return the Gaussian in the shape of a result, which a larger operand may have broadcast."""
+    """Broadcast the Gaussian to the shape of a result, which may be larger because of another operand."""
     if inner.shape == result.shape:
         return inner
     return GaussianMoments(inner.loc.expand(result.shape), inner.variance.expand(result.shape))

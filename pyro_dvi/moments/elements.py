@@ -82,7 +82,7 @@ def view(input: GaussianMoments, *shape: Any) -> GaussianMoments:
     """Moments of ``x.view(...)``; the variance is reshaped instead, because it may be an expanded tensor."""
     if shape and isinstance(shape[0], torch.dtype):
         raise UnsupportedError(
-            "x.view(dtype) reinterprets bits, which means nothing for moments: use x.to(dtype)"
+            "x.view(dtype) reinterprets bits, which is not defined for moments: use x.to(dtype)"
         )
     return GaussianMoments(input.loc.view(*shape), input.variance.reshape(*shape)).alias(input)
 
@@ -219,7 +219,7 @@ def _is_basic(index: Any) -> bool:
     return all(part is None or part is Ellipsis or type(part) in (int, slice) for part in parts)
 
 
-# Functions that return the same values in another dtype, device or memory, applied to mean and variance alike.
+# Functions that return the same values with another dtype, device or memory, applied to mean and variance alike.
 _CONVERSIONS = [
     *functions_of(torch, "clone detach"),
     *functions_of(torch.Tensor, "to type type_as float double half bfloat16 cpu cuda contiguous"),
@@ -246,10 +246,10 @@ def _converting(function: Callable) -> Callable:
         if loc is input.loc:
             return input
         if not isinstance(loc, Tensor):
-            return loc  # x.type() is a name
+            return loc  # x.type() returns a name
         if not loc.is_floating_point():
             raise UnsupportedError(
-                f"moments cannot be converted to {loc.dtype}: rounding to integers has no rule. Convert x.loc"
+                f"moments cannot be converted to {loc.dtype}: rounding to integers has no rule. Convert x.loc instead"
             )
         result = GaussianMoments(loc, function(input.variance, *args, **kwargs))
         return result.alias(input, ...) if function is torch.detach else result

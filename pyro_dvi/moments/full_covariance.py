@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Covariances between the activations of each example, through a network of linear layers and rectifiers.
 
-Within :func:`full_covariances`, activations are :class:`~pyro_dvi.moments.shared_noise.JointMoments`, whose lanes are
-the units of the hidden layer that they are linear in. For a hidden layer with means :math:`\bar h` and covariance C,
-and a layer of independent weights with means M and variances S,
+Within :func:`full_covariances`, activations are :class:`~pyro_dvi.moments.shared_noise.JointMoments`, with one shared
+variable for each unit of the hidden layer that they are linear in. For a hidden layer with means :math:`\bar h` and
+covariance C, and a layer of independent weights with means M and variances S,
 
 .. math::
     \mathrm{Cov}[y_o, y_p] = (M C M^\top)_{op} + \delta_{op}\sum_k S_{ok}\,(C_{kk} + \bar h_k^2).
 
-Status: exact for the linear layer, whatever the distribution of its inputs, if each weight has one use in an example.
-Rectifiers take Gaussians (:mod:`pyro_dvi.moments.rectified_covariance`).
+Status: exact for the linear layer, whatever the distribution of its inputs, if each weight is used once per example. At
+rectifiers, activations are taken to be Gaussian (:mod:`pyro_dvi.moments.rectified_covariance`).
 
 Source: Wu et al. (2019), "Deterministic variational inference for robust Bayesian neural networks".
 """
@@ -44,7 +44,7 @@ from pyro_dvi.moments.weight_uses import parts_of
 
 
 class _Local(threading.local):
-    """Whether this thread follows covariances."""
+    """Whether covariances are propagated in this thread."""
 
     on = False
 
@@ -59,7 +59,7 @@ _COPIES = frozenset(
 
 @contextmanager
 def full_covariances(on: bool = True) -> Iterator[None]:
-    """Follow the covariances between the activations of each example; a function that would lose them is an error."""
+    """Propagate the covariances between activations of an example; functions that would lose them raise an error."""
     if not on:
         yield
         return
@@ -72,12 +72,12 @@ def full_covariances(on: bool = True) -> Iterator[None]:
 
 
 def are_followed() -> bool:
-    """Return whether covariances between activations are followed."""
+    """Return True if covariances between activations are propagated."""
     return _LOCAL.on
 
 
 def independent(x: GaussianMoments) -> JointMoments:
-    """Return activations that are independent in each example."""
+    """Return activations with these moments, which are independent within each example."""
     noise = SharedNoise(torch.zeros_like(x.loc).unsqueeze(0), "", between_outputs=False, base=x.loc)
     result = JointMoments(x.loc, x.variance, noise, variance=x.variance)
     result.link, result.origin = x.link, x.origin
@@ -88,13 +88,14 @@ def full_product(product: Callable[..., Tensor], x: Any, weight: Any, bias: Any 
     """Moments of ``product(x, weight)``, or with a bias, for activations x and independent weights.
 
     Args:
-        product: of rows: the last dimension of x and of the result counts units.
-        x: activations; anything else that is uncertain counts as independent. Or a tensor.
+        product: a function of rows: the last dimension of x and of the result indexes units.
+        x: activations, other moments (treated as independent), or a tensor.
         weight: moments or a tensor.
         bias: likewise, or None.
 
     Raises:
-        UnsupportedError: x has lost its covariances or its rows, outputs share weights, or weights have covariances.
+        UnsupportedError: if x has lost its covariances, if its elements are no longer in rows of examples, if outputs
+            share weights, or if weights have covariances.
     """
     _check(product, x, weight, bias)
     mean, spread, own = loc_of(weight), variance_of(weight), variance_of(bias)
@@ -132,17 +133,17 @@ def _check(product: Any, x: Any, weight: Any, bias: Any) -> None:
     if link is not None and (has_covariances(link.inner) or not link.separate):
         _refuse(f"{link.name or 'a function'} of dependent activations")
     if isinstance(behind, JointMoments) and not behind.noise.in_rows:
-        _refuse("a product of elements that were moved out of the rows of their examples")
+        _refuse("a product of activations that were moved out of the rows of their examples")
 
 
 def _noise(base: Tensor, covariance: Tensor) -> SharedNoise:
-    """Return the noise of activations whose lanes are these activations."""
+    """Return the noise of activations in terms of these activations themselves: the factor is the identity."""
     dual = covariance.movedim(-1, 0)
     return SharedNoise(_units(base).expand_as(dual), "", dual=dual, base=base)
 
 
 def _units(base: Tensor) -> Tensor:
-    """Return a lane for each unit, that is one at this unit and does not differ between examples."""
+    """Return the identity matrix as a factor, with one row for each unit, the same for all examples."""
     size = base.shape[-1]
     lanes = torch.eye(size, dtype=base.dtype, device=base.device)
     return lanes.reshape(size, *[1] * (base.dim() - 1), size)
@@ -152,7 +153,7 @@ class _FullCovariance(Followed):
     """Observe functions of activations."""
 
     def __call__(self, func: Callable, args: tuple, kwargs: dict[str, Any], result: Any) -> Any:
-        """Return activations with their covariances, or refuse the function."""
+        """Return activations with their covariances, or raise an error for a function without a rule."""
         x: Any = args[0] if args else None
         entry = ENTRIES[func]
         uncertain = [a for a in tree_leaves((args, kwargs)) if isinstance(a, GaussianMoments)]

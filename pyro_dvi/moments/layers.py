@@ -58,11 +58,11 @@ for _dims in (1, 2, 3):
 
 
 def _alpha_of_inputs(weight: Any, groups: int) -> Tensor | None:
-    """Return noise shared by each input channel as ``[in, 1, ...]``; None for any other noise.
+    """Return relative variances as ``[in, 1, ...]``, if all weights of an input channel share one; otherwise None.
 
-    The weight ``[out, in / groups, ...]`` of the k-th group acts on the k-th part of the channels. A row of noise ``[1,
-    in / groups, 1, ...]`` is the same for all groups. With one output channel per group, ``[out, in / groups, 1, ...]``
-    has a row for each.
+    The weight ``[out, in / groups, ...]`` of the k-th group acts on the k-th part of the channels. Relative variances
+    ``[1, in / groups, 1, ...]`` are the same for all groups. With one output channel per group, relative variances
+    ``[out, in / groups, 1, ...]`` have one row for each group.
     """
     if not isinstance(weight, MultiplicativeMoments):
         return None

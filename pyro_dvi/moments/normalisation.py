@@ -14,7 +14,7 @@ kept to first order: with :math:`h_i = (m_i - \bar m)/s` and n elements,
     s^2 = \overline{(m - \bar m)^2} + (1 - \tfrac1n)\bar v + \varepsilon, \qquad
     \mathrm{Var}[y_i] = \frac1{s^2}\sum_j \Bigl(\delta_{ij} - \frac{1 + h_i h_j}{n}\Bigr)^2 v_j.
 
-Without the average variance in s, means would be too large by a factor of √2 if the noise is as large as the signal.
+Without the average variance in s, means would be too large by a factor of √2 where the noise is as large as the signal.
 For 64 independent Gaussian elements and noise up to the size of the signal, means agree with sampling within 0.02 and
 standard deviations within 5 %.
 

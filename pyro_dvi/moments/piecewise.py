@@ -11,7 +11,7 @@ With :math:`\alpha = \mu/\sigma`, ReLU has
     \frac{\partial v}{\partial\mu} = 2m(1 - \Phi), \quad
     \frac{\partial v}{\partial\sigma^2} = \Phi - \frac{m\phi}{\sigma}.
 
-Functions with several kinks (:class:`Piecewise`) are polynomials of degree two at most between breakpoints. With
+Functions with several kinks (:class:`Piecewise`) are polynomials of degree at most two between breakpoints. With
 :math:`x = \mu + \sigma z`, each piece is a polynomial in z, and needs truncated moments of the standard Gaussian
 
 .. math:: T_k = \int_a^b z^k \phi(z)\,dz, \qquad T_k = (k-1)\,T_{k-2} + a^{k-1}\phi(a) - b^{k-1}\phi(b).
@@ -94,7 +94,7 @@ def _rectified(mu: Tensor, variance: Tensor) -> tuple[Tensor, Tensor, Tensor, Te
     Activations are larger than any cache, and allocating memory costs more than the arithmetic.
     """
     inverse = variance.clamp_min(tiny_variance(variance.dtype)).rsqrt_()
-    # Beyond 11 standard deviations from the kink, only denormal numbers would change, which are slow.
+    # Beyond 11 standard deviations from the kink, the clamp changes only denormal numbers, which are slow.
     z = torch.addcmul(constants(0.0, mu), mu, inverse, value=-ROOT_HALF).clamp_(-_FAR, _FAR)
     p = torch.special.erfc(z).mul_(0.5)  # with erfc: 1 + erf cancels in the left tail
     slope = torch.addcmul(constants(_LOG_DENSITY, mu), z, z, value=-1, out=z).exp_().mul_(inverse)
@@ -103,7 +103,7 @@ def _rectified(mu: Tensor, variance: Tensor) -> tuple[Tensor, Tensor, Tensor, Te
 
 
 class _Rectifier(Function):
-    """Saves two tensors besides its mean, which the next function saves anyway."""
+    """ReLU as one autograd node. It saves two tensors besides its mean, which the next function saves anyway."""
 
     @staticmethod
     def forward(ctx: Any, mu: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
@@ -119,7 +119,7 @@ class _Rectifier(Function):
         zero = constants(0.0, mean)
         product = torch.addcmul(
             zero, g_spread, mean, value=2
-        )  # rounded once, because it cancels far to the right
+        )  # with a single rounding, because the terms cancel far to the right
         rest = torch.sub(g_mean, product)
         g_mu = product.addcmul_(rest, p)
         return g_mu, torch.addcmul(zero, rest, slope, value=0.5, out=rest).addcmul_(g_spread, p)
@@ -155,8 +155,8 @@ class Piecewise:
     """One piece to the left of each breakpoint, and one to the right of the last.
 
     Attributes:
-        breaks: in increasing order.
-        pieces: one more than breaks.
+        breaks: breakpoints, in increasing order.
+        pieces: one more than there are breakpoints.
         function: the function itself, for its value at the mean.
     """
 
@@ -260,14 +260,14 @@ elementwise_rule(
 
 @moment_rule(torch.clamp, torch.clip, torch.clamp_min, kind=Kind.ELEMENTWISE)
 def clamp(input: GaussianMoments, min: Any = None, max: Any = None) -> GaussianMoments:
-    """Moments of x clamped to bounds that are numbers.
+    """Moments of x clamped to scalar bounds.
 
     Raises:
         UnsupportedError: if a bound is a tensor.
     """
     if any(isinstance(bound, Tensor | GaussianMoments) for bound in (min, max)):
         raise UnsupportedError(
-            "clamp of moments takes numbers as bounds, not tensors: write x.clamp(low, high) with floats"
+            "the bounds of a clamp of moments must be numbers, not tensors: write x.clamp(low, high) with floats"
         )
     if min == 0 and max is None:
         return relu(input)

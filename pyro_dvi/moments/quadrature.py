@@ -9,11 +9,11 @@ mapped to
 
 .. math:: |x| = (c + a)\,e^w - c, \qquad 0 \le w \le \log\frac{c + b}{c + a},
 
-which places nodes densely near the bend of width c and serves slowly decaying tails, and integrated by Gauss-Legendre.
-Differences :math:`d = f(x) - f(\mu)` are computed from :math:`\delta = x - \mu`, so they are accurate however small σ
-is.
+which places nodes densely near the bend of width c and suits slowly decaying tails. The integral over w uses
+Gauss-Legendre quadrature. Differences :math:`d = f(x) - f(\mu)` are computed from :math:`\delta = x - \mu`, so they are
+accurate however small σ is.
 
-Status: exact to 1e-8 (float64), 1e-4 (float32).
+Status: accurate to 1e-8 (float64), 1e-4 (float32).
 """
 
 import math
@@ -39,7 +39,7 @@ DENSITY = 1 / math.sqrt(2 * math.pi)  # at zero
 Column = tuple[tuple[float], ...]
 Nodes = tuple[Column, Column]
 
-# Elements per block: with the quadrature nodes of each, they still fit into the cache. A function that needs more
+# Elements per block, few enough that the values at all quadrature nodes fit into the cache. A function that needs more
 # numbers per element has a smaller ``block``.
 _BLOCK, _ACCELERATED_BLOCK = 1 << 14, 1 << 18
 
@@ -49,9 +49,9 @@ Compute = Callable[[Tensor, Tensor, bool], list[Tensor]]
 
 
 def constants(numbers: Any, like: Tensor) -> Tensor:
-    """Return a number or a tuple of numbers as a tensor like another one, cached for each dtype and device.
+    """Return numbers as a tensor with the dtype and device of ``like``, from a cache.
 
-    Tracers (``torch.compile``, ``torch.export``) make their own.
+    Under ``torch.compile`` and ``torch.export``, the tensor is created anew.
     """
     if type(like) is not Tensor or torch.compiler.is_compiling():
         return torch.tensor(numbers, dtype=like.dtype, device=like.device)
@@ -83,7 +83,7 @@ def column(numbers: Any) -> Column:
     return tuple((float(x),) for x in numbers)
 
 
-# Half-range in standard deviations, in float64 and float32; nodes and weights on [0, 1].
+# For float64 and float32: half-range in standard deviations, and nodes and weights on [0, 1].
 _HALF_LINES = (9.0, gauss_legendre(48)), (6.5, gauss_legendre(26))
 
 

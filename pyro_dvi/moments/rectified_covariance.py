@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Covariances of rectified Gaussians that depend on each other.
+r"""Covariances between rectified Gaussians.
 
 For x and y with means :math:`a\sigma_x, b\sigma_y` and correlation :math:`\rho`, Price's theorem gives
 :math:`\partial\,\mathrm{Cov}[x_+, y_+]/\partial\,\mathrm{Cov}[x, y] = P(x > 0, y > 0)`, whose own derivative in
@@ -11,16 +11,16 @@ For x and y with means :math:`a\sigma_x, b\sigma_y` and correlation :math:`\rho`
     P(x > 0, y > 0) &= \Phi(a)\Phi(b) + \frac{1}{2\pi}\int_0^{\operatorname{artanh}\rho} e(t)\,dt, \qquad
     e(t) = \frac{1}{\cosh t}\exp\Bigl(-\tfrac12(a - b)^2\cosh^2 t - \frac{ab}{1 + \tanh t}\Bigr).
 
-Nothing large is subtracted, and independent units have the covariance zero. For negative correlations b changes its
-sign. The other slopes are Gaussian integrals with the same probability in them; with
-:math:`y \mid x = 0 \sim \mathcal N(m, w)`,
+No large terms cancel, and independent units have covariance zero. For negative correlations, b changes its sign. The
+other slopes are Gaussian integrals that contain the same probability; with :math:`y \mid x = 0 \sim \mathcal N(m, w)`,
 
 .. math::
     \frac{\partial}{\partial v_x} = \frac{\phi(a)}{2\sigma_x}\bigl(\mathrm E[y_+ \mid x = 0] - \mathrm E[y_+]\bigr),
     \qquad \frac{\partial}{\partial \mu_x} = \mathrm{Cov}\bigl[1_{x > 0}, y_+\bigr].
 
-Status: by Gauss-Legendre, in units of :math:`\sigma_x\sigma_y`: exact to rounding for correlations up to 0.9, to 1e-8
-(float64) or 1e-6 (float32) for all others, 1 and -1 among them. Slopes to rounding and to 1e-5 (1e-3).
+Status: computed by Gauss-Legendre quadrature. In units of :math:`\sigma_x\sigma_y`, covariances are exact to rounding
+for correlations up to 0.9, and to 1e-8 (float64) or 1e-6 (float32) for all others, including 1 and -1. Slopes are exact
+to rounding, and to 1e-5 (1e-3), in the same two cases.
 
 Source: Price (1958), "A useful theorem for nonlinear devices having Gaussian inputs"; Plackett (1954), "A reduction
 formula for normal multivariate integrals". Wu et al. (2019) approximate the same covariance.
@@ -37,18 +37,18 @@ from torch.autograd.function import once_differentiable
 from pyro_dvi.moments.quadrature import DENSITY, distribution, gauss_legendre
 from pyro_dvi.moments.value import tiny_variance
 
-_FAR = 12.0  # deviations from the kink beyond which a unit is on or off: a probability of 2e-33
+_FAR = 12.0  # standard deviations from the kink beyond which a unit is on or off: a probability of 2e-33
 # The largest artanh of a correlation, and nodes, in float64 and float32.
 _RANGES = (12.0, gauss_legendre(32)), (8.0, gauss_legendre(20))
 
 
 def rectified_covariance(mu: Tensor, variance: Tensor, covariance: Tensor) -> Tensor:
-    r"""Return :math:`\mathrm{Cov}[\mathrm{relu}(x_i), \mathrm{relu}(x_j)]` for :math:`i \ne j`; no use on the diagonal.
+    r"""Return :math:`\mathrm{Cov}[\mathrm{relu}(x_i), \mathrm{relu}(x_j)]` for :math:`i \ne j`.
 
     Args:
         mu: means ``[*, n]``.
         variance: of the same shape.
-        covariance: ``[*, n, n]``; its diagonal is not looked at.
+        covariance: ``[*, n, n]``; its diagonal is ignored, and that of the result has no meaning.
 
     Example:
         >>> rectified_covariance(torch.zeros(2), torch.ones(2), torch.full((2, 2), 0.5))[0, 1]
@@ -67,7 +67,7 @@ class _Pairs:
         self.a = (mu.unsqueeze(-1) * self.inverse).clamp(-_FAR, _FAR)
         self.b = self.a.mT
         self.p = distribution(self.a)
-        # Rounding may carry it beyond one.
+        # Rounding may move a correlation beyond ±1.
         self.rho = (covariance * (self.inverse * self.inverse.mT)).clamp(-1, 1)
 
     def integrals(self) -> tuple[Tensor, Tensor]:

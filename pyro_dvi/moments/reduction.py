@@ -54,7 +54,8 @@ def _extreme(
     extreme.__doc__ = f"""Moments of ``{name}``: over a dimension (with the index of the {name} of the means), over all
     elements, or of two arguments.
 
-    Status: over elements, the moments of the element with the {name} mean; of two arguments, as ``{of_two.__name__}``.
+    Status: over elements, the moments of the element whose mean is the {name}; for two arguments, as
+    ``{of_two.__name__}``.
     """
     return extreme
 

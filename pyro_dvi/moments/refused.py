@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions that need a value, or whose moments would mislead: each raises an error that states a remedy."""
+"""Functions that need a value, or whose moments would mislead; each raises an error that states a remedy."""
 
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -22,7 +22,7 @@ def _refusing(function: Callable, instead: str) -> Callable[..., NoReturn]:
 
 _WITH_INDICES = [f"{kind}max_pool{dims}d_with_indices" for kind in ("", "adaptive_") for dims in (1, 2, 3)]
 _REMEDIES: dict[str, list[Callable]] = {
-    "A comparison of something uncertain has no answer, only a probability. Compare x.loc to decide by the mean (as "
+    "A comparison of uncertain values has a probability instead of a result. Compare x.loc to decide by the mean (as "
     "in torch.where(x.loc > 0, x, y)), or use the activation function that the comparison implements": (
         functions_of(
             torch,
@@ -43,7 +43,7 @@ _REMEDIES: dict[str, list[Callable]] = {
     "F.group_norm, which have rules, or ((x - x.loc.mean()) ** 2).mean()": functions_of(
         torch, "var std var_mean std_mean"
     ),
-    "A loss of something uncertain is its expectation over the Gaussian, not its value at one point: let the model "
+    "A loss of uncertain values is its expectation over the Gaussian, not its value at one point: let the model "
     "sample the data (pyro.sample('obs', dist.Categorical(logits=logits), obs=y)), or take the loss of x.loc": [
         *functions_of(
             F,

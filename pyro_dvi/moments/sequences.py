@@ -15,8 +15,9 @@ mean of their softmax (:mod:`pyro_dvi.moments.softmax`) and
         + \sum_j a_j \bigl((v_j - \bar v)^2 + \mathrm{Var}[v_j]\bigr), \qquad
     a_j = \frac{q_j^2 s_j}{1 + q_j s_j}.
 
-The second sum is first order in the scores and accounts for weights that sum to one. Its damping keeps the variance
-below :math:`\sum_j q_j (v_j - \bar v)^2`, the largest variance that random weights with mean q can give.
+The second sum is first order in the scores and accounts for the constraint that the weights sum to one. Its damping
+keeps the variance below :math:`\sum_j q_j (v_j - \bar v)^2`, the largest variance that random weights with mean q can
+give.
 
 Attention is approximate: scores of one query are treated as independent. Two identities remove most of their
 correlation. A shift of all keys cancels in the softmax, so keys are centred; and with uncertain weights, inputs are
@@ -173,7 +174,7 @@ def scaled_dot_product_attention(
         attn_mask: True where a query attends, or a tensor or moments added to the scores.
         dropout_p: probability of dropping a weight; its moments are included, and nothing is drawn.
         is_causal: True if queries do not attend to later keys.
-        scale: of the scores; by default the inverse square root of d.
+        scale: factor of the scores; by default the inverse square root of d.
         enable_gqa: True if several heads of queries share one head of keys.
     """
     if enable_gqa:

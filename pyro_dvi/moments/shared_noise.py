@@ -25,8 +25,8 @@ from pyro_dvi.moments.tensor_like import ENTRIES, name_of
 from pyro_dvi.moments.value import GaussianMoments, loc_of, second_moment_of, variance_of
 
 NO_RULE = (
-    "which has no rule for full covariances: they pass through linear layers, products of matrices, ReLU, and "
-    "functions that shift, scale or move elements. The default, without full covariances, passes variances on"
+    "for which full covariances have no rule. They pass through linear layers, matrix products, ReLU, and functions "
+    "that shift, scale or move elements. Without full covariances (the default), only variances are propagated"
 )
 
 
@@ -37,11 +37,11 @@ class SharedNoise:
     Attributes:
         factor: F, ``[R, *shape]``.
         sites: the sites that the noise belongs to, for messages.
-        between_outputs: True if the outputs of the layer share it; else every row of a weight has noise of its own.
-        dual: the factor times the covariance of :math:`\epsilon`, where that is not the identity: between activations,
-            each example has a covariance of its own.
+        between_outputs: True if the outputs of the layer share the noise; False if every row of a weight has its own.
+        dual: the covariance of :math:`\epsilon` times the factor, if that covariance is not the identity: for
+            activations, each example has its own covariance.
         base: the means of the activations that :math:`\epsilon` belongs to; None for weights.
-        in_rows: True if the last dimension counts units of one example.
+        in_rows: True if the last dimension indexes units of one example.
     """
 
     factor: Tensor
@@ -53,12 +53,12 @@ class SharedNoise:
 
     @property
     def other(self) -> Tensor:
-        """The dual, or the factor where that is its own."""
+        """The dual, or the factor if the covariance of ε is the identity."""
         return self.factor if self.dual is None else self.dual
 
     @property
     def variance(self) -> Tensor:
-        """Variance of the elements by this noise."""
+        """Variance of the elements due to this noise."""
         return (
             self.factor.square().sum(0)
             if self.dual is None
@@ -66,7 +66,7 @@ class SharedNoise:
         )
 
     def mapped(self, function: Callable[..., Any], *others: "SharedNoise") -> Any:
-        """Return the noise of a linear function of the lanes, or the noises of its results."""
+        """Apply a linear function to each row of the factor; return the noise of its result, or of each result."""
         noises = self, *others
         factors = torch.vmap(function)(*[n.factor for n in noises])
         duals = None if self.dual is None else torch.vmap(function)(*[n.dual for n in noises])
@@ -131,12 +131,12 @@ class JointMoments(GaussianMoments):
 
 
 def has_covariances(*gaussians: GaussianMoments) -> bool:
-    """Return True if any of them share noise between outputs."""
+    """Return True if any argument has noise shared between outputs."""
     return any(_noise_between_outputs(gaussian) is not None for gaussian in gaussians)
 
 
 def covariance_between(first: JointMoments, second: JointMoments) -> Tensor:
-    """Return the covariance of each element with the same element of the other; both have the same noise."""
+    """Return the covariances between corresponding elements of two moments that share the same noise."""
     _check_bases(first.noise, second.noise)
     return (first.noise.factor * second.noise.other).sum(0)
 
@@ -145,10 +145,11 @@ def covariance_of(*gaussians: GaussianMoments) -> Tensor:
     """Return the covariance ``[*batch, n, n]`` of the last dimensions of all arguments, concatenated.
 
     Args:
-        gaussians: ``[*batch, n_k]``; all that share noise share the same noise.
+        gaussians: ``[*batch, n_k]``; all arguments with shared noise have the same noise.
 
     Raises:
-        UnsupportedError: activations of different hidden layers, or not in the rows of their examples.
+        UnsupportedError: if the arguments are activations of different hidden layers, or were moved out of the rows of
+            their examples.
     """
     own = [g.rest if isinstance(g, JointMoments) and has_covariances(g) else g.variance for g in gaussians]
     rests = [torch.zeros_like(g.loc) if r is None else r for g, r in zip(gaussians, own, strict=True)]
@@ -176,8 +177,8 @@ def covariance_of(*gaussians: GaussianMoments) -> Tensor:
 def _check_bases(*noises: SharedNoise) -> None:
     if any(noise.base is not noises[0].base for noise in noises):
         raise UnsupportedError(
-            "numbers of one density come from different hidden layers, whose covariance is not followed: let one layer "
-            "make them, as for regressor(noise_scale=Heteroscedastic()), or leave out full_covariance=True"
+            "the parameters of one distribution come from different hidden layers, whose covariance is not propagated: "
+            "compute them in one layer, as for regressor(noise_scale=Heteroscedastic()), or omit full_covariance=True"
         )
 
 
@@ -201,14 +202,14 @@ def joint_product(product: Callable[..., Tensor], x: Any, weight: Any, bias: Any
         bias: likewise, or None.
 
     Raises:
-        UnsupportedError: if both factors share noise, a bias has the noise of another layer, or outputs enter a further
-            layer.
+        UnsupportedError: if both factors have shared noise, if the bias has the noise of another layer, or if outputs
+            enter a further layer.
     """
     joint, other = (weight, x) if isinstance(weight, JointMoments) else (x, weight)
     if not isinstance(joint, JointMoments) or not joint.of_weights or isinstance(other, JointMoments):
         _refuse(next(a for a in (weight, x, bias) if isinstance(a, JointMoments)), "enter a product")
     if isinstance(bias, JointMoments) and bias.noise.sites != joint.noise.sites:
-        _refuse(bias, "belong to another layer's noise")
+        _refuse(bias, "have the noise of another layer")
 
     def of(factor: Tensor, by: Tensor, *shift: Tensor) -> Tensor:
         return product(by, factor, *shift) if joint is weight else product(factor, by, *shift)
@@ -232,7 +233,7 @@ def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 
 
 def outputs_with(loc: Tensor, rest: Tensor | None, noise: SharedNoise) -> JointMoments:
-    """Return outputs of a layer, whose variance autograd computes once."""
+    """Return outputs of a layer with their total variance, computed once for all uses."""
     return JointMoments(loc, rest, noise, variance=_sum(noise.variance, rest))
 
 
@@ -243,7 +244,7 @@ _SUMS = frozenset("add sub subtract rsub radd".split())
 
 @contextmanager
 def joint_noise_followed() -> Iterator[None]:
-    """Let functions that shift, scale or move dependent Gaussians keep their shared noise, and refuse others."""
+    """Let functions that shift, scale or move dependent Gaussians keep their shared noise; others raise an error."""
     with observed_by(Followed()):
         yield
 
@@ -254,7 +255,7 @@ class Followed:
     outermost = True
 
     def __call__(self, func: Callable, args: tuple, kwargs: dict[str, Any], result: Any) -> Any:
-        """Return the result with its shared noise, or refuse the function."""
+        """Return the result with its shared noise, or raise an error for a function without a rule."""
         uncertain = [a for a in tree_leaves((args, kwargs)) if isinstance(a, GaussianMoments)]
         found = [a for a in uncertain if isinstance(gaussian_behind(a), JointMoments)]
         products = isinstance(result, JointMoments) and all(a.link is None for a in found)
@@ -277,7 +278,7 @@ class Followed:
         adds = entry.name.strip("_") in _SUMS and len({gaussian_behind(a).noise.sites for a in found}) == 1
         noises = [a.noise for a in map(gaussian_behind, found) if a.of_weights or a.noise.between_outputs]
         if len(found) > 1 and (not noises or noises[0].base is not None):
-            adds = False  # they may be of rows, or of examples, that are independent
+            adds = False  # they may belong to different rows or examples, which are independent
         if all(a.link is None for a in found) and (adds or (alone and (moves or entry.kind is Kind.AFFINE))):
             return _as(result, _through(entry.rule, found, args, kwargs, parts))
         return _refuse(gaussian_behind(first), f"enter {name_of(func)}")
@@ -329,7 +330,7 @@ def _as(like: Any, parts: list[Any]) -> Any:
 
 
 def gaussian_behind(x: Any) -> Any:
-    """Return the Gaussian that moments are a function of, and anything else as it is."""
+    """Return the Gaussian that moments are a function of, and anything else unchanged."""
     link = getattr(x, "link", None)
     return x if link is None else link.inner
 

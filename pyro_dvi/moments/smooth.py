@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Smooth functions that are linear far from zero: sigmoid, tanh, erf, softplus, SiLU, GELU by tanh.
+r"""Smooth functions that are linear far from zero: sigmoid, tanh, erf, softplus, SiLU, and GELU's tanh approximation.
 
 There are two quadratures, chosen for each element.
 
@@ -19,13 +19,13 @@ The first terms have closed forms. The remainders are integrated by the trapezoi
 
 .. math:: \mathrm E[r(x)] \approx h\sum_k r(x_k)\,\mathcal N(x_k; \mu, \sigma^2),
 
-where all :math:`r(x_k)` are constants. Its error falls as :math:`e^{-2\pi\rho/h}`, and derivatives in μ and σ² act only
-on the Gaussian.
+where all :math:`r(x_k)` are constants. Its error falls as :math:`e^{-2\pi\rho/h}`, and derivatives with respect to μ
+and σ² act only on the Gaussian.
 
 All functions have a symmetry, :math:`f(x) = 1 - f(-x)` for steps and :math:`f(x) = x + f(-x)` for ramps. Positive means
 are mirrored, so that there is no cancellation far from zero.
 
-Derivatives in σ² are half of second derivatives in μ (Price's theorem).
+Derivatives with respect to σ² are half the second derivatives with respect to μ (Price's theorem).
 
 Status: exact up to rounding and the stated quadrature error (below 1e-8 in float64, 1e-4 in float32, for any σ).
 
@@ -44,7 +44,7 @@ from pyro_dvi.core.recorder import assumed, is_recording
 from pyro_dvi.moments.quadrature import DENSITY, Nodes, column, constants, distribution, gauss_hermite
 
 _SERIES = (1e-6, 1e-3)  # variances in float64 and float32
-_LANES = 64  # with a multiple of this many columns, sums over rows on one thread round alike in all columns
+_LANES = 64  # if the number of columns is a multiple, sums over rows on one thread are rounded alike in all columns
 Form = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
@@ -93,7 +93,7 @@ class Smooth:
         """Return the difference of the mean from f(μ) and the variance, and the slopes of both."""
         side = torch.copysign(
             constants(1.0, mu), mu
-        ).neg_()  # multiply with it, because torch.where is slow on CPU
+        ).neg_()  # used as a factor, because torch.where is slow on CPU
         block = _Block(mu * side, variance, side, slopes)
         table = self._tables[mu.dtype is not torch.float64]
         return self._mirrored_back(block, self._chosen(table, block))
@@ -101,8 +101,8 @@ class Smooth:
     def _chosen(self, table: "_Table", block: "_Block") -> list[Tensor]:
         """Run the right quadrature on each element if reading values is cheap, otherwise both on all elements.
 
-        The results agree to the last bit, so that a recorded step can be compared with an eager one, except for
-        rounding if several threads share a large block with both kinds of elements.
+        Both ways agree to the last bit, so that recorded and eager steps can be compared. Only if several threads share
+        a large block with both kinds of elements, results differ by rounding.
         """
         y, variance, limit = block.y, block.variance, table.limit
         if y.device.type != "cpu" or torch.compiler.is_compiling() or y.numel() == 0:
@@ -166,7 +166,7 @@ class Smooth:
         return [shift, spread, first, second.div_(sigma).mul_(0.5), by_mu, by_variance, third / variance]
 
     def _far(self, table: "_Table", block: "_Block") -> list[Tensor]:
-        """The same with the lattice, and closed forms of the tails."""
+        """The same terms as ``_near``, computed with the lattice and closed forms for the tails."""
         y, variance, _, slopes = block
         of_f, of_square = self._rest(table, block)
         _add_straight_ends(self, y, variance, of_f, of_square)
@@ -204,7 +204,7 @@ class Smooth:
         return [shift, spread, a.add_(excess), b, c, d]
 
     def _rest(self, table: "_Table", block: "_Block") -> tuple[list[Tensor], list[Tensor]]:
-        """Expected remainders of f and f², up to the third and second derivative in the mean; fewer without slopes."""
+        """Expected remainders of f and f², with derivatives up to third and second order; fewer without slopes."""
         y, variance, _, slopes = block
         inverse = variance.rsqrt()
         places, remainders = (constants(numbers, y) for numbers in table.lattice)
@@ -253,7 +253,7 @@ class Rescaled:
 def _add_straight_ends(
     function: Smooth, y: Tensor, variance: Tensor, of_f: list[Tensor], of_square: list[Tensor]
 ) -> None:
-    r"""Add the expectations of q Φ(x/s) and q² Φ(x/s), and as many derivatives in the mean as there are rows.
+    r"""Add the expectations of q Φ(x/s) and q² Φ(x/s), and of as many derivatives in y as there are rows.
 
     With :math:`c = v + s^2`, :math:`z = y/\sqrt c` and :math:`p = \phi(z)/\sqrt c`, the expectation of x Φ(x/s) and its
     derivatives are

@@ -5,9 +5,9 @@ With :math:`p = \mathrm{softmax}(m)` at the means, one correction of the logits 
 
 .. math:: q = \mathrm{softmax}\Bigl(m + \frac{v(1 - 2p)}{2 + v/2}\Bigr),
 
-which is second order in v, damped so that large variances do not overshoot. The standard deviation of
-:math:`\log q_i` to first order, :math:`s_i^2 = (1-q_i)^2 v_i + \sum_{j \ne i} q_j^2 v_j`, and the largest variance of a
-number in [0, 1] with this mean together bound the variance:
+which is second order in v, damped so that large variances do not overshoot. To first order, the log-probability has the
+variance :math:`s_i^2 = (1-q_i)^2 v_i + \sum_{j \ne i} q_j^2 v_j`. Together with the largest variance that a number in
+[0, 1] with mean :math:`q_i` can have, it bounds the variance:
 
 .. math:: \frac1{\mathrm{Var}_i} = \frac1{q_i^2 s_i^2} + \frac1{q_i(1 - q_i)}.
 
@@ -136,8 +136,8 @@ def logsumexp(input: GaussianMoments, dim: Any, keepdim: bool = False) -> Gaussi
         \mathrm E \approx \log\sum_j e^{m_j} + \tfrac12 \sum_j v_j \mathrm E_{v/2}[p_j(1 - p_j)], \qquad
         \mathrm{Var} \approx \sum_j v_j (q_j^2 + \tfrac12 \mathrm{Var}[p_j])
 
-    Status: approximate. Against sampling, as for :func:`softmax`, the error of the mean is 0.004, 0.015, 0.1 for v =
-    0.1, 1, 4 (0.25 for v = 4 if expanded to second order in v), and the error of the standard deviation is 6 %.
+    Status: approximate. Compared with sampling, as for :func:`softmax`, the error of the mean is 0.004, 0.015, 0.1 for
+    v = 0.1, 1, 4 (0.25 for v = 4 if expanded to second order in v), and the error of the standard deviation is 6 %.
     """
     if isinstance(dim, tuple | list):
         if len(dim) != 1:
@@ -154,7 +154,7 @@ def logsumexp(input: GaussianMoments, dim: Any, keepdim: bool = False) -> Gaussi
 
 @moment_rule(torch.maximum, torch.fmax, kind=Kind.ELEMENTWISE)
 def maximum(input: Any, other: Any) -> GaussianMoments:
-    """Moments of the larger of two. Status: exact for independent Gaussians, and if one is deterministic.
+    """Moments of the larger of two values. Status: exact for independent Gaussians, and if one is deterministic.
 
     Example:
         >>> x, y = (GaussianMoments(torch.zeros(1), torch.ones(1)) for _ in range(2))
@@ -177,5 +177,5 @@ def maximum(input: Any, other: Any) -> GaussianMoments:
 
 @moment_rule(torch.minimum, torch.fmin, kind=Kind.ELEMENTWISE)
 def minimum(input: Any, other: Any) -> GaussianMoments:
-    """Moments of the smaller of two. Status: like :func:`maximum`."""
+    """Moments of the smaller of two values. Status: like :func:`maximum`."""
     return input.snapshot() if input is other else -maximum(-input, -other)

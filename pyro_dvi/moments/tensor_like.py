@@ -19,7 +19,7 @@ from pyro_dvi.errors import UnsupportedError
 # Entries by the function as it is called.
 ENTRIES: dict[Callable, Any] = {}
 
-# Attributes and methods of a tensor that say nothing about its values.
+# Attributes and methods of a tensor that do not depend on its values.
 _DESCRIPTIVE = frozenset(
     "shape dtype device ndim layout is_cuda is_cpu is_mps is_sparse is_quantized is_nested requires_grad itemsize "
     "size dim numel nelement ndimension stride is_contiguous is_floating_point is_complex is_signed element_size "
@@ -82,7 +82,7 @@ def _reflected(function: Callable) -> Callable[..., Any]:
 
 
 class TensorLike:
-    """Has the operators, methods and attributes of a tensor, but no value: code that needs a number raises an error.
+    """An object with the operators, methods and attributes of a tensor but no values; reading a value is an error.
 
     The shape, dtype and device are those of ``loc``.
     """
@@ -91,7 +91,7 @@ class TensorLike:
 
     def _refuse_value(self, *args: Any) -> NoReturn:
         raise UnsupportedError(
-            "the code needs the value of something uncertain (an if, .item(), a conversion to a number or array): "
+            "the code needs the value of an uncertain tensor (an if, .item(), a conversion to a number or array): "
             "use x.loc to decide by the mean, or write a rule with pyro_dvi.moments.moment_rule. If a class in "
             "torch.distributions needs it, use the class of the same name in pyro.distributions."
         )
@@ -133,13 +133,13 @@ class TensorLike:
 
     @property
     def data(self) -> Any:
-        """The moments without their history."""
+        """The moments without their autograd history."""
         return self.detach()
 
     def __len__(self) -> int:
         if not self.shape:
             raise TypeError(
-                "an uncertain number has no length, and torch.tensor and torch.as_tensor take plain numbers: pass x.loc"
+                "an uncertain scalar has no length, and torch.tensor and torch.as_tensor take plain numbers: pass x.loc"
             )
         return len(self.loc)
 
@@ -174,4 +174,4 @@ class TensorLike:
         return NotImplemented
 
     __hash__ = object.__hash__
-    __array_ufunc__ = None  # so that numpy numbers on the left leave their operators to us
+    __array_ufunc__ = None  # so that an operator with a numpy number on its left calls ours

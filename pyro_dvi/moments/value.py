@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""A tensor of independent Gaussians, its link to the Gaussians behind it, and the smallest variance of an input."""
+r"""Moments of independent Gaussians, their link to the Gaussians behind them, and the smallest variance of an input."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class GaussianMoments(TensorLike):
         return other
 
     def detach(self) -> GaussianMoments:
-        """Return the moments without their history, as a view that writes through."""
+        """Return the moments without their autograd history, as a view that writes through."""
         return call(torch.detach, (self,), {})
 
     def snapshot(self) -> GaussianMoments:
@@ -192,15 +192,15 @@ def _fitted(loc: Tensor, variance: Tensor) -> Tensor:
 
 def _refuse_stale() -> NoReturn:
     raise UnsupportedError(
-        "moments are used after a view of them (or their base) was changed in place: use the function that returns a "
-        "new tensor, relu(x) instead of relu_(x), nn.ReLU(inplace=False)"
+        "moments are used after a view of them (or their base) was changed in place: use functions that return a new "
+        "tensor, such as relu(x) instead of relu_(x), or nn.ReLU(inplace=False)"
     )
 
 
 class _Local(threading.local):
     """The floor set in this thread."""
 
-    def __init__(self) -> None:  # an instance attribute, because Dynamo in torch 2.8 guards no others
+    def __init__(self) -> None:  # an instance attribute, because Dynamo in torch 2.8 guards no other kind
         self.floor: float | None = None
 
 
@@ -211,8 +211,8 @@ _LOCAL = _Local()
 def variance_floor(minimum: float) -> Iterator[None]:
     r"""Raise the input variances of nonlinearities to at least ``minimum``.
 
-    The slopes of :math:`\mathrm E[f(x)]` in the variance grow as :math:`1/\sigma` at a kink of f. By default, the floor
-    is the square of the rounding error of the dtype, which changes no result.
+    The derivative of :math:`\mathrm E[f(x)]` with respect to the variance grows as :math:`1/\sigma` at a kink of f. By
+    default, the floor is the square of the rounding error of the dtype, which changes no result.
 
     Raises:
         ArgumentError: if the floor is negative.
@@ -226,14 +226,14 @@ def variance_floor(minimum: float) -> Iterator[None]:
 
 
 def floored(variance: Tensor) -> Tensor:
-    """Return the variance, at least the floor."""
+    """Return the variance, raised to the floor where it is smaller."""
     tiny = tiny_variance(variance.dtype)
     floor = _LOCAL.floor
     return variance.clamp_min(tiny if floor is None else max(floor, tiny))
 
 
 def raised(variance: Tensor) -> Tensor:
-    """Return the variance, at least the floor if one was set; for rules that handle zero variance themselves."""
+    """Return the variance, raised to the floor if one was set; for rules that handle zero variance themselves."""
     floor = _LOCAL.floor
     return variance if floor is None else variance.clamp_min(floor)
 

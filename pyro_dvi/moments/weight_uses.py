@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Warn about weights that affect a result along two paths, observed while a model runs with moments.
+"""The warning about weights that affect a result along two paths, found while a model runs with moments.
 
 A result may depend on weights along two paths, in tied layers or a network applied twice. Moments drop the covariance
 between the paths.
@@ -42,9 +42,10 @@ def warned_of_repeated_uses(weights: Mapping[str, GaussianMoments]) -> Iterator[
     if uses.repeated:
         warn(
             f"the result depends on {', '.join(map(repr, uses.repeated))} along two paths (a network applied twice, "
-            "tied layers), whose covariance moments drop: variances come out too wide in differences f(a) - f(b), too "
-            "narrow in sums. Measure it with compare_with_sampling; use a weight once ((a - b) @ w), predict with "
-            "Moments(propagation=ReverseDelta()), or train with TaylorELBO and predict with Samples(n)."
+            "tied layers). Moments drop the covariance between the paths, so variances are too large for differences "
+            "f(a) - f(b) and too small for sums. Measure the effect with compare_with_sampling; use each weight once "
+            "((a - b) @ w), predict with Moments(propagation=ReverseDelta()), or train with TaylorELBO and predict "
+            "with Samples(n)."
         )
 
 

@@ -31,10 +31,13 @@ from pyro_dvi.objectives.recordings import Recording
 from pyro_dvi.objectives.surroundings import Met, Surroundings, meta, stored
 from pyro_dvi.runs.posterior_run import Call
 
-_ATTEMPTS = 3  # to record a step, before capture is given up
-_KINDS_OF_STEPS = 100  # that are counted, before it is given up to wait for one that returns
+_ATTEMPTS = 3  # failed recordings before capture is abandoned
+_KINDS_OF_STEPS = 100  # kinds of steps that are counted, before capture is abandoned because none recurs
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
-_STEPS = (Objective.loss_and_grads, Objective.differentiable_loss)  # who overrides them keeps ordinary steps
+_STEPS = (
+    Objective.loss_and_grads,
+    Objective.differentiable_loss,
+)  # a subclass that overrides these methods takes ordinary steps
 _REPLAY_ERRORS = (RuntimeError, IndexError, ValueError, TypeError)
 
 
@@ -44,37 +47,37 @@ class Captured(WrappedObjective):
     .. math:: (\text{parameters}, \text{buffers}, \text{batch}, \beta) \mapsto
         (\mathrm{loss}, \nabla\,\mathrm{loss})
 
-    Used like the wrapped objective: in ``SVI``, as ``elbo(model, guide)``, in ``fit``. The first steps are ordinary
-    steps. Then a step is recorded below autograd, with its backward pass, and later steps replay the recording without
-    calling model or guide. Parameters, buffers, batch and KL weight are inputs. Each batch shape, mode of the model,
-    dtype and device gets its own recording.
+    It is used like the wrapped objective: in ``SVI``, as ``elbo(model, guide)``, and in ``fit``. The first steps are
+    ordinary steps. Then a step is recorded below autograd, including its backward pass, and later steps replay the
+    recording without calling model or guide. Parameters, buffers, batch and KL weight are inputs of the recording. Each
+    batch shape, mode of the model, dtype and device has its own recording.
 
     Status: exact. Before a recording is used, a replay is compared with an ordinary step at other parameters and, if
     available, on another batch: loss, gradients, buffers and random states must be bitwise equal (equal up to rounding
     on accelerators, where sums have no fixed order, and for compiled recordings). The comparison is repeated after 1,
-    2, 4, 8, ... steps, later every 1000 steps, and whenever a parameter was replaced. Everything that the Python code
-    of model and guide can reach is monitored in each step: attributes, globals, closures, entries of lists and
+    2, 4, 8, ... steps, later every 1000 steps, and whenever a parameter is replaced. Everything that the Python code of
+    model and guide can reach is monitored in each step: attributes, globals, closures, entries of lists and
     dictionaries, hooks, priors. Between comparisons, the following changes are not detected: anything outside Python
     objects, such as clocks, files and printed output; contents of containers and arrays of more than 1000 entries; the
     internals of objects of other libraries; attributes of tensors; and replaced code.
 
     Models that cannot be replayed take ordinary steps, with one warning that states the reason: models that read values
-    (``.item()``, ``if x.sum() > 0``), draw random numbers outside torch, or keep state from step to step outside their
-    buffers. Steps inside a Pyro handler are ordinary too.
+    (``.item()``, ``if x.sum() > 0``), draw random numbers outside torch, or keep state between steps outside their
+    buffers. Steps inside a Pyro handler are also ordinary steps.
 
     Args:
         elbo: an objective of this library.
-        after: number of ordinary steps of a kind before a step is recorded.
-        max_recordings: number of kinds of steps to record; other kinds stay ordinary.
-        compile: compile recordings with Inductor, torch's compiler, which takes seconds to minutes per kind of step.
-            Random numbers are still drawn by torch.
+        after: number of ordinary steps of each kind before a step is recorded.
+        max_recordings: largest number of kinds of steps to record; other kinds take ordinary steps.
+        compile: True to compile recordings with Inductor, torch's compiler, which takes seconds to minutes per kind of
+            step. Random numbers are still drawn by torch.
 
     Attributes:
         elbo: the wrapped objective; its attributes are also attributes of the wrapper.
 
     Raises:
-        ArgumentError: the objective is not from this library.
-        NonFiniteError: as from the objective, with the same diagnosis.
+        ArgumentError: if the objective is not from this library.
+        NonFiniteError: if the loss is not finite, with the diagnosis of the objective.
 
     Example:
         >>> import pyro, pyro.distributions as dist
@@ -111,7 +114,7 @@ class Captured(WrappedObjective):
         self._met: dict[Any, Surroundings] = {}
         self._to_meet: Any = None
         self._last_weight: tuple[Any, Any] = (None, None)
-        self._slower: set[Any] = set()  # kinds of steps whose replays take longer than the ordinary ones
+        self._slower: set[Any] = set()  # kinds of steps whose replays take longer than ordinary steps
         self._varied: set[Any] = set()  # kinds of steps in which an assumption has failed
         self._failures = 0
         self._given_up = (type(self.elbo).loss_and_grads, type(self.elbo).differentiable_loss) != _STEPS
@@ -121,10 +124,10 @@ class Captured(WrappedObjective):
         """The recorded steps, one of each kind; ``operators`` of each is its graph."""
         return [recording.step for recording in self._recordings]
 
-    # An objective like the one inside ---------------------------------------------------------------------------
+    # Interface of the wrapped objective ---------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and files hold no recordings."""
+        """Return the state for copies and files, without recordings."""
         return {name: vars(self)[name] for name in self._own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -155,7 +158,7 @@ class Captured(WrappedObjective):
     # A step -------------------------------------------------------------------------------------------------------
 
     def _taken(self, call: Call) -> Outcome | None:
-        """Take a step that is recorded, compared or replayed; None if it is to be an ordinary one."""
+        """Record, compare or replay a step; return None if an ordinary step must be taken."""
         if self._given_up or not torch.is_grad_enabled() or not all(map(_sees_parameters_only, _PYRO_STACK)):
             return None
         try:
@@ -178,13 +181,13 @@ class Captured(WrappedObjective):
         return outcome
 
     def _is_time(self, key: Any) -> bool:
-        """Count an ordinary step, and say whether to record the next one of its kind."""
+        """Count an ordinary step; return True if the next step of its kind should be recorded."""
         if len(self._recordings) == self.max_recordings or key in self._slower:
             return False
         self._ordinary_steps[key] += 1
         if len(self._ordinary_steps) > _KINDS_OF_STEPS:
             if not self._recordings:
-                self._give_up("each step has other arguments, or other functions")
+                self._give_up("arguments or functions are different in each step")
             self._ordinary_steps.clear()
             self._met.clear()
         if self._ordinary_steps[key] < self.after:
@@ -194,7 +197,7 @@ class Captured(WrappedObjective):
         return key in self._met
 
     def _key(self, call: Call) -> tuple[list[Tensor], Any]:
-        """Return the tensors among the arguments, and everything else that decides which operators a step has."""
+        """Return the tensors among the arguments, and everything else that determines the operators of a step."""
         if not call.kwargs and all(type(value) is Tensor for value in call.args):
             batch, rest = list(call.args), None
         else:
@@ -203,17 +206,17 @@ class Captured(WrappedObjective):
             others = [leaf for leaf in leaves if type(leaf) is not Tensor]
             strange = next((type(leaf).__name__ for leaf in others if not isinstance(leaf, _PLAIN)), None)
             if strange is not None:
-                raise UnsupportedError(f"an argument is a {strange}")
+                raise UnsupportedError(f"arguments of type {strange} cannot be recorded")
             rest = (structure, tuple(map(repr, others)))
         if not all(map(is_strided, batch)):
-            raise UnsupportedError("an argument is a sparse or nested tensor")
+            raise UnsupportedError("sparse and nested tensors as arguments cannot be recorded")
         casts = tuple(torch.get_autocast_dtype(kind) for kind in KINDS if torch.is_autocast_enabled(kind))
         metas = tuple(map(meta, batch))
         who = _identity(call.model), _identity(call.guide), _repetitions(batch)
         return batch, (who, metas, rest, casts, torch.get_default_dtype(), self.elbo.recorded_for(call.guide))
 
     def _find(self, key: Any, batch: list[Tensor]) -> tuple[Any, list[Tensor]]:
-        """Return the recording of such a step, and the tensors of its surroundings."""
+        """Return the recording for a step, and the tensors of its surroundings; None if there is none."""
         for recording in self._recordings:
             tensors = recording.tensors_for(key, batch)
             if tensors is not None:
@@ -224,7 +227,7 @@ class Captured(WrappedObjective):
         surroundings = self._met.pop(key)
         tensors = surroundings.tensors()
         if tensors is None:
-            raise UnsupportedError("each step moves a tensor to another place")
+            raise UnsupportedError("a tensor is removed or replaced in each step")
         if (change := surroundings.changed()) is not None:
             raise UnsupportedError(change)
         inputs = [*tensors, *batch]
@@ -240,7 +243,7 @@ class Captured(WrappedObjective):
                 raise
             raise UnsupportedError(str(error)) from error
         outcome = step.outcome
-        del step.outcome  # with its gradients
+        del step.outcome  # to free its gradients
         self.elbo.keep(outcome.terms, self.elbo.current_kl_weight())
         if (problem := step.problem or surroundings.moved(tensors)) is not None:
             self._fail(problem)
@@ -251,7 +254,7 @@ class Captured(WrappedObjective):
 
     @contextmanager
     def _meeting(self, call: Call) -> Iterator[None]:
-        """Note what an ordinary step meets, if the next of its kind is to be recorded."""
+        """Note the surroundings of an ordinary step, if the next step of its kind will be recorded."""
         key, self._to_meet = self._to_meet, None
         if key is None:
             yield
@@ -291,7 +294,7 @@ class Captured(WrappedObjective):
             problem = problem or trial.disagreement(outcome, inputs)
         problem = problem or surroundings.moved(tensors)
         if met.names.keys() - set(surroundings.names):
-            problem = "a parameter appears"
+            problem = "a new parameter appears"
         recording.trust(tensors, batch)
         if problem is not None or recording.is_slower():
             self._recordings.remove(recording)
@@ -309,8 +312,8 @@ class Captured(WrappedObjective):
         try:
             outcome = recording.step.replay(inputs, self._kl_weight(tensors))
             if not math.isfinite(outcome.value):
-                raise _Ordinary  # which explains it
-        except (*_REPLAY_ERRORS, _Ordinary) as error:  # as of a label that is out of range
+                raise _Ordinary  # an ordinary step raises the error with its diagnosis
+        except (*_REPLAY_ERRORS, _Ordinary) as error:  # for example, a label is out of range
             if state is not None:
                 state.restore()
             if recording.step.assumes and isinstance(error, VoidReplayError):
@@ -322,7 +325,7 @@ class Captured(WrappedObjective):
         return outcome
 
     def _void(self, recording: Recording) -> None:
-        """Drop a recording whose assumptions fail; the next one of such steps makes none."""
+        """Drop a recording whose assumptions fail; the next recording of such steps makes no assumptions."""
         self._recordings.remove(recording)
         self._varied.add(recording.key)
 
@@ -334,7 +337,7 @@ class Captured(WrappedObjective):
         return self._last_weight[1]
 
     def _settings(self) -> Iterator[Entry]:
-        """Yield the attributes of the objective, and the numbers of its parts."""
+        """Yield the attributes of the objective, and the plain values of its parts."""
         own = vars(self.elbo)
         for name in own.keys() - {"_step", "kl_weight", "terms"}:
             yield own.get, name, own[name], name
@@ -350,20 +353,20 @@ class Captured(WrappedObjective):
 
     def _give_up(self, reason: str) -> None:
         self._given_up = True
-        warn(f"training steps are not captured, but stay ordinary ones: {reason}")
+        warn(f"training steps are not captured, and ordinary steps are taken instead: {reason}")
 
 
-class _Ordinary(Exception):  # noqa: N818 (no error)
-    """The step is to be taken as an ordinary one."""
+class _Ordinary(Exception):  # noqa: N818 (not an error)
+    """Signals that an ordinary step must be taken."""
 
 
 def _identity(function: Any) -> tuple[int, Any]:
-    """Return what two methods have in common that are the same."""
+    """Return a key that is equal for two accesses of the same bound method."""
     return id(getattr(function, "__self__", function)), getattr(function, "__func__", None)
 
 
 def _repetitions(batch: list[Tensor]) -> tuple[int, ...]:
-    """Return which tensors are the same one; the recorder does not tell these apart."""
+    """Return, for each tensor, the position of its first occurrence, because recordings merge repeated tensors."""
     identities = list(map(id, batch))
     return tuple(map(identities.index, identities))
 
@@ -373,8 +376,8 @@ def _sees_parameters_only(handler: Any) -> bool:
 
 
 def _announce(names: Iterable[str]) -> None:
-    """Let handlers, as SVI's, see the parameters of a step."""
-    handlers: list[Any] = _PYRO_STACK  # all of parameters only
+    """Report the parameters of a step to handlers, such as that of SVI."""
+    handlers: list[Any] = _PYRO_STACK  # all of them record only parameters
     for name in names if handlers else ():
         parameter: Any = stored(name)
         if not hasattr(parameter, "unconstrained"):

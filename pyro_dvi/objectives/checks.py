@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checks of distributions that a recorded step makes in place of their validation, which reads values."""
+"""Checks of distributions in recorded steps, in place of Pyro's validation, which reads values."""
 
 from contextlib import suppress
 from typing import Any
@@ -15,10 +15,10 @@ from pyro_dvi.runs.sites import is_data, is_latent
 
 
 class Checks(Messenger):
-    """Note whether distributions have valid parameters, and values in their supports, as validation asks.
+    """Record whether distributions have valid parameters, and values in their supports, as in validation.
 
-    Replays do not validate. Distributions that were told not to have False for it, others the default, which is 0
-    meanwhile.
+    Replays do not validate. Distributions built with ``validate_args=False`` are skipped; the default is 0 within the
+    context, which distinguishes the two.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Checks(Messenger):
         self._validates = Distribution._validate_args
 
     def __enter__(self) -> Any:
-        # Distributions that were made before validate still.
+        # Distributions that were built earlier would still validate.
         self._own, Distribution._validate_sample = Distribution._validate_sample, lambda *_: None  # type: ignore[method-assign]
         return super().__enter__()
 
@@ -40,7 +40,7 @@ class Checks(Messenger):
         if not self._validates or getattr(fn, "_validate_args", 0) is False:
             return
         for name, constraint in getattr(fn, "arg_constraints", {}).items():
-            # Of real numbers NaN is the only one that is not valid, and shows in the loss.
+            # For real parameters, only NaN is invalid, which appears in the loss.
             if name in vars(fn) and not is_dependent(constraint) and not is_real(constraint):
                 self._note(constraint, getattr(fn, name))
         with suppress(NotImplementedError, AttributeError):

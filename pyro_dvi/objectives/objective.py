@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base class of objectives: the KL weight, the step count, Pyro's interface."""
+"""The base class of objectives: KL weight, step count, and Pyro's interface."""
 
 import math
 from abc import abstractmethod
@@ -25,39 +25,39 @@ from pyro_dvi.runs.trained_for import check_trainable, note_trained_for
 
 
 class Objective(ELBO):
-    r"""Base class of the objectives: a drop-in for Pyro's ELBOs in ``SVI`` and as ``elbo(model, guide)``.
+    r"""Base class of objectives, which replace Pyro's ELBOs in ``SVI`` and as ``elbo(model, guide)``.
 
     .. math::
         \mathrm{loss} = \mathrm E_q[-\log p(y \mid w)]
             + \beta\,\bigl(\mathrm E_q[-\log p(w)] - T\,\mathrm H[q]\bigr)
 
-    At :math:`T = 1`, the term in brackets is the KL divergence. As in Pyro, losses are summed over the whole data set.
-    They are the objective that is actually optimised; with a ``kl_weight`` or ``temperature`` other than one,
-    ``elbo.terms`` holds the parts of the untempered ELBO.
+    At :math:`T = 1`, the term in parentheses is the KL divergence. As in Pyro, losses are summed over the whole data
+    set. The loss is the objective that is actually optimised; with a ``kl_weight`` or ``temperature`` other than one,
+    ``elbo.terms`` contains the parts of the untempered ELBO.
 
     To add an objective, write :meth:`evaluate`, and set ``prediction_rule`` if its posteriors should not predict with
     drawn weights. ``fit``, checkpoints, ``predict`` and ``DataParallel`` then work. In ``evaluate``, call
     ``structure, _ = self.structure(call, training)`` first; run guide and model once, for example with
-    ``run_at_means(call, structure.sampled)`` of :mod:`pyro_dvi.runs.posterior_run`, which draws latents that set the
-    priors of others; take the likelihood from ``self.observed(run.model_trace)`` and the divergence from
-    ``self.divergences(run.latents)``. An objective that needs more overrides :meth:`prepare`, :meth:`begin`,
-    :meth:`returned`, :meth:`state_dict` and :meth:`load_state_dict`.
+    ``run_at_means(call, structure.sampled)`` of :mod:`pyro_dvi.runs.posterior_run`, which samples latents that set the
+    priors of other latents; take the likelihood from ``self.observed(run.model_trace)`` and the divergence from
+    ``self.divergences(run.latents)``. For further needs, override :meth:`prepare`, :meth:`begin`, :meth:`returned`,
+    :meth:`state_dict` and :meth:`load_state_dict`.
 
     Args:
         kl_weight: :math:`\beta`, factor of the KL divergence; a float, or a schedule called with the number of
             completed training steps.
-        temperature: T, factor of the posterior's entropy H in unconstrained space; below 1, the posterior is cold:
-            narrower, at an unchanged pull of the prior on the mean. Point masses have no entropy.
+        temperature: T, factor of the posterior's entropy H in unconstrained space; below 1, the posterior is cold: it
+            is narrower, while the effect of the prior on the mean is unchanged. Point masses have no entropy.
         num_data: size of the data set, compared with the plate's scale; None skips the check.
-        num_particles: runs to average if a latent that sets the prior of another latent is sampled; otherwise one run
-            is enough.
+        num_particles: number of runs to average if a latent that sets the prior of another latent is sampled; otherwise
+            one run is sufficient.
 
     Attributes:
-        step: number of completed training steps. Only evaluations that record gradients count.
+        step: number of completed training steps; only evaluations that record gradients count.
         terms: detached parts of the last loss.
         prediction_rule: the prediction rule for posteriors trained with this objective: the name of a rule that
-            :mod:`pyro_dvi.predictive` exports, or your own rule. Files keep names only.
-        takes_joint: guides may have Gaussian vectors with covariances, as in ``LastLayerGuide``.
+            :mod:`pyro_dvi.predictive` exports, or your own rule. Files store only names.
+        takes_joint: True if guides may have Gaussian vectors with covariances, as in ``LastLayerGuide``.
     """
 
     prediction_rule: Any = "Samples"
@@ -87,7 +87,7 @@ class Objective(ELBO):
 
     @property
     def step(self) -> int:
-        """Training steps done. A recorded step must not depend on it, but see :meth:`recorded_for`."""
+        """Number of completed training steps. A recorded step must not depend on it, but see :meth:`recorded_for`."""
         refuse_to_record("the objective reads the number of steps")
         return self._step
 
@@ -104,37 +104,37 @@ class Objective(ELBO):
         Args:
             call: model and guide with their arguments.
             kl_weight: factor of the KL divergence in this step.
-            training: a backward pass follows; otherwise the loss is only asked for.
+            training: True if a backward pass follows.
         """
 
     def prepare(self, guide: Any, optimizer: Any) -> None:
-        """Look at the optimizer before it trains the guide; ``fit`` and ``load`` call this."""
+        """Inspect the optimizer before it trains the guide; called by ``fit`` and ``load``."""
 
     def begin(self, guide: Any) -> None:
         """Begin a training step."""
 
     def returned(self, loss: Tensor, guide: Any) -> None:
-        """Look at the loss on which the caller, who may have multiplied it, will start the backward pass."""
+        """Inspect the loss from which the caller, who may multiply it, will start the backward pass."""
 
     def recorded_for(self, guide: Any) -> Any:
-        """Return what the operators of the next step depend on, beside tensors and numbers of modules.
+        """Return what the operators of the next step depend on besides tensors and plain values of modules.
 
         Raises:
-            UnsupportedError: they may depend on anything.
+            UnsupportedError: if they may depend on anything, so that a step cannot be recorded.
         """
         return ()
 
     def left_with(self, guide: Any) -> Any:
-        """Return what the last step has left with the guide beside gradients, in lists and tuples."""
+        """Return what the last step stored in the guide besides gradients, in lists and tuples."""
         return ()
 
     def leave_with(self, guide: Any, left: Any) -> None:
-        """Leave with the guide what :meth:`left_with` returns after such a step."""
+        """Store in the guide what :meth:`left_with` returns after such a step."""
 
     # For hooks -----------------------------------------------------------------------------------------------------
 
     def structure(self, call: Call, training: bool, gradients: bool = True) -> tuple[Structure, bool]:
-        """Return the structure of model and guide, and whether this is its first run; break a start at zero."""
+        """Return the structure of model and guide, and True in its first run, which also breaks a start at zero."""
         structure, first = self._first_runs.of(call, gradients)
         if structure.joint and not self.takes_joint:
             refuse_site(*next(iter(structure.joint.items())))
@@ -143,14 +143,14 @@ class Objective(ELBO):
         return structure, first
 
     def observed(self, trace: Any) -> Observed:
-        """Return the observed sites of a run of the model, whose scales agree with the size of the data set."""
+        """Return the observed sites of a model run, after comparing their scales with the size of the data set."""
         observed = observed_sites(trace)
         if self.num_data is not None:
             check_num_data(observed.sites, self.num_data)
         return observed
 
     def divergences(self, latents: list[Latent]) -> tuple[Tensor, Tensor]:
-        r"""Return the KL divergence, and what ``kl_weight`` multiplies: at another temperature than 1 not the same.
+        r"""Return the KL divergence, and the term that ``kl_weight`` multiplies; they are equal at temperature 1.
 
         .. math:: \mathrm{KL}(q \,\|\, p) + (1 - T)\,\mathrm H[q]
         """
@@ -166,7 +166,7 @@ class Objective(ELBO):
     def current_kl_weight(self) -> float:
         """Return the KL weight of the next training step."""
         weight = self.kl_weight(self.step) if callable(self.kl_weight) else self.kl_weight
-        check_kl_weight("kl_weight, or what its schedule gives,", weight)
+        check_kl_weight("kl_weight, or the value of its schedule,", weight)
         return float(weight)
 
     def loss(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
@@ -184,7 +184,7 @@ class Objective(ELBO):
         """Accumulate gradients and return the loss, as ``SVI.step`` expects.
 
         Raises:
-            NonFiniteError: the loss is NaN or infinite. Parameters are untouched and gradients cleared.
+            NonFiniteError: if the loss is NaN or infinite. Parameters are unchanged, and gradients are cleared.
         """
         with twice_differentiated():
             loss = self._differentiable(Call(model, guide, args, kwargs))
@@ -192,19 +192,21 @@ class Objective(ELBO):
                 loss.backward(retain_graph=self.retain_graph)
         value = loss.item()
         if not math.isfinite(value):
-            for leaf in leaves_of([loss]):  # so that what failed does not reach the next step
+            for leaf in leaves_of([loss]):  # so that gradients of the failed step do not enter the next one
                 leaf.grad = None
             raise NonFiniteError(self._diagnosis(value))
         return value
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs besides model, guide and optimizer."""
+        """Return the state that a resumed run needs besides model, guide and optimizer."""
         return {"step": self.step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned."""
+        """Restore a state returned by :meth:`state_dict`."""
         if not isinstance(state, dict) or "step" not in state:
-            raise CheckpointError(f"not the state of a {type(self).__name__}: the entry 'step' is missing")
+            raise CheckpointError(
+                f"this is not the state of a {type(self).__name__}: the entry 'step' is missing"
+            )
         self.step = int(state["step"])
 
     def _differentiable(self, call: Call) -> Tensor:
@@ -225,7 +227,7 @@ class Objective(ELBO):
         self.step += 1
 
     def total(self, call: Call, training: bool) -> Tensor:
-        """Return the loss, and keep its terms."""
+        """Return the loss, and store its terms."""
         if torch.is_inference_mode_enabled():
             raise PyroDviError(
                 f"{type(self).__name__} differentiates the model: use torch.no_grad(), not torch.inference_mode()"
@@ -236,7 +238,7 @@ class Objective(ELBO):
         kind = terms["loss"].device.type
         if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.float16:
             raise UnsupportedError(
-                f"{type(self).__name__} squares gradients and variances, which float16 cannot hold, scaled or not: use "
+                f"{type(self).__name__} squares gradients and variances, which exceed the range of float16: use "
                 f"torch.autocast({kind!r}, torch.bfloat16), which needs no GradScaler"
             )
         self.keep(terms, weight)
@@ -250,7 +252,7 @@ class Objective(ELBO):
         return {k: sum_of([run[k] for run in runs]) / len(runs) for k in runs[0]}
 
     def keep(self, terms: dict[str, Tensor], kl_weight: float) -> None:
-        """Keep the terms of a loss."""
+        """Store the terms of a loss."""
         self.terms = {k: v.detach() for k, v in terms.items()}
         self.terms["kl_weight"] = torch.tensor(kl_weight)
 
@@ -260,15 +262,17 @@ class Objective(ELBO):
         listed = ", ".join(f"{k}={v:.4g}" for k, v in parts.items())
         return (
             f"the loss is {value} in step {self.step} ({listed}); not finite: {', '.join(bad) or 'their sum'}. "
-            "No update was made. Lower the learning rate (above all for scales), or train in float64."
+            "No update was made. Lower the learning rate (first that of the scales), or train in float64."
         )
 
     def _get_trace(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> Any:
-        raise UnsupportedError(f"{type(self).__name__} does not sample traces; see its loss methods")
+        raise UnsupportedError(
+            f"{type(self).__name__} does not sample traces: call loss, differentiable_loss or loss_and_grads"
+        )
 
 
 class WrappedObjective(ELBO):
-    """An objective that takes its steps in another way; it has the attributes of the one inside, ``elbo``."""
+    """An objective that evaluates another objective, ``elbo``, in its own way, and has its attributes."""
 
     _own: ClassVar[tuple[str, ...]] = ("elbo",)
     _get_trace = Objective._get_trace

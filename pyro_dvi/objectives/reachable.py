@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Python code can reach from its functions and objects: attributes, variables outside, entries of containers."""
+"""Everything that Python code can reach from functions and objects: attributes, variables, entries of containers."""
 
 import random
 import sys
@@ -17,7 +17,7 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor, nn
 
 Lookup = Callable[[Any], Any]
-Entry = tuple[Lookup, Any, Any, str]  # a function that looks up names, a name, its value, and what to call it
+Entry = tuple[Lookup, Any, Any, str]  # a function that looks up names, a name, its value, and a description
 
 _CLOSED = {
     "torch",
@@ -39,19 +39,19 @@ _OPEN = (
     Namespace,
     UserDict,
 )
-_CONTAINERS = frozenset(vars(nn.Module()))  # which modules keep as they are
+_CONTAINERS = frozenset(vars(nn.Module()))  # attributes of every module, whose containers stay the same
 _LEFT_OUT = {
     "plates",
-    "_inv",  # of torch's transforms
+    "_inv",  # in torch's transforms
     *(n for n in _CONTAINERS if "state_dict" in n or "persistent" in n),
-}  # new in each step; for files
-INSIDE = object()  # in place of a name: the state of an object, that moves as it is used
-_MANY = 1000  # entries of a container that is not looked into
+}  # attributes that are new in each step, or only for files
+INSIDE = object()  # in place of a name: the state of an object that changes with use
+_MANY = 1000  # containers with more entries are not inspected
 
 
-@cache  # NumPy loads its generators when they are first asked for
+@cache  # cached, because NumPy loads its generators on first use
 def _states() -> dict[type, Callable[[Any], Any]]:
-    """Return how to read what moves inside, for objects without attributes of their own."""
+    """Return functions that read the internal state of objects without attributes."""
     return {
         random.Random: lambda it: it.getstate(),
         np.random.Generator: lambda it: repr(it.bit_generator.state),
@@ -62,17 +62,17 @@ def _states() -> dict[type, Callable[[Any], Any]]:
 
 
 def is_plain(value: Any) -> bool:
-    """Return whether a value is compared, not looked into."""
+    """Return True if a value is compared as a whole, without inspecting its contents."""
     return value is None or isinstance(value, (bool, int, float, complex, str, bytes))
 
 
 def reachable(roots: Iterable[Any]) -> Iterator[Entry]:
-    """Yield what is found from functions, modules and objects.
+    """Yield everything that can be reached from functions, modules and objects.
 
-    Libraries are not looked into; modules, whoever wrote them, are.
+    Objects of libraries are not inspected, except modules.
     """
     seen: set[int] = set()
-    held: list[Any] = []  # so that no identity is used twice
+    held: list[Any] = []  # kept alive, so that no id is reused
     waiting = [_inside(root, type(root).__name__) for root in roots]
     while waiting:
         for entry in waiting.pop():
@@ -91,7 +91,7 @@ def _inside(owner: Any, place: str) -> Iterator[Entry]:
     if kind in _states() and getattr(owner, "size", 0) <= _MANY:
         read = partial(_states()[kind], owner)
         yield lambda _: read(), INSIDE, read(), place
-    elif isinstance(owner, Iterator):  # none may be asked where it stands
+    elif isinstance(owner, Iterator):  # an iterator does not reveal its position
         yield lambda _: object(), INSIDE, None, place
     elif isinstance(owner, (list, tuple, deque, dict, set)):
         yield from _of_object(owner, place)
@@ -138,7 +138,7 @@ def _inside(owner: Any, place: str) -> Iterator[Entry]:
 def _of_object(owner: Any, place: str) -> Iterator[Entry]:
     """Yield the attributes of an object and of its classes."""
     own = getattr(owner, "__dict__", None)
-    if own is None:  # a list of Python's own
+    if own is None:  # for example, Python's own list
         return
     yield len, own, len(own), f"the number of attributes of {place}"
     yield from (entry for entry in _named(own, place) if entry[1] not in _LEFT_OUT)
@@ -146,7 +146,7 @@ def _of_object(owner: Any, place: str) -> Iterator[Entry]:
 
 
 def _of_classes(kind: type) -> Iterator[Entry]:
-    """Yield the attributes of a class and of those that it inherits from."""
+    """Yield the attributes of a class and of its base classes."""
     for part in kind.__mro__:
         if not _is_closed(part):
             yield len, vars(part), len(vars(part)), f"the number of attributes of {part.__name__}"
@@ -154,7 +154,7 @@ def _of_classes(kind: type) -> Iterator[Entry]:
 
 
 def _variables(function: Any, place: str) -> Iterator[Entry]:
-    """Yield what a function finds outside itself."""
+    """Yield the variables that a function uses from outside."""
     code = function.__code__
     yield from _attributes(function, place, "__defaults__", "__kwdefaults__")
     yield from _named(function.__dict__, place)
@@ -175,7 +175,7 @@ def _variables(function: Any, place: str) -> Iterator[Entry]:
 
 
 def _names(code: CodeType) -> set[str]:
-    """Return the names of globals and attributes in a function and in those inside it."""
+    """Return the names of globals and attributes in a function and in its inner functions."""
     inside = [_names(part) for part in code.co_consts if isinstance(part, CodeType)]
     return set(code.co_names).union(*inside)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training step as a graph of operators: how it is recorded, replayed, and compared with an ordinary one."""
+"""A training step as a graph of operators: recording, replay, and comparison with an ordinary step."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ if TYPE_CHECKING:
     from pyro_dvi.objectives.objective import Objective
 
 _TENSOR = object()
-KINDS = ("cpu", "cuda", "xpu", "mps")  # that autocast knows
+KINDS = ("cpu", "cuda", "xpu", "mps")  # device types of autocast
 
 
 class VoidReplayError(ValueError):
-    """Something does not hold in a replay, such as a label in the support of its distribution."""
+    """A condition fails in a replay, for example that a label is in the support of its distribution."""
 
 
 class Weight:
-    """A number that a recording has as an input; like a number it takes the type of what it multiplies."""
+    """A scalar input of a recording; like a Python number, it takes the dtype of the tensor that it multiplies."""
 
     def __init__(self, value: Tensor) -> None:
         self.value = value
@@ -56,10 +56,10 @@ class Outcome:
     """The result of a training step.
 
     Attributes:
-        terms: of the loss, with the loss itself.
+        terms: terms of the loss, including the loss itself.
         leaves: tensors that may have gradients.
-        gradients: of the loss by the leaves; None where it does not depend on one.
-        left: what the objective leaves with the guide.
+        gradients: gradients of the loss with respect to the leaves; None for leaves that the loss does not depend on.
+        left: what the objective stores in the guide.
     """
 
     terms: dict[str, Tensor]
@@ -69,10 +69,10 @@ class Outcome:
 
     @classmethod
     def of(cls, objective: Objective, call: Call, terms: dict[str, Tensor], leaves: list[Tensor]) -> Outcome:
-        """Differentiate a loss."""
+        """Differentiate a loss, and return the outcome."""
         hooks = [leaf._backward_hooks for leaf in leaves]
         try:
-            for leaf in leaves:  # the gradient that is handed over later goes through them
+            for leaf in leaves:  # hooks run later, when the gradient is handed over
                 leaf._backward_hooks = None
             gradients = torch.autograd.grad(terms["loss"], leaves, allow_unused=True)
         finally:
@@ -83,7 +83,7 @@ class Outcome:
 
     @cached_property
     def value(self) -> float:
-        """The loss as a number."""
+        """The loss as a float."""
         return self.terms["loss"].item()
 
     def hand_over(self) -> None:
@@ -98,17 +98,19 @@ class Outcome:
 
 
 class Handed(Function):
-    """A loss with gradients that are known already."""
+    """A loss whose gradients have already been computed."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, gradients: list[Tensor | None], *leaves: Tensor) -> Tensor:
         ctx.gradients = gradients
-        return loss.clone()  # which may be written to
+        return loss.clone()  # a copy, which may be changed in place
 
     @staticmethod
     def backward(ctx: Any, out: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
-            raise UnsupportedError("create_graph=True needs ordinary steps, without Captured or DataParallel")
+            raise UnsupportedError(
+                "create_graph=True is not supported with Captured and DataParallel: use the objective alone"
+            )
         return (None, None, *(None if g is None else out.to(g) * g for g in ctx.gradients))
 
 
@@ -116,19 +118,19 @@ class RecordedStep:
     """A step as a graph from parameters, buffers and a batch to the loss, its terms and its gradients.
 
     Args:
-        objective: of the step.
-        call: with the batch that it is recorded with; the step is taken.
-        inputs: tensors of the step that others may take the place of.
-        kl_weight: an input, too.
-        assuming: it may rely on what holds in this step and shortens it.
-        compiled: compile the graph.
+        objective: objective of the step.
+        call: model and guide with the batch for recording; the step is taken.
+        inputs: tensors of the step that a replay may replace by others.
+        kl_weight: the KL weight, also an input.
+        assuming: True if the graph may rely on conditions that hold in this step and shorten the computation.
+        compiled: True to compile the graph.
 
     Attributes:
-        outcome: of the step in which it was recorded.
+        outcome: outcome of the step that was recorded.
         operators: the graph.
-        assumes: it relies on something, and replays may be void.
-        problem: why it cannot be replayed; None if it can. The step was taken all the same.
-        found: tensors that are no inputs, and their versions; the record does not hold once they change.
+        assumes: True if the graph relies on conditions, so that replays may be void.
+        problem: why the step cannot be replayed; None if it can. The step was taken in either case.
+        found: tensors that are not inputs, with their versions; the recording becomes invalid when they change.
     """
 
     def __init__(
@@ -144,7 +146,7 @@ class RecordedStep:
         self._leaves = [k for k, t in enumerate(inputs) if t.requires_grad and t.is_leaf]
         drawn = python_generators()
         recorder = Recorder([*inputs, kl_weight], assuming=assuming)
-        torch.clear_autocast_cache()  # or casts made before would pass for constants
+        torch.clear_autocast_cache()  # otherwise, earlier casts would become constants
         checks = Checks()
         with pyro.validation_enabled(0), checks, recorder, Reads(recorder):  # type: ignore[arg-type] # see Checks
             with torch.enable_grad():
@@ -152,16 +154,16 @@ class RecordedStep:
             leaves = [inputs[k] for k in self._leaves]
             unknown = [leaf for leaf in leaves_of([terms["loss"]]) if not any(leaf is one for one in leaves)]
             self.outcome = Outcome.of(objective, call, terms, [*leaves, *unknown])
-            # Numbers of a model may be on the CPU, its data elsewhere.
+            # Scalars of a model may be on the CPU while its data are on another device.
             conditions = [c.to(kl_weight.device) for c in (*(recorder.assumptions or []), *checks.passed)]
             holds = torch.stack(conditions).all() if conditions else torch.ones((), dtype=torch.bool)
         self.problem = None
         if unknown:
-            self.problem = "it has gradients by a tensor that belongs to no module"
+            self.problem = "the loss has a gradient with respect to a tensor that belongs to no module"
         elif repr(drawn) != repr(python_generators()):
-            self.problem = "it draws random numbers outside torch"
+            self.problem = "the step draws random numbers outside torch"
         elif any(map(recorder.writes, leaves)):
-            self.problem = "it writes to a parameter"
+            self.problem = "the step writes to a parameter"
         elif not all(g is None or is_strided(g) for g in self.outcome.gradients):
             self.problem = "a gradient is sparse"
         left, self._structure = tree_flatten(self.outcome.left)
@@ -177,7 +179,7 @@ class RecordedStep:
         except UnsupportedError as error:
             self.problem = self.problem or str(error)
         except SyntaxError:  # in the code of the graph
-            self.problem = self.problem or "it gives an operator of torch an object that no graph can hold"
+            self.problem = self.problem or "an argument of a torch operator cannot be stored in a graph"
         if self.problem is not None:
             return
         self.found = recorder.found
@@ -186,13 +188,13 @@ class RecordedStep:
         self._rounding = recorder.coarsest**0.5
         self._casting = [kind for kind in KINDS if torch.is_autocast_enabled(kind)]
         self._ways: list[Any] = [fx.GraphModule(self.operators, quickly_called(self.operators.graph)).forward]
-        if compiled:  # the first is the way that is taken
+        if compiled:  # replays use the first way
             with self._operators_only():
                 self._ways.insert(0, _compiled(self.operators, [*inputs, kl_weight]))
 
     @contextmanager
     def _operators_only(self) -> Iterator[None]:
-        """Neither record gradients, which are in the graph, nor cast, as casts are."""
+        """Disable gradients and autocast, because the graph contains gradients and casts."""
         with ExitStack() as without:
             without.enter_context(torch.no_grad())
             for kind in self._casting:
@@ -200,7 +202,7 @@ class RecordedStep:
             yield
 
     def replay(self, inputs: list[Tensor], kl_weight: Tensor, way: int = 0) -> Outcome:
-        """Take a step with other inputs; writes to buffers and moves random states as the step does."""
+        """Take a step with other inputs; it changes buffers and random states like the recorded step."""
         with self._operators_only():
             holds, *found = self._ways[way](*inputs, kl_weight)
         if not holds:
@@ -214,12 +216,12 @@ class RecordedStep:
         )
 
     def state(self, inputs: list[Tensor]) -> State | None:
-        """Return the state that a replay moves; None if it moves none."""
+        """Return the state that a replay changes; None if it changes none."""
         written = [inputs[k] for k in self._written]
         return State(written) if written or self._draws else None
 
     def trials(self, inputs: list[Tensor], kl_weight: Tensor) -> list[Trial]:
-        """Replay on copies of buffers, in all ways, and put random states back."""
+        """Replay on copies of buffers, with the compiled and the plain graph, and restore random states."""
         found = []
         for way in range(len(self._ways)):
             copies = [t.clone() if k in self._written else t for k, t in enumerate(inputs)]
@@ -235,15 +237,15 @@ class RecordedStep:
 
 @dataclass
 class Trial:
-    """A replay that is to be compared with an ordinary step from the same state.
+    """A replay that will be compared with an ordinary step from the same state.
 
     Attributes:
-        outcome: of the replay.
-        inputs: after it; copies of those that it writes to.
-        versions: of these.
-        random_states: after it.
-        rounding: relative error that is allowed, since operators were fused.
-        seconds: that it took.
+        outcome: outcome of the replay.
+        inputs: inputs after the replay; copies of those that it writes to.
+        versions: versions of these inputs.
+        random_states: random states after the replay.
+        rounding: allowed relative error, because operators were fused.
+        seconds: duration of the replay.
     """
 
     outcome: Outcome
@@ -254,10 +256,10 @@ class Trial:
     seconds: float
 
     def disagreement(self, ordinary: Outcome, inputs: list[Tensor]) -> str | None:
-        """Say in what the ordinary step, after which ``inputs`` are what they are, differs; None if in nothing."""
+        """Return a difference from an ordinary step, which has changed ``inputs``; None if there is none."""
         mine, known = self.outcome, {id(leaf) for leaf in self.outcome.leaves}
         if any(id(leaf) not in known for leaf in ordinary.leaves):
-            return "a parameter appears"
+            return "a new parameter appears"
         versions = zip(self.inputs, inputs, self.versions, strict=True)
         if any(a is b and a._version != version for a, b, version in versions):
             return "a buffer differs in a replay"
@@ -272,7 +274,7 @@ class Trial:
         left, structure = tree_flatten(mine.left)
         again, other = tree_flatten(ordinary.left)
         if structure != other:
-            return "the measurements differ"
+            return "measurements differ in a replay"
         pairs += [("a measurement", a, b) for a, b in zip(left, again, strict=True)]
         sizes = [float(g.detach().norm()) for g in (*gradients, *ordinary.terms.values()) if g is not None]
         differs = (what for what, a, b in pairs if not _agree(a, b, self.rounding, max(sizes)))
@@ -280,11 +282,11 @@ class Trial:
 
 
 class State:
-    """The state that a step moves, beside parameters: to go back to if the step fails.
+    """The state that a step changes, except parameters, to be restored if the step fails.
 
     Args:
-        inputs: tensors that it may write to, among others.
-        python: it may draw from the generators of Python and NumPy.
+        inputs: tensors that include all to which the step may write.
+        python: True if the step may draw from the generators of Python and NumPy.
     """
 
     def __init__(self, inputs: Sequence[Tensor], python: bool = False) -> None:
@@ -293,7 +295,7 @@ class State:
         self._python = python_generators() if python else None
 
     def restore(self) -> None:
-        """Go back."""
+        """Restore the state."""
         with torch.no_grad():
             for tensor, before in self._tensors:
                 tensor.copy_(before)
@@ -305,7 +307,7 @@ class State:
 
 
 def _apart(gradients: Sequence[Tensor | None], leaves: list[Tensor]) -> list[Tensor | None]:
-    """Return gradients as a backward pass leaves them: laid out as their leaves, each in memory of its own."""
+    """Return gradients as a backward pass stores them: with the memory layout of the leaves, each in its own memory."""
     found: list[Tensor | None] = []
     memories: set[int] = set()
     for gradient, leaf in zip(gradients, leaves, strict=True):
@@ -332,13 +334,13 @@ def _random_states() -> list[Tensor]:
 
 
 def _agree(one: Any, other: Any, rounding: float, largest: float) -> bool:
-    """Return whether two results are equal: to the last bit on the CPU, to rounding where sums have no fixed order.
+    """Return True if two results are equal: bitwise on the CPU, up to rounding where sums have no fixed order.
 
     Args:
         one: a result.
-        other: the other one.
-        rounding: relative error that is allowed on the CPU as well.
-        largest: norm of the largest gradient or term, of which others may be mere rounding errors.
+        other: the other result.
+        rounding: relative error that is allowed, on the CPU as well.
+        largest: norm of the largest gradient or term, relative to which others may be rounding errors.
     """
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
         return one is other or bool(one == other)
@@ -352,11 +354,11 @@ def _agree(one: Any, other: Any, rounding: float, largest: float) -> bool:
 
 
 def _compiled(operators: fx.GraphModule, inputs: list[Any]) -> Callable[..., Sequence[Tensor]]:
-    """Compile a graph; there is no Python left in it that TorchDynamo would have to read."""
+    """Compile a graph with Inductor; it contains no Python code for TorchDynamo to analyse."""
     from torch import _inductor  # takes seconds to import
 
     graphs = any(value.is_cuda for value in inputs)
-    options = {"fallback_random": True, "triton.cudagraphs": graphs}  # torch's own random numbers
+    options = {"fallback_random": True, "triton.cudagraphs": graphs}  # random numbers are drawn by torch
     run = _inductor.compile(operators, inputs, options)
     if not graphs:
         return run

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A recorded step that is kept, and when it is to be compared with an ordinary one."""
+"""A recorded step with its surroundings, and the decision when it is compared with an ordinary step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from pyro_dvi.objectives.recorded_step import RecordedStep
 from pyro_dvi.objectives.surroundings import Surroundings, meta
 
-_INTERVAL = 1000  # replays between two comparisons of a long training
+_INTERVAL = 1000  # replays between two comparisons in long training
 
 
 @dataclass(eq=False)
@@ -23,20 +23,20 @@ class Recording:
     surroundings: Surroundings
     metas: list[Any]
     step: RecordedStep
-    last: list[Tensor]  # the tensors of its surroundings, when it was last compared
-    batch: list[int]  # identities of the tensors it was recorded with
+    last: list[Tensor]  # the tensors of the surroundings at the last comparison
+    batch: list[int]  # identities of the tensors with which it was recorded
     uses: int = 0
-    elsewhere: bool = False  # compared on another batch
+    elsewhere: bool = False  # True once it was compared on another batch
     seconds: list[tuple[float, float]] = field(
         default_factory=list
-    )  # of the thread, in replays and ordinary steps
+    )  # thread time of replays and of ordinary steps
 
     def __post_init__(self) -> None:
         self.places = {id(tensor): k for k, tensor in enumerate(self.last)}
         self.shared = [self.places.get(one) for one in self.batch]
 
     def tensors_for(self, key: Any, batch: list[Tensor]) -> list[Tensor] | None:
-        """Return the tensors that the recorded step uses beside the batch; None if a different step is needed."""
+        """Return the tensors that the recorded step uses besides the batch; None if the recording does not fit."""
         if key != self.key or [self.places.get(id(tensor)) for tensor in batch] != self.shared:
             return None
         tensors = self.surroundings.tensors()
@@ -50,7 +50,7 @@ class Recording:
         return tensors
 
     def is_due(self, tensors: list[Tensor], batch: list[Tensor]) -> bool:
-        """Count a step, and say whether to compare it."""
+        """Count a step; return True if it should be compared."""
         self.uses += 1
         if self.uses & (self.uses - 1) == 0 or self.uses % _INTERVAL == 0:
             return True
@@ -59,11 +59,11 @@ class Recording:
         return not self.elsewhere and self.batch != list(map(id, batch))
 
     def is_slower(self) -> bool:
-        """Return whether replays clearly take longer than ordinary steps, by the fastest of some of each."""
+        """Return True if the fastest replay takes clearly longer than the fastest ordinary step."""
         replays, ordinary = zip(*self.seconds, strict=True)
         return len(replays) > 4 and min(replays) > 1.1 * min(ordinary)
 
     def trust(self, tensors: list[Tensor], batch: list[Tensor]) -> None:
-        """Note a comparison in which it did not differ."""
+        """Record a comparison without differences."""
         self.last = tensors
         self.elsewhere = self.elsewhere or self.batch != list(map(id, batch))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ELBO at draws of the weights; unlike Pyro's ELBOs, with a weight of the KL divergence."""
+"""The ELBO with sampled weights and, unlike Pyro's ELBOs, with a weight for the KL divergence."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -27,31 +27,33 @@ class SampledELBO(Objective):
         \mathrm{loss} = -\frac1K \sum_{k=1}^K \sum_s \mathrm{scale}_s \log p_s(y_s \mid w_k)
             + \beta\, \mathrm{KL}(q \,\|\, p), \qquad w_k \sim q
 
-    At :math:`\beta = 1`, it has the same expectation as Pyro's ``Trace_ELBO``, whose KL divergence is sampled and
-    cannot be weighted. With ``AutoDelta``, nothing is drawn: the loss is :math:`-\log p(y \mid w) - \beta \log p(w)`,
-    so training converges to the MAP estimate under the prior :math:`p(w)^\beta`.
+    At :math:`\beta = 1`, the loss has the same expectation as that of Pyro's ``Trace_ELBO``, whose KL divergence is
+    sampled and cannot be weighted. With ``AutoDelta``, nothing is drawn: the loss is
+    :math:`-\log p(y \mid w) - \beta \log p(w)`, so training converges to the MAP estimate under the prior
+    :math:`p(w)^\beta`.
 
     Status: unbiased. The KL divergence is in closed form (or by quadrature, see the conventions) for factorised
     Gaussian guides and point masses. For all other guides, such as ``AutoMultivariateNormal``, flows or sites that
-    depend on each other, it is estimated from the same draws, :math:`\log q(w_k) - \log p(w_k)`. ``divergence`` says
-    which applies.
+    depend on each other, it is estimated from the same draws, :math:`\log q(w_k) - \log p(w_k)`. The attribute
+    ``divergence`` states which applies.
 
     Predict with :class:`~pyro_dvi.Samples`, or ``AtMean()`` after ``AutoDelta``.
 
     Args:
         kl_weight: :math:`\beta`, a float or a schedule of the completed training steps.
-        temperature: T of a cold posterior, see :class:`~pyro_dvi.objectives.Objective`; ``AutoDelta`` has none.
+        temperature: T, factor of the entropy, see :class:`~pyro_dvi.objectives.Objective`; it has no effect on
+            ``AutoDelta``.
         num_data: size of the data set, compared with the plate's scale; None skips the check.
-        num_particles: K, draws per step.
+        num_particles: K, number of draws per step.
 
     Attributes:
         divergence: ``"closed form"`` or ``"sampled"``; None before the first evaluation.
         terms: detached "loss", "log_likelihood", "kl" and "kl_weight" of the last evaluation.
 
     Raises:
-        GuideError: a site of the guide cannot be sampled with reparameterisation, for example because it is discrete.
-        ModelError: nothing is observed, or a latent site is missing in the guide.
-        NonFiniteError: the loss is NaN or infinite; no update is made.
+        GuideError: if a site of the guide cannot be sampled with reparameterisation, for example a discrete site.
+        ModelError: if nothing is observed, or a latent site is missing in the guide.
+        NonFiniteError: if the loss is NaN or infinite; no update is made.
 
     Source: Blundell et al. (2015), "Weight uncertainty in neural networks", Eq. 2; Kingma & Welling (2014),
     "Auto-encoding variational Bayes", Eq. 7, for the KL divergence in closed form.
@@ -74,7 +76,7 @@ class SampledELBO(Objective):
     """
 
     divergence: str | None = None
-    _known: tuple[Any, bool] = (None, False)  # of the guide last seen, whether it is a factorised Gaussian
+    _known: tuple[Any, bool] = (None, False)  # the last guide, and True if it is a factorised Gaussian
 
     def evaluate(self, call: Call, kl_weight: float, training: bool) -> dict[str, Tensor]:
         first, factorised = self._known[0] is not call.guide, self._is_factorised(call)
@@ -95,7 +97,7 @@ class SampledELBO(Objective):
         return {"loss": kl_weight * divergence - log_likelihood, "log_likelihood": log_likelihood, "kl": kl}
 
     def _is_factorised(self, call: Call) -> bool:
-        """Return whether the guide is a factorised Gaussian, which is looked at once."""
+        """Return True if the guide is a factorised Gaussian; the check runs once per guide."""
         if self._known[0] is not call.guide:
             try:
                 with undisturbed():
@@ -108,36 +110,36 @@ class SampledELBO(Objective):
 
 
 class _GaussianDraws(GuideRun):
-    """Draw the Gaussian sites of a guide, whose marginals the divergence is computed from."""
+    """Draw the Gaussian sites of a guide; the divergence is computed from their marginals."""
 
     def _chosen(self, name: str, base: td.Normal, transforms: tuple[Any, ...]) -> GaussianSite:
         value = base.loc + base.scale * torch.randn_like(base.loc)
         return GaussianSite(name, value, base, transforms, sampled=True)
 
     def log_density(self) -> float:
-        """Return the log-density of q to add to the divergence: none, since its closed form is complete."""
+        """Return the log-density of q to add to the divergence: zero, because the closed form is complete."""
         return 0.0
 
 
 class _Draws(GuideRun):
-    """Let any guide draw; the model gets points with a density."""
+    """Draw from any guide; the model receives the draws as point masses, and the density of q is added separately."""
 
     def _value_of(self, site: Any) -> None:
         if not site["fn"].has_rsample:
             raise GuideError(
-                f"guide site {site['name']!r} is {type(core(site['fn'])).__name__}, through whose draws no gradient "
-                "flows. Use a reparameterised distribution, sum a discrete variable out of the model, or train with "
-                "Pyro's Trace_ELBO"
+                f"guide site {site['name']!r} is {type(core(site['fn'])).__name__}, whose draws have no gradient. Use "
+                "a reparameterised distribution, sum a discrete variable out of the model, or train with Pyro's "
+                "Trace_ELBO"
             )
 
     def log_density(self) -> Tensor:
-        """Return the log-density of the draws; the divergence holds the densities of point masses already."""
+        """Return the log-density of the draws, without that of point masses, which the divergence already contains."""
         drawn = self._drawn()
         self.trace.compute_log_prob(lambda _name, site: any(site is one for one in drawn))
         return sum_of([site["log_prob_sum"] for site in drawn])
 
     def log_volume(self) -> Tensor | float:
-        """Return what turns the log-density of the draws into that of their unconstrained values."""
+        """Return the log-determinant that converts the log-density of the draws to that of unconstrained values."""
         terms = []
         for site in self._drawn():
             transform, value = unconstraining_transform(site["fn"].support), site["value"]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""A schedule for the weight :math:`\beta` of the KL term: a function of the training step.
+r"""Schedules for the weight :math:`\beta` of the KL term, as functions of the training step.
 
 Every ELBO of the library takes ``kl_weight`` as a number or as a callable of the step, counted from 0. The ELBO counts
-the steps, and saves their number.
+the steps, and checkpoints save their number.
 
-A schedule of your own can be any picklable callable that maps a step to a non-negative number.
+Your own schedule can be any picklable callable that maps a step to a non-negative number.
 """
 
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ __all__ = ["LinearWarmup"]
 
 @dataclass(frozen=True)
 class LinearWarmup:
-    r"""A straight line from ``start`` to ``end``, then constant.
+    r"""A KL weight that increases linearly from ``start`` to ``end``, then stays constant.
 
     .. math::
         \beta_t = \beta_0 + (\beta_1 - \beta_0) \min(t / T, 1)
 
     Args:
-        steps: :math:`T`, the number of training steps until ``end`` is reached. With a loader, epochs times
-            ``len(loader)``.
+        steps: :math:`T`, the number of training steps until ``end`` is reached. With a loader, this is the number of
+            epochs times ``len(loader)``.
         start: :math:`\beta_0`, the weight at step 0.
         end: :math:`\beta_1`, the weight from step :math:`T` on.
 

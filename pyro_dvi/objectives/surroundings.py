@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The surroundings of a step: the tensors and numbers that it may compute with beside its arguments."""
+"""The surroundings of a step: the tensors and values that it may use besides its arguments."""
 
 import operator
 from collections.abc import Callable, Iterable
@@ -15,7 +15,7 @@ from pyro_dvi.objectives.reachable import INSIDE, Entry, Lookup, is_plain, reach
 
 
 class Met(Messenger):
-    """Note the modules that run in a block, and the names of the parameters that it takes from Pyro's store."""
+    """Record the modules that run in the context, and the names of parameters taken from Pyro's store."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,12 +31,12 @@ class Met(Messenger):
         return super().__exit__(*error)
 
     def _pyro_post_param(self, msg: Any) -> None:
-        if stored(msg["name"]) is not None:  # not a module's own
+        if stored(msg["name"]) is not None:  # not a parameter of a module
             self.names[msg["name"]] = None
 
 
 class _Entries(list[Entry]):
-    """Places with their values, which are compared without a loop in Python."""
+    """Places with their values, compared without a Python loop."""
 
     @cached_property
     def _columns(self) -> tuple[Any, ...]:
@@ -44,25 +44,25 @@ class _Entries(list[Entry]):
         return gets, names, list(values), list(map(type, values))
 
     def are_equal(self) -> bool:
-        """Return whether all values are what they were, in value and type."""
+        """Return True if all values and their types are unchanged."""
         gets, names, values, types = self._columns
         now = list(map(operator.call, gets, names))
         return now == values and list(map(type, now)) == types
 
     def are_same(self) -> bool:
-        """Return whether all are the objects that they were."""
+        """Return True if all places contain the same objects as before."""
         gets, names, values, _ = self._columns
         return all(map(operator.is_, map(operator.call, gets, names), values))
 
 
 class Surroundings:
-    """Everything beside its arguments that a step may compute with, by the places where it is found.
+    """Everything that a step may use besides its arguments, by the places where it is found.
 
-    Tensors are looked up anew for each step, so that they may be loaded, moved or replaced in between. Numbers are
-    compared: with other numbers, or other objects in their places, it is another step.
+    Tensors are looked up anew for each step, so they may be loaded, moved or replaced between steps. Plain values and
+    objects are compared: if one of them has changed, the step needs another recording.
 
     Args:
-        met: modules and names that the step has met.
+        met: modules and parameter names that the step used.
         functions: the model and the guide.
         settings: further values to compare, with the places where they are found.
 
@@ -86,7 +86,7 @@ class Surroundings:
         self._places = list(places.values())
 
     def tensors(self) -> list[Tensor] | None:
-        """Return the tensors that are there now; None where one is gone, or no longer the same in all its places."""
+        """Return the current tensors; None if one is missing, or its places now contain different tensors."""
         found = []
         for (get, name), *others in self._places:
             tensor = get(name)
@@ -96,7 +96,7 @@ class Surroundings:
         return found
 
     def changed(self) -> str | None:
-        """Say which number or object is not what it was; None if all are."""
+        """Return a description of a value or object that has changed; None if nothing has."""
         if self._numbers.are_equal() and self._objects.are_same() and self._states.are_equal():
             return None
         for get, name, value, place in self._numbers:
@@ -105,14 +105,16 @@ class Surroundings:
                 return f"{place} changes from {value!r} to {now!r}"
         for get, name, value, place in self._objects:
             if get(name) is not value:
-                return f"each step has another {place}"
+                return f"{place} is replaced in each step"
         for get, name, value, place in self._states:
             if get(name) != value:
-                return f"{place} moves, as a random generator or an iterator does"
+                return (
+                    f"{place} has a state that changes in each step, like a random generator or an iterator"
+                )
         return None
 
     def moved(self, tensors: list[Tensor]) -> str | None:
-        """Say what a step has changed by assignment, which a replay would not do."""
+        """Return a description of an assignment in a step, which a replay would not repeat; None if there is none."""
         now = self.tensors()
         if now is None or any(a is not b for a, b in zip(now, tensors, strict=True)):
             return "each step assigns a tensor to an attribute of a module or object"
@@ -120,10 +122,10 @@ class Surroundings:
 
 
 def meta(tensor: Tensor) -> tuple[Any, ...]:
-    """Return all that decides which operators a tensor goes through, but for its values."""
+    """Return everything about a tensor, except its values, that determines the operators of a step."""
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
 
 
 def stored(name: str) -> Tensor | None:
-    """Return the unconstrained parameter of a name in Pyro's store."""
+    """Return the unconstrained parameter with this name in Pyro's store."""
     return pyro.get_param_store()._params.get(name)

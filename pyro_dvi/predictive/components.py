@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run a model with the latent values of a rule, batch after batch, and pass its distributions to a reader."""
+"""Run a model with the latent values of a rule, batch by batch, and pass its distributions to a reader."""
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -28,23 +28,25 @@ from pyro_dvi.predictive.predictive_mixture import Mixture, ObservationDraws
 from pyro_dvi.predictive.rules.rule import FromDraws, OfMembers, PredictionRule
 from pyro_dvi.training.ensemble import TrainedPosterior
 
-KEPT_LATENTS = 2**26  # numbers in all draws, if they are kept for later batches: 256 MiB of float32
+KEPT_LATENTS = (
+    2**26
+)  # largest number of elements of all draws that are kept for later batches: 256 MiB of float32
 NOTHING: Latents = MappingProxyType({})
 Reader = Mixture | ObservationDraws
 
 
 class Components:
-    """The predictive distributions of a model by a rule, for one batch after the other.
+    """The predictive distributions of a model under a prediction rule, batch by batch.
 
-    A rule that draws needs few runs of the model, see :mod:`~pyro_dvi.predictive.engine.vectorised`. Draws that do not
-    depend on the inputs serve all batches, unless they take too much memory. An ensemble has the components of one
-    member after the other, each of its own model.
+    Rules with draws need few runs of the model, see :mod:`~pyro_dvi.predictive.engine.vectorised`. Draws that do not
+    depend on the inputs are used for all batches, unless they take too much memory. For an ensemble, the components of
+    its members follow one another, each from the member's own model.
 
     Args:
         model: the Pyro model.
         guide: its posterior.
-        rule: the latent values that stand for it.
-        seed: of the draws, the same for every batch.
+        rule: the prediction rule, which chooses latent values to represent the posterior.
+        seed: seed of the draws, the same for every batch.
     """
 
     def __init__(self, model: Callable[..., Any], guide: Any, rule: PredictionRule, seed: int) -> None:
@@ -64,16 +66,16 @@ class Components:
         return self._rule.num_components
 
     def read(self, reader: Reader, batch: Batch, site: str | None, others: Latents = NOTHING) -> None:
-        """Show the components for a batch to a reader.
+        """Pass the components for a batch to a reader.
 
         Args:
-            reader: takes them, the first by itself with every check, the others in chunks.
+            reader: receives the components, the first one alone and with all checks, the others in chunks.
             batch: arguments of the model.
-            site: observed site, where the model has several.
+            site: observed site to predict, if the model has several.
             others: values of further observed sites.
 
         Raises:
-            UnsupportedError: the prediction depends on a site that is neither latent nor observed.
+            UnsupportedError: if the prediction depends on a site that is neither latent nor observed.
         """
         for member, own in self._members:
             with member.in_store():
@@ -94,12 +96,12 @@ class Components:
             reader.add(response)
 
     def draws(self, inputs: tuple[Any, ...], way: ManyDraws | None = None) -> Iterator[Latents]:
-        """Give the draws for a batch.
+        """Yield the draws for a batch.
 
         Args:
-            inputs: of the batch.
-            way: chosen to run the model with them. In a plain loop they are drawn one by one, since each draw seeds
-                the random numbers of the model.
+            inputs: arguments of the model for the batch, without the observation.
+            way: how the model is run with the draws. In a plain loop, weights are drawn one at a time, because each
+                draw seeds the random numbers of the model.
         """
         if self._members:
             yield from self._of_members(inputs)
@@ -107,7 +109,7 @@ class Components:
         if self._kept:
             yield from self._kept
             return
-        assert isinstance(self._rule, FromDraws), "the rule draws"
+        assert isinstance(self._rule, FromDraws)
         draws = self._anew(inputs)
         first = next(draws)
         yield first
@@ -121,7 +123,7 @@ class Components:
         first: Latents = {}
         for place, (member, components) in enumerate(self._members):
             drawn = components.draws(inputs)
-            while True:  # the store is a member's own only while it draws
+            while True:  # the member's parameter store is active only while it draws
                 with member.in_store():
                     own = next(drawn, None)
                 if own is None:
@@ -129,11 +131,13 @@ class Components:
                 first = first or own
                 if own.keys() != first.keys():
                     sites = f"{sorted(own)} and {sorted(first)}"
-                    raise UnsupportedError(f"members have latent sites {sites}: export with sites=[]")
+                    raise UnsupportedError(
+                        f"members have different latent sites, {sites}: export with sites=[]"
+                    )
                 yield of_member(place, own)
 
     def _anew(self, inputs: tuple[Any, ...]) -> Iterator[Latents]:
-        assert isinstance(self._rule, FromDraws), "the rule draws"
+        assert isinstance(self._rule, FromDraws)
         seeder()(self._seed)
         return self._rule.draws(self._guide, inputs)
 
@@ -160,34 +164,34 @@ class Components:
 
 
 def _refuse_unseen(response: Response, run: Callable[[Latents], Any], latents: Latents, rule: str) -> None:
-    """Refuse a prediction whose distribution changes with the draws of sites that are neither latent nor observed.
+    """Raise an error if the predictive distribution depends on draws at sites that are neither latent nor observed.
 
     Args:
-        response: of a run of the model.
-        run: gives the site in a run with latent values.
+        response: the response of a run of the model.
+        run: runs the model with latent values and returns its site.
         latents: values to run the model with.
-        rule: name of the rule that predicts, for the error.
+        rule: name of the prediction rule, for the error message.
 
     Raises:
-        UnsupportedError: it changes.
+        UnsupportedError: if the distribution depends on such draws.
     """
     found = []
     for last in (False, True):
         with forked(*(value.device for value in latents.values())), _Elsewhere(response.drawn, last):
             torch.manual_seed(1 + last)
             found.append(run(latents)[response.site]["fn"])
-    with suppress(TypeError):  # a distribution that may hide tensors
+    with suppress(TypeError):  # raised for a distribution that may contain tensors elsewhere
         first, second = (tensors_of(fn, strict=True) for fn in found)
         if len(first) == len(second) and all(map(torch.equal, first, second)):
             return
     raise UnsupportedError(
         f"site {response.site!r} depends on sites {list(response.drawn)}, which are neither in the guide nor observed: "
-        f"{rule}() would predict from one draw of them. Use Samples(n), or let the model take their values from data"
+        f"{rule}() would predict from a single draw of them. Use Samples(n), or pass their values to the model as data"
     )
 
 
 class _Elsewhere(Messenger):
-    """Set discrete sites to their first or last possible value, since two draws of them may coincide."""
+    """Set discrete sites to their first or last possible value, because two draws of them may coincide."""
 
     def __init__(self, sites: tuple[str, ...], last: bool) -> None:
         super().__init__()
@@ -198,6 +202,6 @@ class _Elsewhere(Messenger):
         if msg["name"] in self.sites and not msg["done"] and fn.has_enumerate_support:
             try:
                 values = fn.enumerate_support(expand=False)
-            except NotImplementedError:  # of several labels in an event, which are then drawn
+            except NotImplementedError:  # for events of several labels, which are drawn instead
                 return
             msg["value"], msg["done"] = values[self.place].expand(fn.shape()), True

@@ -3,8 +3,8 @@ r"""Scores of predictions: likelihood, accuracy, calibration, selective predicti
 
 Every function takes parts of a prediction (probabilities, means, log-likelihoods) and the observed values, as tensors
 or anything that ``torch.as_tensor`` accepts, and computes in double precision. Probabilities have their classes in the
-last dimension, ``[..., C]`` with labels ``0..C-1`` of shape ``[...]``; for two classes, the probabilities of label 1
-alone, with the shape of the labels, are enough. Invalid values (NaN, rows that do not sum to one, labels out of range,
+last dimension, ``[..., C]`` with labels ``0..C-1`` of shape ``[...]``; for two classes, the probabilities of label 1,
+with the shape of the labels, are sufficient. Invalid values (NaN, rows that do not sum to one, labels out of range,
 unequal shapes) raise a :class:`~pyro_dvi.errors.DataError`.
 """
 
@@ -53,12 +53,13 @@ def accuracy(probabilities: Any, labels: Any) -> float:
 
 
 def brier(probabilities: Any, labels: Any) -> float:
-    r"""Brier score, summed over classes: 0 is perfect, 2 is confident and wrong.
+    r"""Brier score, summed over classes: 0 for perfect predictions, 2 for confident wrong ones.
 
     .. math::
         \frac1n \sum_i \sum_c (p_{ic} - 1[y_i = c])^2
 
-    For two classes this is twice the mean squared error of the probability of label 1, which some libraries report.
+    For two classes, it is twice the mean squared error of the probability of label 1, which some libraries report
+    instead.
 
     Source: Brier (1950), Eq. 2.
 
@@ -73,13 +74,13 @@ def brier(probabilities: Any, labels: Any) -> float:
 
 @dataclass(frozen=True)
 class ReliabilityTable:
-    """Confidence and accuracy in bins of confidence: the numbers of a reliability diagram.
+    """Confidence and accuracy in bins of confidence: the data of a reliability diagram.
 
     Attributes:
-        edges: limits of the bins, shape ``[B + 1]``; bin ``b`` holds confidences in ``(edges[b], edges[b + 1]]``.
-        confidence: mean confidence in each bin, shape ``[B]``; NaN where the bin is empty.
-        accuracy: fraction of correct labels in each bin, shape ``[B]``; NaN where the bin is empty.
-        count: examples in each bin, shape ``[B]``.
+        edges: limits of the bins, shape ``[B + 1]``; bin ``b`` contains confidences in ``(edges[b], edges[b + 1]]``.
+        confidence: mean confidence in each bin, shape ``[B]``; NaN if the bin is empty.
+        accuracy: fraction of correct predictions in each bin, shape ``[B]``; NaN if the bin is empty.
+        count: number of examples in each bin, shape ``[B]``.
     """
 
     edges: Tensor
@@ -89,7 +90,7 @@ class ReliabilityTable:
 
 
 def reliability_table(probabilities: Any, labels: Any, num_bins: int = 15) -> ReliabilityTable:
-    r"""Mean confidence :math:`\max_c p_{ic}` and accuracy in equally wide bins :math:`((b-1)/B,\, b/B]` of confidence.
+    r"""Mean confidence :math:`\max_c p_{ic}` and accuracy, in equally wide bins :math:`((b-1)/B,\, b/B]` of confidence.
 
     Source: DeGroot & Fienberg (1983); bins as in Guo et al. (2017), section 2.
 
@@ -101,7 +102,7 @@ def reliability_table(probabilities: Any, labels: Any, num_bins: int = 15) -> Re
     check_count("num_bins", num_bins)
     p, y = classes_and_labels(probabilities, labels)
     confidence, predicted = p.max(-1)
-    # Dividing whole numbers gives the same edges everywhere, so that a confidence on an edge has one place.
+    # Dividing integers gives the same edges on every machine, so that a confidence on an edge always has the same bin.
     edges = torch.arange(num_bins + 1, dtype=torch.float64) / num_bins
     place = torch.bucketize(confidence, edges[1:-1])
 
@@ -128,14 +129,14 @@ def expected_calibration_error(probabilities: Any, labels: Any, num_bins: int = 
         0.25
     """
     table = reliability_table(probabilities, labels, num_bins)
-    # NaN only where the bin is empty: weight zero.
+    # NaN occurs only in empty bins, which have weight zero.
     gap = (table.accuracy - table.confidence).abs().nan_to_num()
     return float((gap * table.count).sum() / table.count.sum())
 
 
 @dataclass(frozen=True)
 class RejectionCurve:
-    """The ``rejected`` fraction of examples and the ``error`` of the kept ones, 0 if none are kept; ``[n + 1]``."""
+    """The ``rejected`` fraction of examples and the ``error`` of the kept ones (0 if none are kept), ``[n + 1]``."""
 
     rejected: Tensor
     error: Tensor
@@ -150,7 +151,7 @@ def rejection_curve(probabilities: Any, labels: Any, uncertainty: Any = None) ->
         \mathrm{error}\Bigl(\frac kn\Bigr) = \frac{1}{n - k} \sum_{i=1}^{n-k} e_i, \quad k = 0, \dots, n - 1, \qquad
         \mathrm{error}(1) = 0
 
-    Examples of equal uncertainty all get the mean of their errors, the expectation over their orders.
+    Among examples of equal uncertainty, :math:`e_i` is replaced by its mean, the expectation over random orders.
 
     Args:
         probabilities: class probabilities.
@@ -169,9 +170,13 @@ def rejection_curve(probabilities: Any, labels: Any, uncertainty: Any = None) ->
         ranks = torch.special.entr(p.clamp_min(0)).sum(-1)
     else:
         ranks = _one_each(uncertainty, y)
-    _, group, size = ranks.unique(return_inverse=True, return_counts=True)  # groups by rising uncertainty
+    _, group, size = ranks.unique(
+        return_inverse=True, return_counts=True
+    )  # groups, by increasing uncertainty
     wrong = torch.zeros(len(size), dtype=torch.float64).index_add_(0, group, (p.argmax(-1) != y).double())
-    errors = (wrong / size).repeat_interleave(size).cumsum(0)  # of the 1, 2, ... n most certain
+    errors = (
+        (wrong / size).repeat_interleave(size).cumsum(0)
+    )  # errors among the 1, 2, ... n most certain examples
     kept = torch.arange(1, len(y) + 1, dtype=torch.float64)
     error = torch.cat([(errors / kept).flip(0), torch.zeros(1, dtype=torch.float64)])
     return RejectionCurve(torch.arange(len(error), dtype=torch.float64) / len(y), error)
@@ -180,18 +185,18 @@ def rejection_curve(probabilities: Any, labels: Any, uncertainty: Any = None) ->
 def aumrc(probabilities: Any, labels: Any, uncertainty: Any = None) -> float:
     r"""Area under the misclassification-rejection curve; low if errors are few and have high uncertainty.
 
-    The area under the step function, which is the mean error over all numbers of kept examples,
+    The area under the step function is the mean error over all numbers of kept examples,
 
     .. math::
         \mathrm{AUMRC} = \frac1n \sum_{k=0}^{n-1} \mathrm{error}\Bigl(\frac kn\Bigr)
             = \frac1n \sum_{k=1}^{n} \frac1k \sum_{i=1}^{k} e_i,
 
     with the arguments, the curve and the :math:`e_i` of :func:`rejection_curve`. It equals the area under the
-    risk-coverage curve, AURC. Uninformative uncertainties give about the error of all examples; a perfect ranking gives
-    about half the square of that error.
+    risk-coverage curve, AURC. Uninformative uncertainties give about the error rate of all examples; a perfect ranking
+    gives about half the square of this error rate.
 
-    Source: Nadeem, Zucker & Hanczar (2009) for the curve; Schmitt & Roth (2021), appendix D; as AURC Geifman, Uziel &
-    El-Yaniv (2019), section 2.
+    Source: Nadeem, Zucker & Hanczar (2009) for the curve; Schmitt & Roth (2021), appendix D; under the name AURC,
+    Geifman, Uziel & El-Yaniv (2019), section 2.
 
     Example:
         >>> aumrc([[0.9, 0.1], [0.6, 0.4]], [0, 1])
@@ -210,7 +215,7 @@ def auroc(inside: Any, outside: Any) -> float:
         inside: uncertainty u of n examples from the distribution of the training data, such as the predictive entropy.
         outside: uncertainty v of m out-of-distribution examples.
 
-    Source: Mann & Whitney (1947); Hendrycks & Gimpel (2017) for the use.
+    Source: Mann & Whitney (1947); for out-of-distribution detection, Hendrycks & Gimpel (2017).
 
     Example:
         >>> auroc([0.1, 0.2, 0.3], [0.3, 0.9])
@@ -245,7 +250,7 @@ def fpr_at_tpr(inside: Any, outside: Any, tpr: float = 0.95) -> float:
         0.0
     """
     if not 0 < tpr <= 1:
-        raise ArgumentError(f"tpr is a share above 0 and at most 1, got {tpr!r}")
+        raise ArgumentError(f"tpr must be above 0 and at most 1, got {tpr!r}")
     u, v = numbers(inside, "inside").flatten(), numbers(outside, "outside").flatten()
     passing = math.ceil(len(u) * (tpr - 1e-12))  # 0.95 of 20 is 19, whatever the rounding
     return float((v <= u.kthvalue(max(1, passing)).values).double().mean())
@@ -254,8 +259,9 @@ def fpr_at_tpr(inside: Any, outside: Any, tpr: float = 0.95) -> float:
 def misclassification_auroc(probabilities: Any, labels: Any, uncertainty: Any = None) -> float:
     r"""Probability that a wrong prediction is more uncertain than a right one; 0.5 is chance.
 
-    :func:`auroc` with the right predictions inside and the wrong ones outside. Each method is judged by its own errors:
-    compare values of methods with about the same accuracy.
+    :func:`auroc` with right predictions in place of in-distribution examples and wrong ones in place of
+    out-of-distribution examples. Each method is judged by its own errors, so only methods with about the same accuracy
+    can be compared.
 
     Args:
         probabilities: class probabilities.
@@ -263,7 +269,7 @@ def misclassification_auroc(probabilities: Any, labels: Any, uncertainty: Any = 
         uncertainty: values to rank by, ``[...]``; by default :math:`1 - \max_c p_{ic}`, one minus the confidence.
 
     Raises:
-        DataError: all predictions are right, or all wrong.
+        DataError: if all predictions are right, or all are wrong.
 
     Source: Hendrycks & Gimpel (2017), section 3; Osawa et al. (2019), Table 1.
 
@@ -276,22 +282,22 @@ def misclassification_auroc(probabilities: Any, labels: Any, uncertainty: Any = 
     wrong = p.argmax(-1) != y
     if wrong.all() or not wrong.any():
         raise DataError(
-            f"all predictions are {'wrong' if wrong.any() else 'right'}: there is nothing to tell apart"
+            f"all predictions are {'wrong' if wrong.any() else 'right'}: the AUROC needs right and wrong ones"
         )
     return auroc(ranks[~wrong], ranks[wrong])
 
 
 def _one_each(uncertainty: Any, labels: Tensor) -> Tensor:
-    """Return one value of uncertainty for each example."""
+    """Return the uncertainty of each example, as one dimension."""
     ranks = numbers(uncertainty, "uncertainty").flatten()
     if len(ranks) != len(labels):
-        raise DataError(f"uncertainty has {len(ranks)} values for {len(labels)} examples: one each is needed")
+        raise DataError(f"uncertainty has {len(ranks)} values for {len(labels)} examples: pass one for each")
     return ranks
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over examples and its standard error, NaN for one example."""
+    """A mean over examples, and its standard error (NaN for a single example)."""
 
     value: float
     standard_error: float
@@ -321,15 +327,15 @@ def nll(log_likelihood: Any) -> Estimate:
     values = numbers(log_likelihood, "log_likelihood").flatten()
     if (values == math.inf).any():
         raise DataError(
-            "log_likelihood is plus infinity for some examples: their density is infinite, as at the edge of a Beta's "
-            "or Gamma's support or for a noise scale of zero"
+            "log_likelihood is plus infinity for some examples, because their density is infinite: this occurs at the "
+            "edge of the support of a Beta or Gamma, and for a noise scale of zero"
         )
     error = float(values.std() / math.sqrt(len(values))) if len(values) > 1 else math.nan
     return Estimate(float(-values.mean()), error)
 
 
 def rmse(mean: Any, observed: Any) -> float:
-    """Root of the mean squared error of the predicted mean, in units of the observation.
+    """Root mean squared error of the predicted mean, in units of the observation.
 
     Example:
         >>> round(rmse([1.0, 2.0], [1.0, 4.0]), 6)
@@ -352,7 +358,7 @@ def coverage(lower: Any, upper: Any, observed: Any) -> float:
     """
     low, high, y = alike(lower=lower, upper=upper, observed=observed)
     if (low > high).any():
-        raise DataError(f"{int((low > high).sum())} of {low.numel()} lower limits lie above the upper ones")
+        raise DataError(f"{int((low > high).sum())} of {low.numel()} lower limits exceed their upper limits")
     return float(((low <= y) & (y <= high)).double().mean())
 
 
@@ -363,7 +369,7 @@ def crps_gaussian(mean: Any, scale: Any, observed: Any) -> float:
         \mathrm{CRPS} = \frac1n \sum_i \sigma_i \Bigl[z_i (2\Phi(z_i) - 1) + 2\phi(z_i) - \tfrac1{\sqrt\pi}\Bigr],
         \qquad z_i = \frac{y_i - m_i}{\sigma_i}
 
-    Status: exact. A scale of zero gives the absolute error, the limit of the score.
+    Status: exact. For a scale of zero, it is the absolute error, the limit of the score.
 
     Source: Gneiting & Raftery (2007), section 4.2, with the opposite sign.
 
@@ -373,5 +379,7 @@ def crps_gaussian(mean: Any, scale: Any, observed: Any) -> float:
     """
     m, s, y = alike(mean=mean, scale=scale, observed=observed)
     if s.min() < 0:
-        raise DataError(f"scale is a standard deviation and must not be negative; found {float(s.min()):.6g}")
+        raise DataError(
+            f"scale is a standard deviation and must not be negative; its minimum is {float(s.min()):.6g}"
+        )
     return float((mean_distance(y - m, s) - s / math.sqrt(math.pi)).mean())

@@ -27,7 +27,7 @@ from pyro_dvi.runs.explained import explained_errors
 from pyro_dvi.runs.sites import responses
 from pyro_dvi.runs.trained_for import trained_for
 
-# Numbers that kept components of all batches may predict: 256 MiB of means and scales.
+# Largest number of predicted values in all kept components together: 256 MiB of means and scales.
 KEPT_COMPONENTS = 2**25
 
 
@@ -52,18 +52,18 @@ def predict(
     with the :math:`\theta_k` of ``method``: the posterior mean alone (:class:`AtMean`) or draws (:class:`Samples`).
     Predictions are read from the distribution at the model's observed site, so any Pyro model works. Modules run in
     evaluation mode and without gradients; their mode, the running statistics of normalisation layers and the global
-    random state (except for the draw of a seed) do not change. For classes, memory does not grow with the number of
-    draws; for numbers, the distribution of each draw is kept for quantiles, up to about 256 MiB in total. Plate scales
-    weight a training objective and are ignored here. Values that the model masks are predicted but not scored. A latent
-    site with one value per example belongs to the training data: such a model predicts only the complete training data,
-    in one batch and in the same order. An automatic guide recognises them by the arguments of its first run; for a
-    guide that is a function, this is not checked.
+    random state (except for the draw of a seed) do not change. For classification, memory does not grow with the number
+    of draws; for regression, the distribution of each draw is kept for quantiles, up to about 256 MiB in total. Plate
+    scales weight a training objective and are ignored here. Values that the model masks are predicted but not scored. A
+    latent site with one value per example belongs to the training data, so a model with such a site predicts only the
+    complete training data, in one batch and in the same order. This is checked for automatic guides, by the arguments
+    of their first run, but not for a guide that is a function.
 
     Args:
         model: the Pyro model; its observation may be None, as in ``forward(x, y=None)``.
-        guide: its trained guide, of this library, of Pyro, or a function.
-        data: inputs ``[N, ...]``; a tuple of the model's arguments, ``(x,)`` or ``(x, y)``, or a mapping by their
-            names; or a loader of any of these. Observations are not passed to the model; they are kept for
+        guide: its trained guide: a guide of this library or of Pyro, or a function.
+        data: inputs ``[N, ...]``; a tuple of the model's arguments, ``(x,)`` or ``(x, y)``, or a mapping from argument
+            names to values; or a loader of any of these. Observations are not passed to the model; they are kept for
             :meth:`Prediction.metrics`.
         method: prediction rule. The guide's attribute ``prediction_rule`` is the default. Otherwise the default depends
             on the training objective: ``AtMean()`` after ``TaylorELBO``, ``Moments()`` after ``MomentPropagationELBO``,
@@ -74,13 +74,13 @@ def predict(
             :class:`~pyro_dvi.training.EnsembleGuide`, ``method`` is the rule of every member; by default, each member
             uses its own rule.
         site: observed site to predict, if the model has several.
-        observed: the model's argument that holds the observation; by default the argument whose default is None, and of
-            several the argument with the name of the site.
-        batch_size: examples at a time; a loader has its own.
-        seed: of the draws; by default one from the global generator.
-        keep_draws: keep mean and variance, or class probabilities, of every component in :attr:`Prediction.draws`, and
-            the distributions of numbers regardless of memory. They are always kept if each member of an ensemble
-            predicts with one distribution.
+        observed: name of the model's argument that is the observation; by default the argument whose default is None,
+            or, of several, the one with the name of the site.
+        batch_size: examples per batch; a loader has its own.
+        seed: seed of the draws; by default one from the global generator.
+        keep_draws: True to keep mean and variance, or class probabilities, of every component in
+            :attr:`Prediction.draws`, and, for regression, all distributions regardless of memory. Both are always kept
+            for an ensemble whose members predict with one distribution each.
         progress: show a progress bar over batches.
 
     Returns:
@@ -89,13 +89,15 @@ def predict(
         pandas and ArviZ.
 
     Raises:
-        ArgumentError: an invalid option, or several arguments that may be the observation.
-        DataError: no examples, NaN, unequal lengths, a response without a row for each example, an observation that the
-            site does not observe, a latent site with a value for each example of other data.
-        GuideError: the guide was never run, has no mean, or is no function.
-        ModelError: no observed site, or several and no ``site``.
-        UnsupportedError: a mask excludes single observations of a distribution that does not support it; or the site
-            depends on sites that are neither in the guide nor observed, and the rule does not average over their draws.
+        ArgumentError: if an option is invalid, or several arguments may be the observation.
+        DataError: if the data contain no examples, NaN, or tensors of different lengths; if the response does not have
+            one row per example; if the site does not observe the observation of the data; or if a latent site has one
+            value per example of other data.
+        GuideError: if the guide was never run, has no mean, or is not callable.
+        ModelError: if the model has no observed site, or has several and ``site`` is not given.
+        UnsupportedError: if a mask excludes parts of single observations and the distribution does not support it, or
+            if the site depends on sites that are neither in the guide nor observed and the rule does not average over
+            their draws.
 
     Example:
         >>> import pyro, pyro.distributions as dist, torch
@@ -116,10 +118,10 @@ def predict(
         >>> bool((low < high).all())
         True
     """
-    if isinstance(guide, SVI) or not callable(guide):  # which is callable too
+    if isinstance(guide, SVI) or not callable(guide):  # an SVI is callable too
         raise GuideError(
-            f"the guide is of type {type(guide).__name__}: give svi.guide, another guide, or a function that samples "
-            "the latent sites; pyro.infer.Predictive(model, posterior_samples) predicts from a mapping of draws"
+            f"the guide is of type {type(guide).__name__}: pass svi.guide, another guide, or a function that samples "
+            "the latent sites. To predict from a mapping of draws, use pyro.infer.Predictive(model, posterior_samples)"
         )
     rule = rule_of(method, guide)
     device = device_of(model, guide)
@@ -132,7 +134,7 @@ def predict(
         first = next(split)
         check_posterior(model, guide, first.inputs)
         components = Components(model, guide, rule, seed)
-        varies = True  # until a run with the observations takes them as they are
+        varies = True  # until a run with the observations shows that the model uses them unchanged
         for batch in progress_bar(progress, unit="batch", label="predict", of=chain([first], split)):
             args, kwargs = batch.whole
             with explained_errors(model, posterior, with_missing(model, args), kwargs):
@@ -148,7 +150,7 @@ def predict(
 
 
 def names_of_sites(model: Callable[..., Any], guide: Callable[..., Any]) -> Callable[[Batch], list[str]]:
-    """Return a function that gives the observed sites of the model for a batch."""
+    """Return a function that returns the names of the observed sites for a batch."""
 
     def names(batch: Batch) -> list[str]:
         latents = example_latents(guide, batch.inputs)
@@ -161,25 +163,25 @@ def rule_of(method: Any, guide: Any) -> PredictionRule:
     """Return ``method``, or the guide's default.
 
     Raises:
-        ArgumentError: a class or string instead of a rule.
-        DviWarning: the width of a posterior that was trained to be predicted at its mean.
+        ArgumentError: if ``method`` is not a prediction rule, for example if it is a class or string.
+        DviWarning: if the rule uses the variance of a posterior that was trained to predict at its mean.
     """
     if method is None:
         return default_rule(guide)
     members = members_of(guide)
     if isinstance(method, OfMembers) and len(method.rules) != len(members):
         raise ArgumentError(
-            f"method={method} is of {len(method.rules)} members, the guide has {len(members)}"
+            f"method={method} has rules for {len(method.rules)} members, but the guide has {len(members)}"
         )
     if members and not isinstance(method, OfMembers):
         return OfMembers(tuple(rule_of(method, member.guide) for member in members))
     check_choice("method", method, PredictionRule, "AtMean() or Samples(30)")
-    # The width of a Laplace approximation was fitted after training, whatever trained its mode.
+    # A Laplace approximation is exempt: its variance was fitted after training.
     fitted = hasattr(guide, "linearised")
     if trained_for(guide) in ("AtMean", AtMean()) and not fitted and isinstance(method, (Moments, Samples)):
         warn(
-            f"{method} predicts with the width of a posterior that TaylorELBO trained for predictions at its mean: use "
-            "AtMean(), the default, unless the model is nearly linear in its weights."
+            f"{method} predicts with the variance of a posterior that TaylorELBO trained for predictions at its mean: "
+            "use AtMean(), the default, unless the model is nearly linear in its weights."
         )
     return method
 
@@ -187,15 +189,15 @@ def rule_of(method: Any, guide: Any) -> PredictionRule:
 def default_rule(guide: Any) -> PredictionRule:
     """Return the default rule of a guide.
 
-    The attribute ``prediction_rule`` of the guide, a rule or the name of a rule or of a propagation, has priority; in a
-    :class:`~pyro_dvi.LaplaceGuide`, it is :class:`~pyro_dvi.Linearised`. An ``AutoDelta`` predicts with
-    :class:`AtMean`. Other guides use the rule of their training objective: :class:`AtMean` after ``TaylorELBO``,
+    The attribute ``prediction_rule`` of the guide has priority; it is a rule, or the name of a rule or of a
+    propagation. For a :class:`~pyro_dvi.LaplaceGuide`, it is :class:`~pyro_dvi.Linearised`. An ``AutoDelta`` predicts
+    with :class:`AtMean`. Other guides use the rule of their training objective: :class:`AtMean` after ``TaylorELBO``,
     :class:`Moments` after ``MomentPropagationELBO``, 30 :class:`Samples` after ``NaturalGradientELBO`` and Pyro's
     objectives. A guide that was not trained with an objective of this library uses samples, and a
     :class:`~pyro_dvi.MultiplicativeNoiseGuide` uses moments. Each member of an ensemble has its own rule.
 
     Raises:
-        GuideError: an attribute ``prediction_rule`` that is neither a rule nor the name of one.
+        GuideError: if the attribute ``prediction_rule`` is neither a rule nor the name of one.
 
     Example:
         >>> from pyro_dvi import MeanFieldGuide
@@ -209,13 +211,14 @@ def default_rule(guide: Any) -> PredictionRule:
     rule = getattr(guide, "prediction_rule", None) or by_objective or trained
     if isinstance(rule, PredictionRule):
         return rule
-    from pyro_dvi import predictive  # when it is complete
+    from pyro_dvi import predictive  # here, because the package imports this module
 
     named = getattr(predictive, str(rule), None)
     if isinstance(named, type) and issubclass(named, Propagation):
         return Moments(propagation=named())
     if not (isinstance(named, type) and issubclass(named, PredictionRule)):
         raise GuideError(
-            f"the prediction_rule of {type(guide).__name__} is {rule!r}, not an object such as AtMean() or its name"
+            f"the prediction_rule of {type(guide).__name__} is {rule!r}, but must be a rule such as AtMean(), or the "
+            "name of one"
         )
     return named()

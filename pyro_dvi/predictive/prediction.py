@@ -28,25 +28,25 @@ from pyro_dvi.predictive.rules.rule import PredictionRule
 if TYPE_CHECKING:
     import pandas
 
-MAX_SHOWN = 1000  # columns of a table in a notebook
+MAX_SHOWN = 1000  # largest number of columns of a table in a notebook
 
 
 class Prediction(InNotebook):
     """Predictive distributions of a set of examples.
 
-    Every tensor has the examples in its first dimension, in the order of the data, and lies on the model's device. Made
-    by :func:`~pyro_dvi.predict`. Quantities that the observed distribution does not have raise an
-    :class:`~pyro_dvi.errors.UnsupportedError`. So do the parts of the uncertainty if the rule gives one distribution
-    for noise and posterior together, as ``Moments()`` and ``Linearised()`` do except with Gaussian noise.
+    The result of :func:`~pyro_dvi.predict`. Every tensor has the examples in its first dimension, in the order of the
+    data, and is on the model's device. Quantities that the observed distribution does not have raise an
+    :class:`~pyro_dvi.errors.UnsupportedError`. So do aleatoric and epistemic parts if the rule returns one distribution
+    for noise and posterior together, as ``Moments()`` and ``Linearised()`` do unless the noise is Gaussian.
 
     Attributes:
         site: the observed site that is predicted.
         method: the prediction rule.
         num_components: number of averaged distributions.
-        draws: values of each draw, ``[K, N, ...]`` by name, with ``predict(..., keep_draws=True)`` and for ensembles
-            whose members predict with one distribution each; otherwise empty. ``mean`` and ``variance`` of the
-            observation (for classes of the one-hot code), ``log_likelihood`` of the observed values, and for classes
-            ``probabilities`` (for Bernoulli of label 1) and ``entropy``.
+        draws: quantities of each draw by name, ``[K, N, ...]``, with ``predict(..., keep_draws=True)`` and for
+            ensembles whose members predict with one distribution each; otherwise empty. They are ``mean`` and
+            ``variance`` of the observation (for classes, of its one-hot encoding), ``log_likelihood`` of the observed
+            values, and, for classes, ``probabilities`` (for a Bernoulli, of label 1) and ``entropy``.
     """
 
     _exporter: ClassVar[Callable[..., Any] | None] = None
@@ -56,7 +56,7 @@ class Prediction(InNotebook):
         self._ordered = ordered
         self._kind, self.num_components = parts[0].kind, parts[0].count
         for like in [part.values["mask"] for part in parts if "mask" in part.values][:1]:
-            for part in parts:  # a model may mask some batches only
+            for part in parts:  # a model may mask only some batches
                 part.values.setdefault("mask", like.new_ones(part.num_rows, *like.shape[1:]))
         self._values = {
             name: torch.cat([part.values[name] for part in parts])
@@ -65,7 +65,7 @@ class Prediction(InNotebook):
         }
         names = parts[0].draws
         self.draws = {name: torch.cat([part.draws[name] for part in parts], 1) for name in names}
-        # Their tensors would be there twice.
+        # Parts without tensors, which would otherwise be stored twice.
         self._parts = [replace(part, values={}, draws={}) for part in parts]
         if "log_probabilities" in self.draws:
             self.draws["probabilities"] = self._of_labels(self.draws.pop("log_probabilities").exp())
@@ -79,19 +79,19 @@ class Prediction(InNotebook):
     def _shown(self) -> list[Any]:
         columns = summaries.columns_of(self)
         num_columns = sum(value[:1].numel() for value in columns.values())
-        # A table of the pixels of images would take minutes, and nobody would read it.
+        # A table of the pixels of images would take minutes.
         return [repr(self), *([summaries.dataframe(columns, len(self))] if num_columns <= MAX_SHOWN else [])]
 
     @cached_property
     def mean(self) -> Tensor:
-        """Predictive mean, ``[N, ...]`` with one observation per row; for classes, the probabilities."""
+        """Predictive mean, ``[N, ...]``, with one observation per row; for classes, their probabilities."""
         return self._value("mean", "mean")
 
     @cached_property
     def variance(self) -> Tensor:
-        """Predictive variance, noise and posterior together, in squared units of the observation.
+        """Predictive variance due to noise and posterior together, in squared units of the observation.
 
-        The sum of :attr:`aleatoric` and :attr:`epistemic`; for classes of the one-hot code, ``p (1 - p)``.
+        The sum of :attr:`aleatoric` and :attr:`epistemic`; for classes, of the one-hot encoding, ``p (1 - p)``.
         """
         return self._value("aleatoric", "variance") + self._value("epistemic", "variance")
 
@@ -102,9 +102,9 @@ class Prediction(InNotebook):
 
     @cached_property
     def aleatoric(self) -> Tensor:
-        r"""Variance that more data would not remove, :math:`\mathrm E_k[\mathrm{Var}[y \mid \theta_k]]`.
+        r"""Variance that more data would not reduce, :math:`\mathrm E_k[\mathrm{Var}[y \mid \theta_k]]`.
 
-        The mean over the draws of the variance of the noise, in squared units of the observation.
+        It is the noise variance, averaged over draws, in squared units of the observation.
         """
         self._check_is_split()
         return self._value("aleatoric", "variance")
@@ -113,14 +113,14 @@ class Prediction(InNotebook):
     def epistemic(self) -> Tensor:
         r"""Variance of the posterior's predictions, :math:`\mathrm{Var}_k[\mathrm E[y \mid \theta_k]]`.
 
-        Zero for ``AtMean()``, which uses a single point of the posterior.
+        It is zero for ``AtMean()``, which uses a single point of the posterior.
         """
         self._check_is_split()
         return self._value("epistemic", "variance")
 
     @cached_property
     def probabilities(self) -> Tensor:
-        """Class probabilities ``[N, ..., C]``; for Bernoulli only of label 1, of the observation's shape."""
+        """Class probabilities ``[N, ..., C]``; for a Bernoulli, of label 1 only, in the shape of the observation."""
         return self._of_labels(self._value("log_probabilities", "class probabilities").exp())
 
     @cached_property
@@ -130,7 +130,7 @@ class Prediction(InNotebook):
 
     @cached_property
     def expected_entropy(self) -> Tensor:
-        r"""Mean entropy of each label over the draws, :math:`\tfrac1K \sum_k H(p_k)`, in nats; the aleatoric part."""
+        r"""Mean entropy of each label over the draws, :math:`\tfrac1K \sum_k H(p_k)`, in nats: its aleatoric part."""
         self._check_is_split()
         return self._value("expected_entropy", "class probabilities")
 
@@ -138,8 +138,8 @@ class Prediction(InNotebook):
     def mutual_information(self) -> Tensor:
         r"""Information that a label would give about the weights, :math:`H(\bar p) - \tfrac1K \sum_k H(p_k)`, in nats.
 
-        High where the draws are confident of different classes (BALD): the epistemic part of the entropy of each label.
-        Zero for ``AtMean()``.
+        It is the epistemic part of the entropy of each label (BALD), and is high if the draws are confident in
+        different classes. It is zero for ``AtMean()``.
 
         Source: Houlsby et al. (2011), Eq. 2.
         """
@@ -147,10 +147,10 @@ class Prediction(InNotebook):
         return (torch.special.entr(log_p.exp()).sum(-1) - self.expected_entropy).clamp_min(0)
 
     def quantiles(self, q: float | Sequence[float]) -> Tensor:
-        """Quantiles of the predictive distribution, for each number separately.
+        """Quantiles of the predictive distribution, for each element of an observation separately.
 
-        Status: exact up to rounding of the inverted distribution function, including mixtures and counts. If no
-        distribution function is available (StudentT, Beta), computed from about 4,000 draws or more.
+        Status: exact up to rounding, by inversion of the distribution function, including mixtures and counts. If the
+        distribution function is not available (StudentT, Beta), quantiles are computed from at least about 4,000 draws.
 
         Args:
             q: one probability or several, between 0 and 1.
@@ -159,8 +159,8 @@ class Prediction(InNotebook):
             Shape ``[N, ...]``; for several probabilities ``[Q, N, ...]``.
 
         Raises:
-            ArgumentError: probabilities that are not between 0 and 1.
-            UnsupportedError: classes, or a mixture whose components were not kept, since they take much memory.
+            ArgumentError: if a probability is not between 0 and 1.
+            UnsupportedError: for classes, or if the components of a mixture were not kept, to save memory.
         """
         levels = probabilities("q", q)
         found = [
@@ -170,10 +170,10 @@ class Prediction(InNotebook):
         return torch.stack(found) if levels.dim() else found[0]
 
     def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
-        """Lower and upper limit of the central interval that contains an observation with probability ``level``.
+        """Lower and upper limits of the central interval that contains an observation with probability ``level``.
 
         Raises:
-            ArgumentError: ``level`` is not between 0 and 1.
+            ArgumentError: if ``level`` is not between 0 and 1.
             UnsupportedError: as for :meth:`quantiles`.
         """
         (level,) = probabilities("level", [level]).tolist()
@@ -181,16 +181,16 @@ class Prediction(InNotebook):
         return low, high
 
     def crps(self, y: Any = None) -> Tensor:
-        """Continuous ranked probability score of each number, in units of the number; NaN where masked.
+        """Continuous ranked probability score of each element of the observations, in their units; NaN where masked.
 
-        Status: exact for a Normal and a mixture of K Normals, at a cost of K² for each number.
+        Status: exact for a Normal and for a mixture of K Normals, at a cost of K² per element.
 
         Args:
             y: observed values, examples first; by default those that came with the data.
 
         Raises:
-            DataError: no observed values, or of another shape.
-            UnsupportedError: another distribution, or a mixture whose components were not kept.
+            DataError: if there are no observed values, or they have another shape.
+            UnsupportedError: for another distribution, or if the components of a mixture were not kept.
         """
         score = self._of_distributions(crps, "CRPS", self._observed(y))
         return score if self.mask is None else score.masked_fill(~self.mask, math.nan)
@@ -199,15 +199,15 @@ class Prediction(InNotebook):
         """Draw observations from the predictive distributions, independently for each example.
 
         Args:
-            num_samples: draws S.
-            seed: of the draws; by default one from the global generator.
+            num_samples: number of draws S.
+            seed: seed of the draws; by default one from the global generator.
 
         Returns:
             Shape ``[S, N, ...]``.
 
         Raises:
-            ArgumentError: less than one draw.
-            UnsupportedError: a mixture whose components were not kept.
+            ArgumentError: if ``num_samples`` is less than one.
+            UnsupportedError: if the components of a mixture were not kept.
         """
         check_count("num_samples", num_samples)
         with seeded(seed, self._device) as used:
@@ -223,17 +223,17 @@ class Prediction(InNotebook):
 
     @property
     def is_one_hot(self) -> bool:
-        """True if labels are observed in one-hot code."""
+        """True if labels are one-hot encoded."""
         return self._kind.startswith("OneHot")
 
     @property
     def is_binary(self) -> bool:
-        """True if labels are 0 or 1, with a probability of label 1 alone."""
+        """True if labels are 0 or 1, so that only the probability of label 1 is given."""
         return self._kind.startswith("Bernoulli")
 
     @property
     def has_moments(self) -> bool:
-        """True if there are a mean and a variance."""
+        """True if the predictive distribution has a mean and a variance."""
         return "mean" in self._values
 
     @property
@@ -243,7 +243,7 @@ class Prediction(InNotebook):
 
     @property
     def observed(self) -> Tensor | None:
-        """The observed values that came with the data, or None."""
+        """The observed values that came with the data, or None if there were none."""
         return self._values.get("observed")
 
     def log_likelihood(self, y: Any = None) -> Tensor:
@@ -256,8 +256,8 @@ class Prediction(InNotebook):
             Shape ``[N, ...]``, one value for each observation, in nats; NaN where the model masks it.
 
         Raises:
-            DataError: no observed values, of another shape, or impossible ones.
-            UnsupportedError: ``y`` was not given to ``predict``, and the components of the mixture were not kept.
+            DataError: if there are no observed values, or they have another shape or lie outside the support.
+            UnsupportedError: if ``y`` was not passed to ``predict`` and the components of the mixture were not kept.
         """
         values = self._observed(y)
         if y is None:
@@ -275,50 +275,51 @@ class Prediction(InNotebook):
             y: observed values, examples first; by default those that came with the data.
 
         Returns:
-            A flat mapping, defined in :mod:`pyro_dvi.predictive.metrics`. Always ``nll`` and ``nll_standard_error``.
+            A flat mapping of scores, defined in :mod:`pyro_dvi.predictive.metrics`: always ``nll`` and
+            ``nll_standard_error``. Observations that the model masks do not count.
 
-            For classes ``accuracy``, ``brier``, ``ece`` (15 bins), ``aumrc`` (ranked by the predictive entropy), and
-            the means of ``entropy`` and ``mutual_information``; the last only if the rule separates noise from
-            posterior.
+            For classification: ``accuracy``, ``brier``, ``ece`` (15 bins), ``aumrc`` (ranked by the predictive
+            entropy), and the means of ``entropy`` and ``mutual_information``, the last only if the rule separates noise
+            from posterior.
 
-            For numbers with a mean, ``rmse``; ``coverage_95`` and ``width_95`` of the central 95 % interval; ``crps``
-            for a Normal and for mixtures of Normals, with more than 100 draws only if ``keep_draws=True``.
-
-            Only observations that the model does not mask count.
+            For regression and counts with a finite mean: ``rmse``; ``coverage_95`` and ``width_95`` of the central 95 %
+            interval; ``crps`` for a Normal or mixture of Normals, with more than 100 draws only if ``keep_draws=True``.
 
         Raises:
-            DataError: no observed values, of another shape or dtype, impossible ones, or none that counts.
-            UnsupportedError: as in :meth:`log_likelihood`.
+            DataError: if there are no observed values, they have another shape or dtype or lie outside the support, or
+                all of them are masked.
+            UnsupportedError: as for :meth:`log_likelihood`.
         """
         return summaries.metrics_of(self, self._observed(y), y)
 
     def to_dataframe(self) -> "pandas.DataFrame":
-        """Return a ``pandas.DataFrame`` with a row for each example.
+        """Return a ``pandas.DataFrame`` with one row per example.
 
-        Columns: ``mean``, ``std``, ``aleatoric``, ``epistemic``, or for classes ``probabilities[0]``, ... , ``entropy``
-        and ``mutual_information``; ``observed`` and ``log_likelihood`` where observed values came with the data.
-        Several values per example have one column each, such as ``mean[0]``. Quantities that the rule does not give are
-        omitted.
+        The columns are ``mean``, ``std``, ``aleatoric`` and ``epistemic``; for classes, ``probabilities[0]``, ... ,
+        ``entropy`` and ``mutual_information``; and ``observed`` and ``log_likelihood`` if observed values came with the
+        data. Several values per example have one column each, such as ``mean[0]``. Quantities that the rule does not
+        provide are omitted.
         """
         return summaries.dataframe(summaries.columns_of(self), len(self))
 
     def to_arviz(self, num_samples: int | None = None, *, seed: int | None = None) -> Any:
         """Return the prediction as ``InferenceData`` (ArviZ 0.x) or ``DataTree`` (1.x), for predictive checks.
 
-        Groups: ``posterior_predictive``, draws of observations from the predictive distributions, each example by
-        itself; if observed values came with the data, ``observed_data``, NaN where the model masks them; and their
-        ``log_likelihood``, if draws were kept and ``num_samples`` is their number: that of the whole predictive
-        would be the same for every draw. :func:`~pyro_dvi.to_arviz` exports the posterior as well.
+        The group ``posterior_predictive`` contains draws of observations from the predictive distributions, independent
+        between examples. If observed values came with the data, ``observed_data`` contains them, with NaN where the
+        model masks them. If, moreover, draws were kept and ``num_samples`` equals their number, ``log_likelihood``
+        contains one value per draw; the log-likelihood under the whole mixture would be the same for every draw.
+        :func:`~pyro_dvi.to_arviz` exports the posterior as well.
 
         Args:
-            num_samples: draws of observations; by default as many as draws were kept, or 500.
-            seed: of these draws.
+            num_samples: number of draws of observations; by default the number of kept draws, or 500.
+            seed: seed of these draws.
 
         Raises:
-            UnsupportedError: a mixture whose components were not kept.
+            UnsupportedError: if the components of a mixture were not kept.
         """
         kept = self.num_components if self.draws else 500
-        assert self._exporter is not None, "pyro_dvi imports the chapter that registers it"
+        assert self._exporter is not None, "pyro_dvi.analysis was not imported"
         return self._exporter(kept if num_samples is None else num_samples, seed)
 
     @classmethod
@@ -331,34 +332,36 @@ class Prediction(InNotebook):
         if y is not None:
             return self._aligned(y)
         if self.observed is None:
-            raise DataError("no observed values: pass y, or predict from data that hold them: (x, y)")
+            raise DataError("there are no observed values: pass y, or predict from data (x, y)")
         return self.observed
 
     def _check_is_split(self) -> None:
         if "function_variance" not in self._values and not self.method.tells_noise_apart:
             raise UnsupportedError(
-                f"{type(self.method).__name__}() gives noise and posterior of {self.site!r} together: use Samples(n)"
+                f"{type(self.method).__name__}() does not separate the uncertainty of site {self.site!r} into noise "
+                "and posterior: use Samples(n)"
             )
 
     def _of_distributions(
         self, read: Callable[..., Tensor], what: str, *rows: Tensor, dim: int = 0, whole: bool = False
     ) -> Tensor:
-        """Read something of the distributions of all batches.
+        """Compute a quantity from the distributions of all batches.
 
         Args:
-            read: gives it for a distribution and its rows, in the shape of draws.
-            what: its name for errors.
+            read: computes the quantity from a distribution and its rows, in the shape of draws.
+            what: name of the quantity, for error messages.
             rows: further arguments of ``read``, examples first.
             dim: the dimension of examples in the result.
-            whole: True if the result has one value for each event, False if one for each number.
+            whole: True if the result has one value per event, False if it has one per element.
         """
         found, start = [], 0
         for part in self._parts:
             fn, end = part.distribution, start + part.num_rows
             if fn is None:
                 raise UnsupportedError(
-                    f"{what} at site {self.site!r}: its {self.num_components} distributions ({self._kind}) were not "
-                    "kept: predict with keep_draws=True (numbers), from (x, y) for scores, or draw with to_arviz"
+                    f"{what} at site {self.site!r} cannot be computed, because its {self.num_components} distributions "
+                    f"({self._kind}) were not kept: predict with keep_draws=True (for regression), pass (x, y) to "
+                    "predict for scores, or draw with to_arviz"
                 )
             axis = part.axis - len(fn.event_shape)
             own = [row[start:end].movedim(0, axis) for row in rows]
@@ -366,7 +369,7 @@ class Prediction(InNotebook):
                 found.append(read(fn, *own).movedim(part.axis if whole else axis, dim))
             except NotImplementedError as error:
                 raise UnsupportedError(
-                    f"{what} at site {self.site!r}: there is none for this distribution ({self._kind})"
+                    f"{what} at site {self.site!r} cannot be computed for this distribution ({self._kind})"
                 ) from error
             start = end
         return torch.cat(found, dim)
@@ -376,19 +379,21 @@ class Prediction(InNotebook):
         return next((value.device for value in self._values.values()), None)
 
     def _aligned(self, y: Any) -> Tensor:
-        """Return ``y`` on the predictions' device; one row for each example."""
+        """Return ``y`` on the device of the predictions; it must have one row per example."""
         if not self._ordered:
-            raise DataError("the loader shuffles, or has its own sampler: use shuffle=False, or leave out y")
+            raise DataError("the loader shuffles or has its own sampler: use shuffle=False, or omit y")
         values = torch.as_tensor(y)
         if values.dim() == 0 or len(values) != len(self):
-            raise DataError(f"{len(self)} predictions need as many values, not {tuple(values.shape)}")
+            raise DataError(
+                f"{len(self)} predictions need as many observed values; their shape is {tuple(values.shape)}"
+            )
         return values.to(self._device)
 
     def _value(self, name: str, what: str) -> Tensor:
         if name not in self._values:
-            raise UnsupportedError(f"site {self.site!r} is {self._kind}, which has no {what}")
+            raise UnsupportedError(f"the distribution of site {self.site!r} ({self._kind}) has no {what}")
         return self._values[name]
 
     def _of_labels(self, p: Tensor) -> Tensor:
-        """Return class probabilities as they are shown; for labels 0 or 1 only the probability of 1."""
+        """Return class probabilities as they are reported: for binary labels, only the probability of label 1."""
         return p[..., 1] if self.is_binary else p

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores of a prediction by the kind of site, and its table for pandas."""
+"""Scores of a prediction, which depend on the kind of its site, and its table for pandas."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def available(read: Callable[[], Any]) -> Any:
-    """Return what is read, or None where it does not exist, as the joint entropy of several labels."""
+    """Return what is read, or None if it does not exist, such as the joint entropy of several labels."""
     try:
         return read()
     except UnsupportedError:
@@ -32,13 +32,15 @@ def metrics_of(prediction: "Prediction", values: Tensor, y: Any) -> dict[str, fl
     Args:
         prediction: the prediction.
         values: the observations that are scored.
-        y: the observations as the user gave them; None for those that came with the data.
+        y: the observations as the user passed them; None for those that came with the data.
     """
     mask, log_likelihood = prediction.mask, prediction.log_likelihood(y)
     if mask is not None:
         log_likelihood = log_likelihood[~log_likelihood.isnan()]
     if log_likelihood.numel() == 0:
-        raise DataError(f"the mask of site {prediction.site!r} leaves no observation to score")
+        raise DataError(
+            f"the mask of site {prediction.site!r} excludes all observations, so none can be scored"
+        )
     if prediction.is_one_hot:
         values, mask = values.argmax(-1), None if mask is None else mask.any(-1)
 
@@ -61,13 +63,15 @@ def metrics_of(prediction: "Prediction", values: Tensor, y: Any) -> dict[str, fl
             found["mutual_information"] = float(information.cpu().double().mean())
     elif prediction.has_moments:
         mean = counted(prediction.mean)
-        if mean.isfinite().all():  # a Cauchy distribution has none
+        if mean.isfinite().all():  # a Cauchy distribution has no mean
             found["rmse"] = metrics.rmse(mean, values)
         if (limits := available(prediction.interval)) is not None:
             low, high = map(counted, limits)
             found["coverage_95"] = metrics.coverage(low, high, values)
             found["width_95"] = float((high - low).cpu().double().mean())
-        few = prediction.draws or prediction.num_components <= 100  # the cost is quadratic in their number
+        few = (
+            prediction.draws or prediction.num_components <= 100
+        )  # the cost is quadratic in the number of components
         if few and (crps := available(lambda: counted(prediction.crps(y)))) is not None:
             found["crps"] = float(crps.mean())
     return found
@@ -100,8 +104,8 @@ def dataframe(columns: Mapping[str, Tensor], num_rows: int) -> "pandas.DataFrame
 
 
 def array_of(value: Tensor) -> np.ndarray:
-    """Return the values on the CPU, half precision as single."""
+    """Return the values on the CPU, with half precision converted to single precision."""
     value = value.detach().cpu()
-    if value.dtype in (torch.bfloat16, torch.float16):  # NumPy has no bfloat16, netCDF no half precision
+    if value.dtype in (torch.bfloat16, torch.float16):  # NumPy has no bfloat16, and netCDF no half precision
         value = value.float()
     return value.numpy()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Statistics, densities, quantiles and CRPS of one predictive distribution, and masks of its observations.
+r"""Statistics, densities, quantiles and CRPS of a predictive distribution, and masks of its observations.
 
-Quantiles of single numbers invert the distribution function by bisection over all floating-point numbers; for counts,
-probabilities are added up. Where neither is known, quantiles are taken from draws.
+Quantiles of scalars invert the distribution function by bisection over all floating-point numbers; for counts,
+probabilities are added up. If neither is available, quantiles are computed from draws.
 """
 
 import math
@@ -21,18 +21,18 @@ from pyro_dvi.links.noise_links import EqualMixture, PointMixture, ShapedNormal,
 
 
 def statistics(fn: Any, observed: Tensor | None) -> dict[str, Tensor]:
-    """Return the numbers that a mixture averages, in the shapes that the distribution gives them.
+    """Return the statistics that a mixture averages, in the shapes in which the distribution returns them.
 
-    A plain mapping of tensors without any check of values, so that it may be computed for many draws by ``vmap``.
+    No values are checked, so that ``vmap`` can compute the statistics of many draws.
 
     Args:
         fn: the predictive distribution of one draw.
-        observed: values to score, of the shape of one draw; None where there are none.
+        observed: values to score, in the shape of one draw; None if there are none.
 
     Returns:
-        ``mean`` and ``variance`` (of the one-hot code for classes), where the distribution has them, and the part of
-        the variance that is the posterior's, where it knows it;
-        ``log_probabilities``, and ``entropy`` of each label, for classes; ``log_likelihood`` of what was observed.
+        ``mean`` and ``variance`` (of the one-hot encoding for classes), if the distribution has them;
+        ``function_variance``, the part of the variance due to the posterior, if the distribution provides it;
+        ``log_probabilities``, and ``entropy`` of each label, for classes; ``log_likelihood`` of the observed values.
     """
     found: dict[str, Tensor] = {}
     classes = class_log_probabilities(fn)
@@ -55,7 +55,7 @@ def statistics(fn: Any, observed: Tensor | None) -> dict[str, Tensor]:
 
 
 def class_log_probabilities(fn: Any) -> Tensor | None:
-    """Log-probabilities of the classes in the last dimension, or None if ``fn`` is not over classes."""
+    """Log-probabilities, with classes in the last dimension, or None if ``fn`` is not a distribution over classes."""
     base = untransformed(fn)
     if isinstance(base, td.Bernoulli):
         return torch.nn.functional.logsigmoid(torch.stack([-base.logits, base.logits], -1))
@@ -65,31 +65,31 @@ def class_log_probabilities(fn: Any) -> Tensor | None:
 
 
 def checked_log_prob(fn: Any, values: Tensor, site: str) -> Tensor:
-    """Log density of ``values``, which must have the shape of one draw and lie in the support.
+    """Return the log density of ``values``, which must have the shape of one draw and lie in the support.
 
     Raises:
-        DataError: another shape (broadcasting would score every value against every prediction), values that are no
-            numbers, or impossible ones.
+        DataError: if the values have another shape (broadcasting would score every value against every prediction), or
+            are not numbers, or lie outside the support.
     """
     expected = tuple(fn.batch_shape) + tuple(fn.event_shape)
     kind = type(untransformed(fn)).__name__
     if tuple(values.shape) != expected:
         raise DataError(
-            f"site {site!r} ({kind}): observed values have shape {tuple(values.shape)}, the predictions {expected}"
+            f"site {site!r} ({kind}): observed values have shape {tuple(values.shape)}, but predictions {expected}"
         )
     values = as_drawn(fn, values)
     inside = fn.support is None or bool(fn.support.check(values).all())
     if not inside:
         raise DataError(
-            f"site {site!r}: observed values from {float(values.min()):.6g} to {float(values.max()):.6g} include "
-            f"some that {kind} cannot give"
+            f"site {site!r}: some of the observed values, which range from {float(values.min()):.6g} to "
+            f"{float(values.max()):.6g}, are outside the support of {kind}"
         )
     log_prob: Tensor = fn.log_prob(values)
     return log_prob
 
 
 def mixture_log_prob(site: str, fn: Any, values: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Log density of values of the shape of one draw, checked for every component; anything where the mask has none."""
+    """Return the log density of values in the shape of one draw, checked for every component."""
     each = getattr(fn, "each", [fn])
     check_events(each[0], mask, site)
     values = filled(values, mask, each[0])
@@ -98,21 +98,21 @@ def mixture_log_prob(site: str, fn: Any, values: Tensor, mask: Tensor | None = N
 
 
 def filled(values: Tensor, mask: Tensor | None, fn: Any) -> Tensor:
-    """Return ``values`` with a possible value wherever the mask leaves one out; what stands there need not be one.
+    """Return ``values``, with masked ones, which may lie outside the support, replaced by a value in the support.
 
     Args:
-        values: of the shape of one draw.
-        mask: True for values that count, of the same shape; None if all do.
-        fn: the distribution that is to score them.
+        values: values in the shape of one draw.
+        mask: True for values that count, in the same shape; None if all count.
+        fn: the distribution that will score them.
     """
-    if mask is None or mask.shape != values.shape:  # another shape is reported where they are scored
+    if mask is None or mask.shape != values.shape:  # another shape raises an error when the values are scored
         return values
     with forked(values.device):
         return torch.where(mask, values, fn.sample().to(values))
 
 
 def with_any(mask: Tensor, event_dim: int) -> Tensor:
-    """Return True for observations with any value that counts."""
+    """Return a mask of observations that is True if any of their values counts."""
     return mask.flatten(mask.dim() - event_dim).any(-1) if event_dim else mask
 
 
@@ -121,14 +121,14 @@ def _cuts_events(mask: Tensor, event_dim: int) -> bool:
 
 
 def both_masks(first: Tensor | None, second: Tensor | None) -> Tensor | None:
-    """Return which values both masks let count; without a mask all do."""
+    """Return the mask of values that count under both masks; without a mask, all values count."""
     if first is None or second is None:
         return second if first is None else first
     return first & second
 
 
 def check_events(fn: Any, mask: Tensor | None, site: str) -> None:
-    """Refuse to score a part of an event with a distribution that knows nothing of the mask."""
+    """Raise an error if a mask excludes parts of events, and the distribution cannot score the remaining parts."""
     event_dim = len(fn.event_shape)
     if mask is None or not event_dim or not _cuts_events(mask, event_dim):
         return
@@ -137,29 +137,29 @@ def check_events(fn: Any, mask: Tensor | None, site: str) -> None:
             return
         fn = fn.components if isinstance(fn, PointMixture) else fn.base_dist
     raise UnsupportedError(
-        f"the mask of site {site!r} leaves out parts of single observations: mask the distribution before to_event, "
-        "as dist.Normal(...).mask(mask).to_event(1), also where the model is given no observation"
+        f"the mask of site {site!r} excludes parts of single observations: mask the distribution before to_event, as "
+        "in dist.Normal(...).mask(mask).to_event(1), also when the model is called without an observation"
     )
 
 
 def as_drawn(fn: Any, values: Tensor) -> Tensor:
-    """Return whole numbers and truth values in the dtype that the distribution draws."""
+    """Return integers and booleans in the dtype of the distribution's draws."""
     if values.is_floating_point() or isinstance(untransformed(fn), td.Categorical):
         return values
     kinds = [tensor.dtype for tensor in tensors_of(fn) if tensor.is_floating_point()]
     return values.to(kinds[0] if kinds else torch.get_default_dtype())
 
 
-_AT_ONCE = 2**20  # numbers in one tensor
-_COUNTS = 2**16  # whose probabilities are added up
-_DRAWS = 2**12  # from which a quantile is read, at least
+_AT_ONCE = 2**20  # largest number of elements in one tensor
+_COUNTS = 2**16  # largest number of counts whose probabilities are added up
+_DRAWS = 2**12  # smallest number of draws from which a quantile is computed
 
 
 def marginal(fn: Any) -> Any:
-    """Return the distributions of single numbers: the batch shape holds the events of ``fn``.
+    """Return the marginal distributions of single elements: events of ``fn`` become part of the batch shape.
 
     Raises:
-        NotImplementedError: there is no rule for this distribution.
+        NotImplementedError: if there is no rule for this distribution.
     """
     if isinstance(fn, (td.Independent, dist.MaskedDistribution, dist.ExpandedDistribution)):
         inner = marginal(fn.base_dist)
@@ -173,7 +173,7 @@ def marginal(fn: Any) -> Any:
     if isinstance(fn, td.MixtureSameFamily) and isinstance(
         normals := marginal(fn.component_distribution), td.Normal
     ):
-        # The dimension of components goes behind the event dimensions.
+        # The dimension of components is moved behind the event dimensions.
         loc, scale = (v.movedim(-1 - len(fn.event_shape), -1) for v in (normals.loc, normals.scale))
         logits = fn.mixture_distribution.logits
         logits = logits.reshape(*fn.batch_shape, *[1] * len(fn.event_shape), -1).expand(loc.shape)
@@ -186,26 +186,26 @@ def marginal(fn: Any) -> Any:
 
 
 def probabilities(name: str, given: Any) -> Tensor:
-    """Return one probability or several as a tensor ``[]`` or ``[Q]`` of double precision.
+    """Return one probability or several as a tensor ``[]`` or ``[Q]`` in double precision.
 
     Raises:
-        ArgumentError: something else, or not between 0 and 1.
+        ArgumentError: if ``given`` is not a probability or a sequence of probabilities strictly between 0 and 1.
     """
     found = torch.as_tensor(given, dtype=torch.float64)
     if found.dim() > 1 or not found.numel() or not bool(((found > 0) & (found < 1)).all()):
-        raise ArgumentError(f"{name} must be a number or numbers between 0 and 1, not {given!r}")
+        raise ArgumentError(f"{name} must be one or several numbers between 0 and 1, not {given!r}")
     return found
 
 
 @torch.no_grad()
 def quantile(fn: Any, level: float) -> Tensor:
-    """Return where the distribution function of each number reaches ``level``, of the batch and event shape.
+    """Return the quantile of each element at probability ``level``, in the batch and event shape.
 
-    Status: exact up to rounding where the distribution function or the probabilities of counts are known; else from
-    draws, with the same seed for every level.
+    Status: exact up to rounding if the distribution function or the probabilities of counts are available; otherwise
+    computed from draws, with the same seed for every level.
 
     Raises:
-        NotImplementedError: the distribution is over classes.
+        NotImplementedError: if the distribution is over classes.
     """
     if isinstance(untransformed(fn), (td.Bernoulli, td.Categorical, td.OneHotCategorical)):
         raise NotImplementedError
@@ -219,7 +219,7 @@ def quantile(fn: Any, level: float) -> Tensor:
 
 
 def _inverse(single: Any, level: float) -> Tensor:
-    """Invert the distribution function of single numbers."""
+    """Invert the distribution function of scalars."""
     first = single.each[0] if isinstance(single, EqualMixture) else single
     mean = first.mean
     if first.support.is_discrete:
@@ -234,7 +234,9 @@ def _inverse(single: Any, level: float) -> Tensor:
     wide = widest(mean.device)
     as_whole = torch.int64 if wide == torch.float64 else torch.int32
 
-    def number(place: Tensor) -> Tensor:  # the bits of floating-point numbers are in their order
+    def number(
+        place: Tensor,
+    ) -> Tensor:  # the bits of floating-point numbers, read as integers, have the same order
         return place.abs().view(wide) * place.sign()
 
     largest = torch.full(single.batch_shape, torch.finfo(wide).max, dtype=wide, device=mean.device)
@@ -244,7 +246,7 @@ def _inverse(single: Any, level: float) -> Tensor:
         middle = (low & high) + ((low ^ high) >> 1)  # their mean, without the overflow of a sum
         below = distribution_function(single, number(middle)) < level
         low, high = torch.where(below, middle, low), torch.where(below, high, middle)
-    return number(high).to(mean.dtype)  # whose probability is not zero: it lies in the support
+    return number(high).to(mean.dtype)  # the upper end, which lies in the support
 
 
 def _count(single: Any, level: float, at_once: int) -> Tensor:
@@ -260,7 +262,7 @@ def _count(single: Any, level: float, at_once: int) -> Tensor:
 
 
 def _probabilities(single: Any, start: int, number: int) -> Tensor:
-    """Return the probabilities of so many counts, in double precision."""
+    """Return the probabilities of ``number`` counts from ``start``, in double precision."""
     if isinstance(single, EqualMixture):
         return torch.stack([_probabilities(fn, start, number) for fn in single.each]).mean(0)
     mean = single.mean
@@ -272,7 +274,7 @@ def _probabilities(single: Any, start: int, number: int) -> Tensor:
 
 
 def _normals(single: Any) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return means, deviations and weights of the Normals that a number's distribution mixes, in the last dimension."""
+    """Return means, scales and weights of a mixture of Normals along the last dimension; otherwise None."""
     if isinstance(single, EqualMixture):
         each = [found for found in map(_normals, single.each) if found is not None]
         if len(each) < len(single.each):
@@ -293,16 +295,16 @@ def _normals(single: Any) -> tuple[Tensor, Tensor, Tensor] | None:
 
 @torch.no_grad()
 def crps(fn: Any, values: Tensor) -> Tensor:
-    r"""Continuous ranked probability score of each number, for a Normal or a mixture of Normals.
+    r"""Return the continuous ranked probability score of each element, for a Normal or a mixture of Normals.
 
     .. math::
         \mathrm{CRPS} = \sum_i w_i A(y - m_i, s_i^2) - \tfrac12 \sum_{i,j} w_i w_j A(m_i - m_j, s_i^2 + s_j^2),
         \qquad A(d, v) = 2 \sqrt v\,\phi(d/\sqrt v) + d\,(2\Phi(d/\sqrt v) - 1)
 
-    Status: exact. K components cost K² terms for each number, and the memory of K.
+    Status: exact. K components need K² terms per element, and memory for K.
 
     Raises:
-        NotImplementedError: the distribution is neither.
+        NotImplementedError: if the distribution is neither of these.
 
     Source: Grimit et al. (2006), Eq. 5.
     """

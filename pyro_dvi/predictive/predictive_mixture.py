@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Read the components of a mixture, one or many at a time: their averages, or draws of observations.
+r"""Readers of the components of a mixture, one or many at a time: averages, or draws of observations.
 
-The memory of averages does not grow with the number of components: moments by Welford's and Chan's updates and the law
-of total variance,
+The memory of averages does not grow with the number of components. Moments are accumulated with Welford's and Chan's
+updates and the law of total variance,
 
 .. math::
     \mathrm{E}[y] = \tfrac1K\textstyle\sum_k m_k, \qquad
     \mathrm{Var}[y] = \underbrace{\tfrac1K\textstyle\sum_k v_k}_{\text{aleatoric}}
         + \underbrace{\tfrac1K\textstyle\sum_k (m_k - \mathrm{E}[y])^2}_{\text{epistemic}},
 
-class probabilities and densities of observed values by log-sum-exp. The statistics of each component are kept only if
-that is asked for, and the components of numbers, for their quantiles, while there is room.
+and class probabilities and densities of observed values with log-sum-exp. The statistics of each component are kept
+only on request. For regression, the components are kept for quantiles, up to a limit of memory.
 """
 
 import math
@@ -47,17 +47,17 @@ class Part:
     Attributes:
         site: the observed site.
         kind: name of the components' distribution.
-        values: known quantities by name, examples first: ``mean``, one-hot for classes;
+        values: available quantities by name, examples first: ``mean``, one-hot for classes;
             ``aleatoric``, the mean of the components' variances, and ``epistemic``, the variance of their means;
-            ``function_variance``, the mean part of those variances that is the posterior's, where all components tell
-            it: it counts as ``epistemic``;
-            ``log_probabilities`` of each class in the last dimension; ``expected_entropy``, the mean of the
-            components' entropies, for each label; ``observed`` values, the ``mask`` of those that count, and their
-            ``log_likelihood``, NaN where none of an observation counts.
-        draws: statistics of every component, ``[K, N, ...]``; empty unless they were asked for.
-        distribution: the mixture as one distribution object; None where it has no such form, or was not kept.
+            ``function_variance``, the mean of the parts of these variances that are due to the posterior, if all
+            components provide them: it is included in ``epistemic``;
+            ``log_probabilities``, with classes in the last dimension; ``expected_entropy``, the mean of the components'
+            entropies, for each label; ``observed`` values, the ``mask`` of those that count, and their
+            ``log_likelihood``, NaN for observations of which no value counts.
+        draws: statistics of every component, ``[K, N, ...]``; empty unless requested.
+        distribution: the mixture as one distribution object; None if it has no such form or was not kept.
         count: number of components.
-        axis: the dimension of its batch shape that counts examples, negative.
+        axis: the dimension of the distribution's batch shape that indexes examples (negative).
         num_rows: number of examples.
     """
 
@@ -72,41 +72,41 @@ class Part:
 
 
 class _Reader:
-    """Puts the components of a run with many draws together again."""
+    """Rebuilds the components of a run with many draws from their parameters."""
 
-    _made: Any  # a component of a run without checks, for its structure
+    _made: Any  # a component of an unchecked run, which has the structure of all
 
     def _parameters(self, fn: Any) -> dict[str, Tensor]:
-        """Return the tensors of a component by numbers of their own."""
+        """Return the tensors of a component under numbers as names."""
         self._made = fn
         return {str(i): tensor for i, tensor in enumerate(tensors_of(fn, strict=True))}
 
     def _rebuilt(self, many: Mapping[str, Tensor], count: int) -> list[Any]:
-        """Return the components of a run with many draws; none if their parameters were not read."""
+        """Return the components of a run with many draws; empty if their parameters were not read."""
         tensors = [value for name, value in many.items() if name.isdigit()]
         return [with_tensors(self._made, [t[k] for t in tensors]) for k in range(count if tensors else 0)]
 
 
 def _form(response: Response) -> tuple[str, tuple[int, ...]]:
-    """Return the site and the shape of its numbers or class probabilities."""
+    """Return the site and the shape of its values or class probabilities."""
     fn = response.distribution
     classes = class_log_probabilities(fn)
     return response.site, tuple(fn.batch_shape + fn.event_shape if classes is None else classes.shape)
 
 
 _LOG = ("log_probabilities", "log_likelihood")  # averaged as probabilities
-_AVERAGES = {"variance": "aleatoric", "entropy": "expected_entropy"}  # what their averages are called
+_AVERAGES = {"variance": "aleatoric", "entropy": "expected_entropy"}  # names of their averages
 
 
 class Mixture(_Reader):
     """Running summary of the components that are added.
 
     Args:
-        observed: values to score as they come, or None.
+        observed: values to score as components are added, or None.
         num_rows: number of examples.
-        mask: True for observed values that count; None if all do, or if only the run without them knows the mask.
-        room: maximal count of numbers that the kept components predict together; if infinite, their moments or
-            probabilities are kept as well.
+        mask: True for observed values that count; None if all count, or if the mask is read from the components.
+        room: largest number of predicted values in all kept components together; if it is exceeded, no components are
+            kept. If infinite, the statistics of each component are kept as well.
     """
 
     def __init__(
@@ -116,21 +116,24 @@ class Mixture(_Reader):
         self.num_rows = num_rows
         self.mask = mask
         self.count = 0
-        self.averages: dict[str, Tensor] = {}  # "log_..." of the sum over components, the others of the mean
-        self.between: Tensor | None = None  # sum of squared distances of the components' means from the mean
+        self.averages: dict[str, Tensor] = {}  # "log_...": log of the sum over components; others: the mean
+        self.between: Tensor | None = (
+            None  # sum over components of squared distances of their means from the mean
+        )
         self.last: Response | None = None
         self.room = room
         self._kept: list[dict[str, Tensor]] = []
         self._components: list[Any] = []
-        # The observed values, with possible ones in place of those that are masked.
+        # The observed values, with values from the support in place of masked ones.
         self._scored: Tensor | None = None
 
     def add(self, response: Response) -> None:
-        """Add a component, having checked what was observed.
+        """Add a component, after checking the observed values.
 
         Raises:
-            DataError: observed values of another shape, or impossible under this component.
-            UnsupportedError: a mask cuts observations that the distribution scores as a whole.
+            DataError: if observed values have another shape, or lie outside the support of this component.
+            ModelError: if members of an ensemble predict different sites or shapes.
+            UnsupportedError: if a mask excludes parts of observations that the distribution scores as a whole.
         """
         fn = response.distribution
         if self.last is None:
@@ -142,9 +145,9 @@ class Mixture(_Reader):
                 check_events(fn, self.mask, response.site)
         elif _form(response) != _form(self.last):
             raise ModelError(
-                f"members of the ensemble predict unlike things: the first {_form(self.last)}, another "
-                f"{_form(response)}, site and shape of its numbers or class probabilities. Choose a site that all "
-                "models have by site="
+                "members of the ensemble predict different sites, or values of different shapes: (site, shape) is "
+                f"{_form(self.last)} for the first member and {_form(response)} for another. Choose a site that all "
+                "models have with site="
             )
         self.last = response
         if self._scored is not None:
@@ -155,20 +158,20 @@ class Mixture(_Reader):
         self.add_statistics({name: value.unsqueeze(0) for name, value in found.items()}, 1)
 
     def statistics(self, node: Any) -> dict[str, Tensor]:
-        """Return averaged quantities and parameters of a component from its site in a run without checks."""
+        """Return the statistics and parameters of a component from its site in an unchecked run."""
         found = statistics(node["fn"], self._scored)
         if self.room <= 0 or "log_probabilities" in found:
             return found
         return found | self._parameters(node["fn"])
 
     def add_statistics(self, many: Mapping[str, Tensor], count: int) -> None:
-        """Add ``count`` components by their statistics, stacked in the first dimension."""
+        """Add ``count`` components, given their statistics, stacked along the first dimension."""
         for fn in self._rebuilt(many, count):
             self._keep_component(fn)
         many = {name: value for name, value in many.items() if not name.isdigit()}
         is_first, self.count = self.count == 0, self.count + count
         added = count / self.count
-        if "function_variance" not in many:  # known of all components, or of none
+        if "function_variance" not in many:  # averaged only if all components provide it
             self.averages.pop("function_variance", None)
         if "mean" in many:
             mean = many["mean"].mean(0)
@@ -181,7 +184,7 @@ class Mixture(_Reader):
             old, new = self.averages.get(name), values.logsumexp(0) if name in _LOG else values.mean(0)
             if is_first:
                 self.averages[name] = new
-            elif old is not None:  # in this form infinite variances stay infinite
+            elif old is not None:  # in this form, infinite variances stay infinite
                 is_log = name in _LOG
                 self.averages[name] = torch.logaddexp(old, new) if is_log else old * (1 - added) + new * added
         if self.room == math.inf:
@@ -192,11 +195,11 @@ class Mixture(_Reader):
         self._components = [*self._components, fn] if self.room >= 0 else []
 
     def finish(self) -> Part:
-        """Return the summary of everything added."""
-        assert self.last is not None, "a rule gave no component"
+        """Return the summary of all added components."""
+        assert self.last is not None, "the rule returned no components"
         fn, axis = self.last.distribution, self.last.axis
         base, event_dim = untransformed(fn), len(fn.event_shape)
-        # Dimensions on the right of the batch shape: classes have the moments of their one-hot code.
+        # Number of dimensions to the right of the batch shape: moments of classes are those of the one-hot encoding.
         of_moments = event_dim + isinstance(base, td.Categorical)
         of_labels = event_dim - isinstance(base, td.OneHotCategorical)
         right = {"log_probabilities": of_labels + 1, "entropy": of_labels, "log_likelihood": 0}
@@ -207,7 +210,7 @@ class Mixture(_Reader):
         between = None if self.between is None else self.between / self.count
         kept.pop("function_variance", None)
         if between is not None and (within := found.get("function_variance")) is not None:
-            # Rounding makes the difference negative where the noise is far smaller.
+            # Rounding makes the difference negative where the noise variance is far smaller.
             between, found["variance"] = between + within, (found["variance"] - within).clamp_min(0)
         everything = {**found, "epistemic": between, "observed": self.observed, "mask": self.mask}
         values = {
@@ -227,7 +230,7 @@ class Mixture(_Reader):
         )
 
     def _distribution(self, fn: Any, log_probabilities: Tensor | None) -> Any:
-        """Return the mixture as one distribution: classes mix into classes."""
+        """Return the mixture as one distribution, which for classes is again a distribution over classes."""
         if self.count == 1:
             return fn
         if log_probabilities is None:
@@ -242,21 +245,21 @@ class Mixture(_Reader):
 
 
 class ObservationDraws(_Reader):
-    """Draws observations from the components of one batch, the same number from each, and keeps them on the CPU.
+    """Draws observations from the components of one batch, the same number from each, and stores them on the CPU.
 
-    A component of a vectorised run is put together again from its parameters, and draws with the seed that it would
-    have in a loop.
+    A component of a vectorised run is rebuilt from its parameters, and draws with the seed that it would have in a
+    loop.
 
     Args:
-        count: draws in all.
-        num_components: distributions that they come from, in equal shares.
-        seeds: gives the seed of each component's draws.
-        observed: the site in a run with the observations, to score them; None where there are none.
+        count: total number of draws.
+        num_components: number of distributions, each of which contributes the same number of draws.
+        seeds: generates the seed of each component's draws.
+        observed: the site in a run with the observations, which are scored; None if there are none.
 
     Attributes:
         values: the draws, ``[count, N, ...]``.
-        log_prob: log density of what was observed by component, ``[num_components, N, ...]``.
-        counts: True for observed values that count, of the shape of one draw; None if all do.
+        log_prob: log density of the observed values under each component, ``[num_components, N, ...]``.
+        counts: True for observed values that count, in the shape of one draw; None if all count.
         first: the first component.
     """
 
@@ -276,8 +279,9 @@ class ObservationDraws(_Reader):
         """Add a component.
 
         Raises:
-            DataError: observed values have another shape than the draws, or are impossible.
-            UnsupportedError: a mask that depends on the draw, or cuts observations that are scored as a whole.
+            DataError: if observed values do not have the shape of draws, or lie outside the support.
+            UnsupportedError: if the mask depends on the draw, or excludes parts of observations that the distribution
+                scores as a whole.
         """
         fn = response.distribution
         if self._added == 0:
@@ -285,7 +289,7 @@ class ObservationDraws(_Reader):
             self.counts = both_masks(self.counts, response.mask)
             if self.observed is not None:
                 check_events(fn, self.counts, response.site)
-        if self.observed is not None:  # a masked value need not be possible, and one of each component is
+        if self.observed is not None:  # masked values may lie outside the support of the component
             self._scored = filled(self.observed["value"], self.counts, fn)
         self.sample(fn)
         if self._scored is not None:
@@ -294,16 +298,16 @@ class ObservationDraws(_Reader):
         self._added += 1
 
     def statistics(self, node: Any) -> dict[str, Tensor]:
-        """Return the parameters of a component, and its mask and the log density of the observed values."""
+        """Return the parameters of a component, its mask, and the log density of the observed values."""
         fn, found = node["fn"], {}
         if self._scored is not None:
             found["mask"] = self._whole(counted(node), fn)
             found["log_prob"] = fn.log_prob(as_drawn(fn, self._scored))
-        # At last: a density may leave further tensors in its distribution.
+        # Last, because computing a density may store further tensors in the distribution.
         return found | self._parameters(fn)
 
     def add_statistics(self, many: Mapping[str, Tensor], count: int) -> None:
-        """Add components by what :meth:`statistics` gives for them."""
+        """Add components, given the results of :meth:`statistics`, stacked along the first dimension."""
         if self._scored is not None:
             self._score(many["log_prob"], many["mask"])
         for fn in self._rebuilt(many, count):
@@ -322,8 +326,8 @@ class ObservationDraws(_Reader):
     def _score(self, log_prob: Tensor, masks: Tensor) -> None:
         if not bool((masks == self._whole(self.first.mask, self.first.distribution)).all()):
             raise UnsupportedError(
-                f"the mask of site {self.first.site!r} depends on the latent values, so that log_likelihood has no "
-                "common length for all draws: export inputs alone"
+                f"the mask of site {self.first.site!r} depends on the latent values, so log_likelihood would have a "
+                "different length for each draw: export inputs alone"
             )
         rows = log_prob.movedim(self.first.axis, 1)
         if self._added == 0:
@@ -331,6 +335,6 @@ class ObservationDraws(_Reader):
         self.log_prob[self._added : self._added + len(rows)] = rows
 
     def _whole(self, mask: Tensor | None, fn: Any) -> Tensor:
-        assert self._scored is not None, "there is something to mask"
+        assert self._scored is not None
         shape, device = fn.batch_shape + fn.event_shape, self._scored.device
         return torch.ones(shape, dtype=torch.bool, device=device) if mask is None else mask

@@ -25,15 +25,16 @@ from pyro_dvi.predictive.predictive_mixture import Mixture
 from pyro_dvi.predictive.rules.rule import FromDraws, PredictionRule
 from pyro_dvi.runs.explained import bad_values
 
-EXAMPLES = 4  # rows that the model is looked at with
+EXAMPLES = 4  # number of rows with which the model is recorded
 
 
 class Predicted(NamedTuple):
-    """Predictions for some rows: the tensors of a :class:`~pyro_dvi.predictive.Prediction`, without its methods.
+    """Predictions for a batch: tensors as in :class:`~pyro_dvi.predictive.Prediction`, without its methods.
 
     Attributes:
-        mean: ``[N, ...]``; of classes the probabilities ``[N, ..., C]``, of a Bernoulli only of label 1.
-        variance: noise and posterior together, in squared units of the observation; of classes in one-hot code.
+        mean: ``[N, ...]``; for classes, the probabilities ``[N, ..., C]``; for a Bernoulli, the probability of label 1.
+        variance: due to noise and posterior together, in squared units of the observation; for classes, of the one-hot
+            encoding.
         epistemic: the part of the variance due to the posterior; None if the rule does not separate it.
     """
 
@@ -43,15 +44,14 @@ class Predicted(NamedTuple):
 
 
 class Predictor(nn.Module):
-    """A module of torch operators that takes tensors and returns :class:`Predicted`; made by :func:`predictor`.
+    """A module of torch operators that takes tensors and returns :class:`Predicted`; created by :func:`predictor`.
 
     It stores the required parts of the posterior in buffers, so that ``to``, ``state_dict``, ``torch.save`` and
     ``copy.deepcopy`` work as for any module. No gradients are recorded. After a change of dtype, buffers are rounded
     from the model's dtype.
 
-    It works with ``torch.compile``, and with ``torch.export.export(serve, (x,), dynamic_shapes=[({0: Dim("rows")},)])``
-    of :mod:`torch.export`, both for any number of rows. An exported predictor returns a plain tuple, and runs without
-    this library.
+    It works with ``torch.compile`` and with ``torch.export.export(serve, (x,), dynamic_shapes=[({0: Dim("rows")},)])``,
+    both for any number of rows. An exported predictor returns a plain tuple, and runs without this library.
 
     Attributes:
         site: the observed site that is predicted.
@@ -74,41 +74,44 @@ class Predictor(nn.Module):
         """Predict.
 
         Args:
-            inputs: as in the example, with any number of rows; all rows are in memory at once.
+            inputs: tensors as in the example, with any number of rows; all rows are in memory at once.
 
         Raises:
-            DataError: the number or shapes of the inputs differ from the example's; an input contains NaN, or
-                infinities that have no finite mean.
+            DataError: if the number or shapes of the inputs differ from the example's, or an input contains NaN, or
+                infinities for which the mean is not finite.
         """
         shapes = [tuple(value.shape[1:]) if value.dim() else None for value in inputs]
         rows = [value.shape[0] for value in inputs if value.dim()]
         if shapes != self._shapes or rows != rows[:1] * len(rows):
             raise DataError(
-                f"{rows} rows of inputs have shapes {shapes}, those of the example {self._shapes}"
+                f"inputs with {rows} rows have row shapes {shapes}, but must have equal numbers of rows and the row "
+                f"shapes {self._shapes} of the example"
             )
         with torch.no_grad():
             mean, *spread = self.operators(*inputs)
-            for value in inputs:  # whatever the model makes of NaN
+            for value in inputs:  # NaN inputs give NaN predictions, whatever the model computes
                 if value.dim() and value.is_floating_point():
                     nan = value.isnan().reshape(value.shape[0], -1).any(1)
                     nan = nan.reshape(-1, *[1] * (mean.dim() - 1))
-                    mean = mean.masked_fill(nan, 0.0) / ~nan  # files of older torch hold no constant NaN
+                    mean = (
+                        mean.masked_fill(nan, 0.0) / ~nan
+                    )  # files of older versions of torch cannot contain a constant NaN
         outputs: Any = mean, *spread
         finite = torch.compiler.is_compiling() or math.isfinite(mean.sum())
-        if not finite and (error := bad_values(inputs, {})):  # else a distribution without a mean
+        if not finite and (error := bad_values(inputs, {})):  # otherwise, the distribution has no mean
             raise error
-        # A saved program names no class of this library, so that it runs where the library is not installed.
+        # An exported program must not refer to classes of this library, so that it runs without the library.
         return outputs if torch.compiler.is_exporting() else Predicted(*outputs)
 
     def extra_repr(self) -> str:
-        """Site and rule."""
+        """Return site and rule."""
         return f"site={self.site!r}, method={self.method}"
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Predictor":
         before = self._like
         super()._apply(fn, recurse)
         after = {"device": self._like.device, "dtype": self._like.dtype}
-        for node in self.operators.graph.nodes:  # tensors that are made in the graph follow
+        for node in self.operators.graph.nodes:  # tensors created in the graph are moved as well
             for name, new in after.items():
                 if node.kwargs.get(name) == getattr(before, name):
                     node.update_kwarg(name, new)
@@ -126,34 +129,33 @@ def predictor(
     observed: str | None = None,
     seed: int | None = None,
 ) -> Predictor:
-    r"""Prepare predictions, for calls with tensors in a service.
+    r"""Prepare predictions once, for repeated calls with tensors, as in a service.
 
     Everything that :func:`~pyro_dvi.predict` does in Python is done once: checks, Pyro's traces, moment objects, draws
     of the weights, and all computations that depend only on the weights. The result is a graph of torch operators from
-    inputs to predictions. It supports every distribution that has a mean and a variance, and every rule whose operators
-    do not depend on values: ``AtMean()``, ``Moments()``, ``Samples(n)`` with the same n draws in every call.
-    ``Linearised()`` reads values and raises an error.
+    inputs to predictions. Every distribution with a mean and a variance is supported, and every rule whose operators do
+    not depend on values: ``AtMean()``, ``Moments()``, and ``Samples(n)`` with the same n draws in every call.
+    ``Linearised()`` depends on values and raises an error.
 
-    Status: up to rounding, the same numbers as :func:`~pyro_dvi.predict` with the same seed, which is checked on the
-    example.
+    Status: equal to :func:`~pyro_dvi.predict` with the same seed, up to rounding, which is checked on the example.
 
     Args:
         model: the Pyro model; modules run in evaluation mode.
         guide: its trained guide. Later training does not change the predictor.
-        example: some inputs, as ``data`` of :func:`~pyro_dvi.predict`; four rows are enough. Observations are ignored,
-            and what is no tensor stays as it is.
+        example: some inputs, as ``data`` of :func:`~pyro_dvi.predict`; four rows are sufficient. Observations are
+            ignored, and inputs that are not tensors keep their values.
         method: prediction rule; by default the guide's, as in :func:`~pyro_dvi.predict`.
         site: observed site to predict, if the model has several.
         observed: the model's argument that holds the observation, as in :func:`~pyro_dvi.predict`.
-        seed: of the draws; by default one from the global generator.
+        seed: seed of the draws; by default one from the global generator.
 
     Returns:
         A module that takes the tensors of the model's inputs by position, in the order of the example.
 
     Raises:
-        UnsupportedError: a distribution without mean or variance; a model that draws its own random numbers, or whose
-            operators depend on the values of its inputs; a guide whose draws depend on the inputs; predictions that
-            differ from the predictions of ``predict``.
+        UnsupportedError: if the distribution has no mean or variance, if the model draws random numbers itself or
+            chooses operators by the values of its inputs, if draws of the guide depend on the inputs, or if the result
+            differs from ``predict``.
 
     Example:
         >>> import torch, pyro_dvi as dvi
@@ -182,18 +184,18 @@ def predictor(
                 prepared = Predictor(expected.site, rule, graph, leaves)
             found = prepared(*leaves)._asdict()
             if not agrees(found, {"mean": expected.mean, "variance": expected.variance}):
-                raise UnsupportedError("what its operators give differs from what predict gives")
+                raise UnsupportedError("the recorded operators and predict give different results")
         except UnsupportedError as error:
             raise UnsupportedError(
-                f"predictions by {rule} cannot be prepared: {str(error).rstrip(':.')}. Use predict, or a rule like "
-                "AtMean(), Moments() or Samples(n)"
+                f"predictions with {rule} cannot be prepared: {str(error).rstrip(':.')}. Use predict, or a rule "
+                "such as AtMean(), Moments() or Samples(n)"
             ) from error
     return prepared
 
 
 @dataclass(frozen=True)
 class _Run:
-    """Runs of the model up to the site that is predicted, without checks."""
+    """Runs of the model up to the predicted site, without checks."""
 
     model: Callable[..., Any]
     guide: Any
@@ -202,7 +204,7 @@ class _Run:
     seed: int
 
     def by(self, rule: PredictionRule) -> Function:
-        """Return predictions by a rule as a function of the inputs."""
+        """Return predictions with a rule as a function of the inputs."""
 
         def predicted(*inputs: Tensor) -> list[Tensor]:
             seeder()(self.seed)
@@ -214,10 +216,10 @@ class _Run:
         return predicted
 
     def averaging(self, rule: FromDraws, example: tuple[Any, ...]) -> Function:
-        """Return averages over draws, which are drawn now, as a function of the inputs.
+        """Draw the latents now, and return averages over these draws as a function of the inputs.
 
         Raises:
-            UnsupportedError: the draws may depend on the inputs, or the model runs with one draw at a time only.
+            UnsupportedError: if draws may depend on the inputs, or the model must be run with one draw at a time.
         """
         if not rule.repeats(self.guide):
             raise UnsupportedError(f"draws of {type(self.guide).__name__} may depend on the inputs")
@@ -226,7 +228,9 @@ class _Run:
         way, node = ManyDraws(), self._node(example)
         chunks = way.chunks(first, iter(others), lambda draw: statistics(node(draw)["fn"], None))
         if any(found is None for _, found in chunks):
-            raise UnsupportedError("the model draws numbers itself, keeps values between runs, or gives NaN")
+            raise UnsupportedError(
+                "the model draws random numbers, stores values between runs, or returns NaN"
+            )
 
         def predicted(*inputs: Tensor) -> list[Tensor]:
             mixture, node = Mixture(None, rows_of(tensors_in(inputs))), self._node(inputs)
@@ -261,7 +265,7 @@ def _nested(like: tuple[Any, ...], tensors: tuple[Tensor, ...]) -> tuple[Any, ..
 
 
 def _with_rows(value: Tensor, count: int, more: int) -> Tensor:
-    """Return the rows of a tensor and some of them again, with other values where these are real numbers."""
+    """Return the rows of a tensor, followed by copies of some of them, whose floating-point values differ."""
     if value.dim():
         value = value[torch.arange(count + more, device=value.device) % count]
     return value / more if value.is_floating_point() else value

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pyro effect handlers: guides at their means, latents with their moments, observed sites."""
+"""Pyro effect handlers: guides at their means, latents with moments, observed sites."""

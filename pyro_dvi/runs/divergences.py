@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Kullback-Leibler divergence of factorised Gaussian posteriors from any prior of the model.
+r"""Kullback-Leibler divergence of factorised Gaussian posteriors from the priors of a model.
 
-In order of preference: closed form (Normal priors, also at their optimal scale, and priors that are a transformed
-Normal under the posterior's own transform, such as LogNormal), Gauss-Hermite quadrature (any prior that factorises
-over elements), and one reparameterised sample (the rest: Dirichlet, MultivariateNormal, ...). All are given the
-values of the prior's own parents. Point masses contribute their negative log prior.
+In order of preference, it is computed in closed form (for Normal priors, also at their optimal scale, and for priors
+that are a transformed Normal under the posterior's own transform, such as LogNormal), with Gauss-Hermite quadrature
+(for priors that factorise over elements), or with one reparameterised sample (for other priors, such as Dirichlet and
+MultivariateNormal). It is conditional on the values of the prior's parents. Point masses contribute their negative log
+prior.
 """
 
 import math
@@ -32,7 +33,7 @@ _NODES = 32
 
 
 def kl_to_priors(latents: Iterable[Latent]) -> Tensor:
-    r"""KL(q || p) of all latent sites, each scaled and masked as the model's site is: a scalar.
+    r"""Sum of KL(q || p) over all latent sites, each with the scale and mask of the model's site, as a scalar.
 
     If the guide's site has a different scale :math:`c_q`, as with ``poutine.scale`` in the model only, each density has
     the scale of its own site, as in Pyro's ``Trace_ELBO``: :math:`\mathrm E_q[c_q \log q - c_p \log p]`.
@@ -42,12 +43,13 @@ def kl_to_priors(latents: Iterable[Latent]) -> Tensor:
     .. math:: \sum \tfrac12\Bigl(\frac{\sigma^2 + (\mu - m)^2}{s^2} - 1\Bigr) - \log\frac{\sigma}{s},
 
     where multiplicative noise has :math:`\sigma^2 = \alpha\mu^2 + \varepsilon`. These sites are summed together in few
-    passes over the weights (:mod:`pyro_dvi.gaussians.normal_divergence`), all others one by one.
+    passes over the weights (:mod:`pyro_dvi.gaussians.normal_divergence`), and all others one by one.
 
     A Gaussian with covariances adds its :func:`~pyro_dvi.gaussians.normals.total_correlation`.
 
-    Status: exact for Normal and transformed Normal priors; Gauss-Hermite with 32 nodes for other factorised priors
-    (exact to rounding for smooth ones, about 1 % for kinks such as Laplace's); otherwise an unbiased sample.
+    Status: exact for Normal and transformed Normal priors. Other factorised priors use Gauss-Hermite quadrature with 32
+    nodes (exact to rounding for smooth densities, about 1 % error for densities with a kink, such as Laplace's). All
+    other priors use an unbiased sample.
 
     Args:
         latents: posterior marginals and priors of the sites.
@@ -72,7 +74,7 @@ def kl_to_priors(latents: Iterable[Latent]) -> Tensor:
 
 
 def entropy(latents: Iterable[Latent]) -> Tensor:
-    r"""Entropy of the Gaussians of all latent sites in unconstrained space, scaled and masked as the guide's sites are.
+    r"""Entropy of the Gaussians of all latent sites in unconstrained space, with scales and masks of the guide's sites.
 
     .. math:: \sum \log\sigma + \tfrac12\log 2\pi e
 
@@ -87,8 +89,8 @@ def entropy(latents: Iterable[Latent]) -> Tensor:
     for latent in latents:
         if elementary(latent.transform) != elementary(unconstraining_transform(latent.prior.support)):
             raise UnsupportedError(
-                f"the posterior of site {latent.name!r} is not Normal in unconstrained space either, so its "
-                "entropy is unknown: use a site that is Normal there, or leave temperature at 1"
+                f"the posterior of site {latent.name!r} is not Normal in unconstrained space, so its entropy is "
+                "unknown: use a site that is Normal there, or leave temperature at 1"
             )
     terms = [scale_and_mask(_entropy(latent), latent.guide_scale, latent.mask).sum() for latent in latents]
     sources = {id(a.source): a for a in latents if _has_covariances(a)}
@@ -101,21 +103,21 @@ def entropy(latents: Iterable[Latent]) -> Tensor:
 def refuse_free_scales(latents: Iterable[Latent], drawn: bool = False) -> None:
     """Raise an error for priors whose scale is learned or latent, at temperatures below 1.
 
-    The normaliser of the prior then outweighs the entropy of the posterior, so that scale and weights go to zero
+    The normaliser of the prior then outweighs the entropy of the posterior, so that scale and weights shrink to zero
     together.
 
     Args:
         latents: posterior marginals and priors of the sites.
-        drawn: whether points are draws from a posterior rather than point masses.
+        drawn: True if points are draws from a posterior instead of point masses.
 
     Raises:
-        ModelError: naming the site.
+        ModelError: if there is such a prior; the message names its site.
     """
     for latent in latents:
         if (drawn or latent.loc is not None) and any(map(_has_free_scale, _layers(latent.prior))):
             raise ModelError(
-                f"the prior of site {latent.name!r} has a scale that is learned or latent, which goes to zero at a "
-                "temperature below 1: give it a fixed scale, or use kl_weight instead of temperature"
+                f"the prior of site {latent.name!r} has a learned or latent scale, which would shrink to zero at a "
+                "temperature below 1: use a prior with a fixed scale, or kl_weight instead of temperature"
             )
 
 
@@ -128,9 +130,11 @@ def _layers(prior: Any) -> Iterator[Any]:
 
 
 def _has_free_scale(part: Any) -> bool:
-    """Whether a distribution or transform has a parameter with a gradient, other than one of place."""
+    """Return True if a distribution or transform has a parameter with a gradient, except location parameters."""
     own, parameters = vars(part).keys(), getattr(part, "arg_constraints", {}).keys()
-    names = own if own & parameters or not parameters else parameters  # Beta, say, has them as properties
+    names = (
+        own if own & parameters or not parameters else parameters
+    )  # for example, those of Beta are properties
     values = [
         getattr(part, name) for name in names if name not in ("loc", "_unbroadcasted_loc", "probs", "logits")
     ]
@@ -143,20 +147,20 @@ def _has_covariances(latent: Latent) -> bool:
 
 
 def _kl_of_covariances(source: GaussianSite, latents: list[Latent]) -> Tensor:
-    """Return the total correlation of a joint Gaussian, which the divergences of the marginals leave out."""
+    """Return the total correlation of a joint Gaussian, which the divergences of the marginals do not include."""
     scales = {scale for latent in latents for scale in (latent.plate_scale, latent.guide_scale)}
     if len(scales) > 1 or any(latent.mask is not None for latent in latents):
         raise ModelError(
-            f"sites {[latent.name for latent in latents]} have covariances, and cannot be scaled or masked one by one: "
-            "move them out of subsampled plates, masks and poutine.scale, or use a MeanFieldGuide for them"
+            f"sites {[latent.name for latent in latents]} have covariances, so they cannot be scaled or masked "
+            "separately: move them out of subsampled plates, masks and poutine.scale, or use a MeanFieldGuide for them"
         )
     return total_correlation(source.base) * scales.pop()
 
 
 def _summand(latent: Latent) -> tuple[tuple[Any, ...], tuple[Any, ...]] | None:
-    """Return a key (divergence, scale, dtypes) by which sites with Normal priors are grouped, and the arguments.
+    """Return a key (divergence, scale, dtypes) that groups sites with Normal priors, and the arguments.
 
-    None for a site that is masked, or does not count with one number, or has a prior that is not Normal.
+    Return None for a site that is masked, has more than one scale, or has a prior that is not Normal.
     """
     scales, normal = {latent.plate_scale, latent.guide_scale}, normal_prior(latent)
     if latent.mask is not None or len(scales) > 1 or any(map(torch.is_tensor, scales)) or normal is None:
@@ -171,7 +175,7 @@ def _summand(latent: Latent) -> tuple[tuple[Any, ...], tuple[Any, ...]] | None:
         divergence, parts = multiplicative_divergence, [latent.loc, base.alpha, base.eps]
     else:
         divergence, parts = normal_divergence, [*torch.broadcast_tensors(latent.loc, latent.scale)]
-        if m.dim() or s.dim():  # in units of the prior, which is then a standard Normal
+        if m.dim() or s.dim():  # in units of the prior, which becomes a standard Normal
             parts, m, s = [(parts[0] - m) / s, parts[1] / s], torch.zeros(()), torch.ones(())
     if normal.loc.shape != parts[0].shape or m.dim() or s.dim() or m.requires_grad:
         return None
@@ -204,7 +208,7 @@ def _divergence_to_prior(latent: Latent) -> Tensor:
 
 
 def _expected_log_density(latent: Latent) -> Tensor:
-    """E_q[log q] over constrained values, per batch element."""
+    """Return E_q[log q] over constrained values, per batch element."""
     if latent.loc is None:
         return torch.as_tensor(latent.log_density)
     jacobian = 0.0 if latent.transform is None else _expectation(latent, _log_jacobian)
@@ -212,14 +216,14 @@ def _expected_log_density(latent: Latent) -> Tensor:
 
 
 def _entropy(latent: Latent) -> Tensor:
-    """Entropy of the unconstrained Gaussian, per batch element."""
+    """Return the entropy of the unconstrained Gaussian, per batch element."""
     assert latent.loc is not None and latent.scale is not None
     entropy = latent.scale.log() + 0.5 * math.log(2 * math.pi * math.e)
     return _per_batch_element(latent, entropy.expand_as(latent.loc))
 
 
 def prior_precision(latent: Latent) -> Tensor | None:
-    """1 / s² of a Normal prior in the posterior's unconstrained space; None for other priors."""
+    """Return 1 / s² of a Normal prior in the posterior's unconstrained space; None for other priors."""
     normal = normal_prior(latent)
     return None if normal is None else _scalar(normal.scale).pow(-2)
 
@@ -229,7 +233,7 @@ def _scaled(latent: Latent, per_element: Tensor) -> Tensor:
 
 
 def _per_batch_element(latent: Latent, elements: Tensor) -> Tensor:
-    """Sum over event dimensions; unconstrained and constrained events may differ in size, not in batch shape."""
+    """Sum over event dimensions; unconstrained and constrained events may differ in size, but not in batch shape."""
     return sum_rightmost(elements, elements.dim() - len(latent.prior.batch_shape))
 
 
@@ -237,20 +241,22 @@ def _log_prior(latent: Latent, value: Tensor) -> Tensor:
     try:
         return latent.prior.log_prob(value)
     except ValueError as error:
-        raise DataError(f"the prior of site {latent.name!r} does not admit its posterior: {error}") from error
+        raise DataError(
+            f"the prior of site {latent.name!r} does not accept values of its posterior: {error}"
+        ) from error
 
 
 def normal_prior(latent: Latent) -> td.Normal | None:
-    """Return the prior in the posterior's unconstrained space if it is a Normal there; None for other priors."""
+    """Return the prior in the posterior's unconstrained space, if it is Normal there; None for other priors."""
     return normal_in_unconstrained_space(latent.prior, latent.transform)
 
 
 def normal_in_unconstrained_space(prior: Any, transform: Any) -> td.Normal | None:
-    """Return a distribution as the Normal that it is before ``transform``; None for others.
+    """Return the Normal that ``transform`` maps to a distribution; None if the distribution is not of this form.
 
     Args:
-        prior: over constrained values.
-        transform: from unconstrained to constrained values; None for the identity.
+        prior: distribution over constrained values.
+        transform: map from unconstrained to constrained values; None for the identity.
     """
     prior = strip_event_dims(prior)
     if isinstance(prior, td.Normal):
@@ -263,13 +269,13 @@ def normal_in_unconstrained_space(prior: Any, transform: Any) -> td.Normal | Non
 
 
 def refuse_not_normal(site: str, prior: Any) -> NoReturn:
-    """Refuse a prior under which natural-gradient updates are not defined.
+    """Raise an error for a prior under which natural-gradient updates are not defined.
 
     Raises:
         ModelError: always.
     """
     raise ModelError(
-        f"the prior of site {site!r} is {type(strip_event_dims(prior)).__name__}; natural-gradient updates need a "
+        f"the prior of site {site!r} is {type(strip_event_dims(prior)).__name__}, but natural-gradient updates need a "
         "Normal prior (in unconstrained space). Use MeanFieldGuide with TaylorELBO or MomentPropagationELBO"
     )
 
@@ -281,7 +287,7 @@ def _factorises(latent: Latent) -> bool:
 
 
 def _expectation(latent: Latent, function: Callable[[Latent, Tensor], Tensor]) -> Tensor:
-    """Return E_q of a function of u: node by node, in the memory of one weight tensor, or from one sample."""
+    """Return E_q of a function of u: by quadrature, with the memory of one weight tensor, or from one sample."""
     assert latent.loc is not None and latent.scale is not None
     if not _factorises(latent):
         return function(latent, latent.loc + latent.scale * torch.randn_like(latent.loc))
@@ -292,7 +298,7 @@ def _expectation(latent: Latent, function: Callable[[Latent, Tensor], Tensor]) -
 
 
 def _log_density(latent: Latent, u: Tensor) -> Tensor:
-    """Log prior density of the unconstrained value u, per batch element."""
+    """Return the log prior density of the unconstrained value u, per batch element."""
     if latent.transform is None:
         return _log_prior(latent, u)
     return _log_prior(latent, latent.transform(u)) + _log_jacobian(latent, u)
@@ -303,7 +309,7 @@ def _log_jacobian(latent: Latent, u: Tensor) -> Tensor:
 
 
 def _scalar(parameter: Tensor) -> Tensor:
-    """Return an expanded scalar as a scalar, so that one number is read instead of one per weight."""
+    """Return an expanded scalar as a scalar, so that one value is read instead of one per weight."""
     if parameter.dim() and not any(parameter.stride()):
         return parameter[(0,) * parameter.dim()]
     return parameter

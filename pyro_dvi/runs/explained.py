@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors of torch and Pyro in a run of a model, turned into errors that name their cause."""
+"""Errors of torch and Pyro in a run of a model, converted to errors that name their cause."""
 
 import inspect
 import math
@@ -23,19 +23,19 @@ AS_A_MODEL = (
 def explained_errors(
     model: Callable, posterior: Iterable[Tensor], args: tuple, kwargs: dict
 ) -> Iterator[None]:
-    """Turn errors of a run of ``model`` into errors that name their cause.
+    """Convert errors of a run of ``model`` to errors that name their cause.
 
     Args:
         model: a Pyro model.
         args: its positional arguments.
         kwargs: its keyword arguments.
-        posterior: tensors of the guide, which show its device.
+        posterior: tensors of the guide, from which its device is read.
 
     Raises:
-        DeviceError: data and parameters live on different devices.
-        DataError: the model does not take these arguments, or fails on data that hold NaN, or are of another type than
-            its weights, or of a shape that it does not take; or a minibatch has no rows, or more than its plate.
-        ModelError: the model fails on weights that are NaN, a site does not fit its plate, or a prior is improper.
+        DeviceError: if data and parameters are on different devices.
+        DataError: if the model does not accept these arguments; if it fails on data that contain NaN, have another
+            dtype than its weights, or have unsuitable shapes; or if a minibatch has no rows, or more than its plate.
+        ModelError: if the model fails on NaN weights, a site does not fit its plate, or a prior is improper.
         ParameterError: if a distribution rejects its parameters.
     """
     try:
@@ -56,14 +56,16 @@ def _of_arguments(error: Exception, model: Callable, args: tuple, kwargs: dict) 
     for name, value in named_arguments(args, kwargs).items():
         if hasattr(value, "__array__") and not isinstance(value, Tensor):
             kind = type(value).__name__
-            return DataError(f"{name} of the model is of type {kind}: torch.as_tensor makes it a tensor")
+            return DataError(
+                f"{name} of the model is of type {kind}: convert it to a tensor with torch.as_tensor"
+            )
     inner = inspect.unwrap(model)
     reason = misfit(inner, args, kwargs) if isinstance(error, TypeError) else None
     if reason is None:
         return None
-    # A module with one argument receives no observations.
+    # A module with one argument is a network, which receives no observations.
     network = f". {AS_A_MODEL}" if isinstance(inner, nn.Module) and len(positional(inner)) == 1 else ""
-    return DataError(f"a batch does not hold the arguments of the model: {reason}{network}")
+    return DataError(f"a batch does not match the arguments of the model: {reason}{network}")
 
 
 def _of_data(
@@ -86,23 +88,23 @@ def _of_data(
         if value.dim() and not len(value):
             return DataError(f"{name} of the model has no rows: remove batches without examples")
     for name in non_finite(weights):
-        return ModelError(f"{name!r} of the model holds NaN or infinite values: start from finite weights")
+        return ModelError(f"{name!r} of the model contains NaN or infinite values: start from finite weights")
     if (known := _of_text(error)) is not None:
         return known
     message, types = _first_line(error), {t.dtype for t in own if t.is_floating_point()}
     described = ", ".join(f"{name} {value.dtype} {tuple(value.shape)}" for name, value in data.items())
     if {v.dtype for v in data.values()} != types and ("dtype" in message or "scalar type" in message):
         return DataError(
-            f"the data ({described}) differ in type from the weights ({', '.join(sorted(map(str, types)))}): "
-            "pass the arguments in the order of the model's, convert the data (x.float()), or convert the model "
-            "(model.double()) before building the guide"
+            f"the data ({described}) and the weights ({', '.join(sorted(map(str, types)))}) have different dtypes: "
+            "pass the arguments in the order of the model's signature, convert the data (x.float()), or convert the "
+            "model (model.double()) before building the guide"
         )
-    # A ValueError about a shape comes from a distribution, whose parameters training may have made impossible.
+    # A ValueError about a shape comes from a distribution, whose parameters training may have made invalid.
     shapes = any(word in message for word in ("shape", "size", "dimension", "channels"))
     if shapes and not isinstance(error, ValueError):
         return DataError(
-            f"the model fails on data of these shapes ({described}): {message}. A batch must contain "
-            "the arguments of the model in order"
+            f"the model fails on data of these shapes ({described}): {message}. A batch must contain the arguments of "
+            "the model in the order of its signature"
         )
     return None
 
@@ -120,8 +122,8 @@ _TRANSFORM = (
 _TEXTS: dict[str, tuple[type[PyroDviError], str]] = {
     "subsample_size does not match": (
         DataError,
-        "a minibatch has more rows than the size of its plate: {}. The size of "
-        "pyro.plate(name, size, subsample_size=len(x)) is the number of examples in the whole data set.",
+        "a minibatch has more rows than the size of its plate: {}. In pyro.plate(name, size, subsample_size=len(x)), "
+        "size must be the number of examples in the whole data set.",
     ),
     "Shape mismatch inside plate": (
         ModelError,
@@ -129,7 +131,7 @@ _TEXTS: dict[str, tuple[type[PyroDviError], str]] = {
     ),
     "does not support sampling": (
         ModelError,
-        "{}: a latent site needs a proper prior, such as Normal(0, 100), for its start and for the KL divergence",
+        "{}: a latent site needs a proper prior, such as Normal(0, 100), to initialise it and for the KL divergence",
     ),
     "to satisfy the constraint": (
         ParameterError,
@@ -139,7 +141,7 @@ _TEXTS: dict[str, tuple[type[PyroDviError], str]] = {
     "save_for_backward can only": (
         UnsupportedError,
         "{at.name}, line {at.lineno}, calls a custom torch.autograd.Function, which cannot save means and variances: "
-        "{}. Use torch functions there, write a rule with pyro_dvi.moments.moment_rule, or train with TaylorELBO",
+        "{}. Use torch functions instead, write a rule with pyro_dvi.moments.moment_rule, or train with TaylorELBO",
     ),
     "type <class 'pyro_dvi.moments": (UnsupportedError, _TRANSFORM),
     "transformed by a functorch": (UnsupportedError, _TRANSFORM),
@@ -157,26 +159,27 @@ def _of_text(error: Exception) -> PyroDviError | None:
 
 
 def bad_values(args: tuple, kwargs: dict) -> DataError | None:
-    """Return an error that names NaN or infinities among the arguments of a model; None where there are none."""
+    """Return an error that names NaN or infinities among the arguments of a model; None if there are none."""
     found = non_finite_inputs(args, kwargs)
     if not found:
         return None
     return DataError(
-        f"{' and '.join(found)} of the model: NaN or infinite values. Drop those rows, or replace the values (and put "
-        "pyro.poutine.mask around the site of missing observations)"
+        f"{' and '.join(found)} of the model: NaN or infinite values. Drop these rows, or replace the values (and mask "
+        "the site of missing observations with pyro.poutine.mask)"
     )
 
 
 def non_finite(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Names of trained parameters and running statistics that hold NaN or infinities, and of other tensors with NaN.
+    """Return the names of parameters and running statistics with NaN or infinities, and of other tensors with NaN.
 
-    A buffer or constant may be infinite by right, as the mask of causal attention. One value is read for each device.
+    A buffer or constant may legitimately be infinite, such as the mask of causal attention. One value is read per
+    device.
 
     Example:
         >>> non_finite({"mask": torch.tensor(-torch.inf), "running_var": torch.tensor(torch.inf)})
         ['running_var']
     """
-    # The least and the largest element are NaN if any is; they take one pass and no memory.
+    # Minimum and maximum are NaN if any element is; they need one pass and no memory.
     found: dict[torch.device, dict[str, tuple[Tensor, Tensor]]] = {}
     for name, value in tensors.items():
         if value.layout == torch.strided and value.numel() > 0:

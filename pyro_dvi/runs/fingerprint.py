@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Detect whether a model has changed, even in another process, without storing any data."""
+"""Detection of changes of a model, even between processes, without storing any data."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -18,24 +18,24 @@ from pyro_dvi.core.undisturbed import device_of, evaluating, seeder, undisturbed
 from pyro_dvi.runs.posterior_run import PosteriorMeans
 from pyro_dvi.runs.sites import core, is_latent
 
-_ROWS = 4  # of a batch, where the model takes so few
-# Relative; above the accumulated rounding error of a deep network (0.003 with TensorFloat-32 in ResNet-50), and below
-# the effect of a different activation, prior or noise.
+_ROWS = 4  # number of rows of inputs, if the model accepts so few
+# Relative tolerance: above the accumulated rounding error of a deep network (0.003 with TensorFloat-32 in ResNet-50),
+# and below the effect of a different activation, prior or noise.
 _TOLERANCE = 1e-2
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Summary of a model's sites in evaluation mode, at given values of its latents and at made-up inputs.
+    """Summary of a model's sites in evaluation mode, at given values of its latents and at artificial inputs.
 
-    A made-up input has the shape and dtype of the original, and its elements increase from 0 to 1; integers and
+    An artificial input has the shape and dtype of the original, and its elements increase from 0 to 1; integers and
     booleans are 1. No data are stored, but changes of priors, noise, activations or deterministic weights are detected.
 
     Attributes:
         args: positional arguments of the model: tensors, of which only shape and dtype are used, in tuples, lists and
             dictionaries.
         kwargs: keyword arguments, likewise.
-        sites: family, shape and plates of each site. For each parameter of its distribution, also the mean, the mean
+        sites: family, shape and plates of each site and, for each parameter of its distribution, the mean, the mean
             absolute value, and a mean weighted by position.
     """
 
@@ -54,26 +54,26 @@ class Fingerprint:
             latents: values of its latents.
 
         Returns:
-            The fingerprint; None if the model takes anything but dense tensors, None and booleans in tuples, lists and
-            dictionaries, or does not run on the stand-ins.
+            The fingerprint; None if the arguments contain anything but dense tensors, None and booleans in tuples,
+            lists and dictionaries, or if the model does not run on artificial inputs.
         """
         shapes = input_shapes(args, kwargs)
         for rows in () if shapes is None else (_ROWS, None):
             args, kwargs = rows_cut(itemgetter(slice(rows)), shapes)
             try:
                 return cls(args, kwargs, _look(model, args, kwargs, latents))
-            except Exception:  # the model takes whole batches only, or no stand-ins
+            except Exception:  # the model needs complete batches, or rejects artificial inputs
                 continue
         return None
 
     def differences(self, model: Any, latents: Mapping[str, Tensor], plates: bool = True) -> str:
-        """Describe what has changed, at the same values of the latents; empty if nothing has.
+        """Return a description of what has changed, at the same values of the latents; empty if nothing has changed.
 
         Args:
             model: the model to compare.
             latents: values of its latents.
-            plates: whether to compare plates and shapes of observed sites. Use False for predictions, which do not
-                depend on them; a model that does not accept the original arguments is then not compared.
+            plates: True to compare plates and shapes of observed sites; False for predictions, which do not depend on
+                them. If False, a model that does not accept the original arguments is not compared.
         """
         try:
             after = _look(model, self.args, self.kwargs, latents)
@@ -84,14 +84,15 @@ class Fingerprint:
         return "; ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
 
     def state(self) -> dict[str, Any]:
-        """Return tensors and plain values, for a file."""
+        """Return the fingerprint as tensors and plain values, for a file."""
         return dict(vars(self))
 
 
 def input_shapes(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Return arguments of a model with tensors that keep shape and dtype only, of a single element in memory.
+    """Return arguments of a model with tensors that keep only shape and dtype, with a single element in memory.
 
-    None if there is anything but dense tensors, None and booleans in tuples, lists and dictionaries: it might be data.
+    Return None if they contain anything but dense tensors, None and booleans in tuples, lists and dictionaries, because
+    it might be data.
     """
     if not _is_plain((tuple(args), dict(kwargs))):
         return None
@@ -99,12 +100,12 @@ def input_shapes(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any
 
 
 def stand_ins(args: Any, kwargs: Any, device: torch.device | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return arguments of these shapes to run a model with, on a device."""
+    """Return artificial arguments of these shapes, on a device, with which a model can run."""
     return arguments(mapped(_stand_in, args), device)[0], arguments(mapped(_stand_in, kwargs), device)[1]
 
 
 def central_values(guide: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Tensor]:
-    """Return the median of an automatic guide, the means of another; empty where it has neither."""
+    """Return the median of an automatic guide, or the means of another guide; empty if it has neither."""
     with undisturbed(), evaluating(guide), torch.no_grad(), poutine.block():
         try:
             if hasattr(guide, "median"):
@@ -112,7 +113,7 @@ def central_values(guide: Callable[..., Any], args: Any, kwargs: Any) -> dict[st
             with PosteriorMeans() as means:
                 guide(*args, **kwargs)
         except Exception:
-            # A guide without a median, or with sites that have no mean; both may be of the user's own.
+            # The guide has no median, or sites without a mean.
             return {}
     return {name: node["value"].detach() for name, node in _sites(means.trace.nodes)}
 
@@ -160,7 +161,7 @@ def _look(model: Any, args: Any, kwargs: Any, latents: Mapping[str, Tensor]) -> 
 
 
 def _parameters(part: Any) -> Iterator[tuple[str, list[float]]]:
-    """Summarise the parameters of a distribution as it was given them, of those within it, and of its transforms."""
+    """Summarise the parameters of a distribution as passed by the model, of inner distributions, and of transforms."""
     transform = isinstance(part, Transform)
     for name, value in vars(part).items():
         for inner in value if isinstance(value, (list, tuple)) else [value]:
@@ -182,7 +183,7 @@ def _compared(before: Any, after: Any, plates: bool) -> Iterator[str]:
     for name in [*before, *(set(after) - set(before))]:
         old, new = before.get(name), after.get(name)
         if old is None or new is None:
-            if (old or new)["family"] != "Delta":  # deterministic ones may show more of a model, or less
+            if (old or new)["family"] != "Delta":  # deterministic sites may be added or removed
                 yield f"site {name!r} is {'new' if old is None else 'missing'}"
             continue
         what = f"{'prior' if old['latent'] else 'distribution'} of site {name!r}"

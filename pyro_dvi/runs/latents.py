@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The latent sites of a model with their Gaussians in the guide, in every form in which guides write them."""
+"""The latent sites of a model and their Gaussians in the guide, in every form that guides use."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -25,10 +25,10 @@ class GaussianSite:
 
     Attributes:
         name: the guide's site name.
-        value: what the guide returned: a tracked copy of the mean, or a sample.
+        value: the value in the guide: a tracked copy of the mean, or a sample.
         base: the Normal distribution, attached to the parameters of the guide.
-        transforms: maps from the Gaussian to the site's value (``LogNormal`` and its like); usually none.
-        sampled: elements of the value that were sampled instead of set to the mean: a mask, or True or False.
+        transforms: maps from the Gaussian to the site's value, as in ``LogNormal``; usually empty.
+        sampled: a mask of the elements that were sampled instead of set to the mean, or True or False for all.
     """
 
     name: str
@@ -48,7 +48,7 @@ class GaussianSite:
         return self.base.stddev
 
     def expanded_scale(self) -> Tensor:
-        """Standard deviations of the elements that stand at their mean; zero for those that were sampled."""
+        """Standard deviations of the elements at their mean; zero for elements that were sampled."""
         scale = self.scale
         return scale if self.sampled is False else scale.masked_fill(torch.as_tensor(self.sampled), 0.0)
 
@@ -60,18 +60,18 @@ class Latent:
     Attributes:
         name: the model's site name.
         prior: the site's distribution, given its parents' values.
-        value: the value that the model computed with.
+        value: the value that the model used.
         loc: posterior mean of the unconstrained value; None for a point mass.
-        own_scale: its standard deviation; by default the scale of ``source``.
+        own_scale: posterior standard deviation; by default the scale of ``source``.
         transform: map from unconstrained to constrained values; None for the identity.
-        log_density: log-density that a point mass carries (a Jacobian, for MAP in unconstrained space).
-        plate_scale: the site's own scale, as for local latents of a subsampled plate.
-        mask: the site's own mask.
-        source: the guide's Gaussian that it comes from; None for a point mass.
-        guide_scale: the scale of the guide's site, which weighs its density.
-        elements: mask of the elements of the guide's Gaussian that are the site's; True if all are.
-        shared: what it shares with other sites of a Gaussian with covariances.
-        rest: variance of what it does not share; None for nothing.
+        log_density: log-density of a point mass (a Jacobian, for MAP in unconstrained space).
+        plate_scale: scale of the model's site, which differs from 1 for local latents of a subsampled plate.
+        mask: mask of the model's site.
+        source: the guide's Gaussian that contains the site; None for a point mass.
+        guide_scale: scale of the guide's site, which multiplies its log-density.
+        elements: mask of the elements of the guide's Gaussian that belong to the site; True if all do.
+        shared: noise that it shares with other sites of a Gaussian with covariances.
+        rest: variance that is not shared; None for zero.
     """
 
     name: str
@@ -91,26 +91,26 @@ class Latent:
 
     @property
     def scale(self) -> Tensor | None:
-        """Standard deviation of the unconstrained value, computed when it is asked for; None for a point mass."""
+        """Standard deviation of the unconstrained value, computed on access; None for a point mass."""
         return self.source.scale if self.own_scale is None and self.source is not None else self.own_scale
 
 
 def is_real(support: Any) -> bool:
-    """Return whether a support is the real line, or a product of real lines."""
+    """Return True if a support is the real line, or a product of real lines."""
     while isinstance(support, constraints.independent):
         support = support.base_constraint
     return support is constraints.real or support is constraints.real_vector
 
 
 def unconstraining_transform(support: Any) -> Any:
-    """Return the transform from real numbers to ``support``, or None where it is the identity."""
+    """Return the transform from real numbers to ``support``, or None if it is the identity."""
     return None if is_real(support) else biject_to(support)
 
 
 def elementary(transform: Any) -> list[Any]:
-    """Return the transforms that one consists of, without identities.
+    """Return the elementary transforms that compose a transform, without identities.
 
-    Such as the shift by nothing that PyTorch appends to exp for positive supports.
+    An example of an identity is the shift by zero that PyTorch appends to exp for positive supports.
     """
     if isinstance(transform, td.IndependentTransform):
         return elementary(transform.base_transform)
@@ -123,10 +123,10 @@ def elementary(transform: Any) -> list[Any]:
 
 
 class Marginals:
-    """Find the Gaussian of each latent site among the sites of a guide.
+    """Finds the Gaussian of each latent site among the sites of a guide.
 
-    Understood are Normal sites of the same name, auxiliary ``<name>_unconstrained`` Normals followed by a Delta (Pyro's
-    AutoNormal), and the joint vector of AutoDiagonalNormal, AutoMultivariateNormal and their kin.
+    It recognises Normal sites of the same name, auxiliary ``<name>_unconstrained`` Normals followed by a Delta (Pyro's
+    AutoNormal), and the joint vector of AutoDiagonalNormal, AutoMultivariateNormal and similar guides.
 
     Args:
         guide: the guide.
@@ -142,7 +142,7 @@ class Marginals:
                 self._auxiliary[name.removesuffix("_unconstrained")] = part
 
     def of(self, site: Any) -> Latent:
-        """Return a latent site of the model, a node of its run or a message, with its Gaussian if it has one."""
+        """Return a latent site of the model (a node of a trace, or a message), with its Gaussian if it has one."""
         name, prior = site["name"], site["fn"]
         found: dict[str, Any] = {}
         if name in self.gaussians:
@@ -161,8 +161,8 @@ def match_latents(model_trace: Any, guide_trace: Any, marginals: Marginals) -> l
     """Pair every latent site of the model with its marginal in the guide, or its point mass.
 
     Raises:
-        ModelError: a site is neither observed nor in the guide, or has another shape there.
-        GuideError: the guide has Gaussians that belong to no latent site, or lacks an auxiliary that it needs.
+        ModelError: if a site is neither observed nor in the guide, or has another shape in the guide.
+        GuideError: if the guide has Gaussians that belong to no latent site, or lacks a required auxiliary site.
     """
     latents = []
     for site in sites_of(model_trace, is_latent):
@@ -188,7 +188,7 @@ def match_latents(model_trace: Any, guide_trace: Any, marginals: Marginals) -> l
 
 
 def not_in_guide(name: str) -> str:
-    """Return the message about a site without a value."""
+    """Return the error message for a site without a value."""
     return (
         f"site {name!r} is neither observed nor in the guide. If it is data, pass the observed values (y was None?); "
         f"if it is a latent variable, add pyro.sample({name!r}, ...) to the guide, or set the guide up with this model"
@@ -198,14 +198,14 @@ def not_in_guide(name: str) -> str:
 def check_shape(site: Any, frames: Iterable[Any] = ()) -> None:
     """Raise an error if the shape of a latent's value differs from its prior's, to which it would be broadcast.
 
-    As in Pyro, leading dimensions of size one make no difference.
+    As in Pyro, leading dimensions of size one are ignored.
 
     Args:
-        site: the latent in a run of the model.
+        site: the latent site in a run of the model.
         frames: the plates around it in the guide.
 
     Raises:
-        ModelError: naming the site and both shapes.
+        ModelError: if the shapes differ; the message names the site and both shapes.
     """
     shape, value = site["fn"].batch_shape + site["fn"].event_shape, site["value"]
     sizes = {frame.name: frame.full_size for frame in frames}
@@ -214,8 +214,8 @@ def check_shape(site: Any, frames: Iterable[Any] = ()) -> None:
     if not same or not here.items() <= sizes.items():
         raise ModelError(
             f"latent site {site['name']!r} has the shape {tuple(shape)} (plates {here}) in this call of the model, but "
-            f"{tuple(value.shape)} (plates {sizes}) in the guide: it must not depend on the minibatch. A latent for "
-            "each row needs a plate over the whole data set, pyro.plate(name, num_data, subsample=rows)"
+            f"{tuple(value.shape)} (plates {sizes}) in the guide: the shape must not depend on the minibatch. A latent "
+            "with one value per row needs a plate over the whole data set, pyro.plate(name, num_data, subsample=rows)"
         )
 
 
@@ -224,7 +224,7 @@ def _without_leading_ones(shape: torch.Size) -> tuple[int, ...]:
 
 
 def _log_density_of_mass(fn: Any) -> Tensor | float:
-    """Log-density that a point mass carries; of a Delta below to_event, it has one for each element."""
+    """Return the log-density of a point mass, summed over elements for a Delta below to_event."""
     log_density = getattr(strip_event_dims(fn), "log_density", 0.0)
     if not torch.is_tensor(log_density):
         return log_density
@@ -234,7 +234,7 @@ def _log_density_of_mass(fn: Any) -> Tensor | float:
 def _parts_of_vectors(
     guide: Callable, gaussians: dict[str, GaussianSite]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Split the joint vector of AutoDiagonalNormal guides into the model's sites; transforms are not known here."""
+    """Split the joint vector of guides such as AutoDiagonalNormal into the model's sites, without their transforms."""
     for name, source in gaussians.items():
         owner = _vector_owner(guide, name)
         if owner is None:
@@ -251,7 +251,9 @@ def _parts_of_vectors(
             factor, rest, between = shared_factor(source.base)
             sites, start = " and ".join(map(repr, parts)), 0
             for name, index in indices.items():
-                own = slice(start, start := start + index.numel())  # a view: indexing costs more backwards
+                own = slice(
+                    start, start := start + index.numel()
+                )  # a view, because the backward pass of indexing costs more
                 parts[name]["shared"] = SharedNoise(factor[:, own].reshape(-1, *index.shape), sites, between)
                 parts[name]["rest"] = None if rest is None else rest[own].reshape(index.shape)
         yield from parts.items()

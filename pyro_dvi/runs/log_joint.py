@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model at given unconstrained values of its latents, every example counted once; scales of its distributions."""
+"""Runs of a model at given unconstrained values, with every example counted once, and scales of its distributions."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -25,9 +25,9 @@ class JointRun(Observed):
 
     Attributes:
         sites: observed sites, scaled so that the sum over the batches of a pass is the likelihood of all data.
-        factors: ``pyro.factor`` terms likewise.
-        log_priors: log density of every latent in unconstrained space, Jacobian included; counts once a pass.
-        rows: for every subsampled plate the numbers of rows in this batch and in the data.
+        factors: ``pyro.factor`` terms, scaled in the same way.
+        log_priors: log density of every latent in unconstrained space, including the Jacobian; it counts once per pass.
+        rows: for every subsampled plate, the numbers of rows in this batch and in the data.
         trace: the model's trace.
     """
 
@@ -37,7 +37,7 @@ class JointRun(Observed):
 
     @property
     def log_prior(self) -> Tensor:
-        r""":math:`\log p(u)` of all latents, a scalar."""
+        r""":math:`\log p(u)` of all latents, as a scalar."""
         return torch.stack(list(self.log_priors.values())).sum()
 
 
@@ -51,9 +51,9 @@ def run_joint(model: Callable, args: tuple, kwargs: dict[str, Any], values: Mapp
         values: unconstrained value of every latent site.
 
     Raises:
-        ModelError: nothing is observed, a site is neither observed nor in ``values`` or has another shape there, or one
-            of ``values`` is no site.
-        UnsupportedError: a latent has a value for each row of a subsampled plate.
+        ModelError: if nothing is observed, a site is neither observed nor in ``values`` or has another shape there, or
+            one of ``values`` is not a site of the model.
+        UnsupportedError: if a latent has one value per row of a subsampled plate.
     """
     with twice_differentiable(), AllRows(), AtUnconstrained(values) as latents:
         model(*args, **kwargs)
@@ -71,8 +71,8 @@ def run_joint(model: Callable, args: tuple, kwargs: dict[str, Any], values: Mapp
     unvisited = [name for name in values if name not in trace.nodes]
     if unvisited:
         raise ModelError(
-            f"the model did not sample {unvisited[0]!r}, which is in the guide: set the guide up with this model, with "
-            "observations; the set of latent variables must not depend on the arguments"
+            f"the model did not sample {unvisited[0]!r}, which is in the guide: set the guide up with this model and "
+            "with observations; the set of latent variables must not depend on the arguments"
         )
     observed = observed_sites(trace)
     for site in observed.terms:
@@ -81,10 +81,10 @@ def run_joint(model: Callable, args: tuple, kwargs: dict[str, Any], values: Mapp
 
 
 class AtUnconstrained(SetLatents, SampleTrace):
-    """Set latent sites by their unconstrained values, and record the run; other sites are left alone.
+    """Set latent sites to unconstrained values, and record the run; other sites do not change.
 
     Raises:
-        UnsupportedError: in a run: a latent has a value for each row of a subsampled plate.
+        UnsupportedError: if a latent has one value per row of a subsampled plate (raised in a run).
     """
 
     def __init__(self, values: Mapping[str, Tensor]) -> None:
@@ -99,8 +99,8 @@ class AtUnconstrained(SetLatents, SampleTrace):
         for frame in site["cond_indep_stack"]:
             if frame.full_size is not None and frame.full_size != frame.size:
                 raise UnsupportedError(
-                    f"latent site {name!r} has a value for each row of the subsampled plate {frame.name!r}: give all "
-                    "the data in one batch. If it is data, pass the observed values"
+                    f"latent site {name!r} has one value per row of the subsampled plate {frame.name!r}: pass all data "
+                    "in one batch. If the site is data, pass the observed values"
                 )
         u = self.values[name]
         transform = unconstraining_transform(fn.support)
@@ -112,7 +112,7 @@ class AtUnconstrained(SetLatents, SampleTrace):
         return value
 
     def log_priors(self) -> dict[str, Tensor]:
-        """Log density of the value of each latent in unconstrained space."""
+        """The log density of the value of each latent, in unconstrained space."""
         terms: dict[str, Tensor] = {}
         nodes: Any = self.trace.nodes
         for name, node in nodes.items():
@@ -124,21 +124,21 @@ class AtUnconstrained(SetLatents, SampleTrace):
 
 
 def log_prior_of_entries(node: Any, entries: Tensor) -> Tensor:
-    """Log density of some entries of a latent in unconstrained space, given the others; a scalar.
+    """Return the log density of some entries of a latent in unconstrained space, given the others, as a scalar.
 
     Args:
         node: the latent in a trace.
-        entries: where these are in the flattened site.
+        entries: positions of the entries in the flattened site.
 
     Raises:
-        UnsupportedError: the prior couples the entries of the site.
+        UnsupportedError: if the entries of the site are dependent under the prior.
     """
     fn, value = node["fn"], node["value"]
     base = strip_event_dims(fn)
     if base.event_shape:
         raise UnsupportedError(
-            f"the prior of {node['name']!r}, a {type(base).__name__}, couples its entries: vary the whole site, or "
-            "none of it"
+            f"the entries of site {node['name']!r} are dependent under its prior ({type(base).__name__}): treat all "
+            "or none of them as uncertain"
         )
     mask = torch.zeros(value.numel(), dtype=torch.bool, device=value.device)
     mask = mask.index_fill(0, entries, True).reshape(value.shape)
@@ -150,7 +150,7 @@ def log_prior_of_entries(node: Any, entries: Tensor) -> Tensor:
     return found
 
 
-# Distributions of location and scale, with what multiplies their spread.
+# Location-scale distributions, with the parameter that multiplies their spread.
 _SCALES: dict[type, str] = {
     td.Normal: "scale",
     td.Laplace: "scale",
@@ -164,11 +164,11 @@ class Rescaled(Messenger):
     """Multiply the scales of sites by constants.
 
     Args:
-        factors: what multiplies the scale of a site, by its name, latent or observed; sites that are left out, or that
-            a run does not meet, stay as they are.
+        factors: factors of the scales of latent or observed sites, by name; other sites do not change, and names that
+            are not in a run are ignored.
 
     Raises:
-        UnsupportedError: in a run: a site's distribution has no scale to multiply.
+        UnsupportedError: if the distribution of a site has no scale that can be multiplied (raised in a run).
 
     Example:
         >>> import pyro, torch
@@ -190,8 +190,8 @@ class Rescaled(Messenger):
 
 
 def scale_name(fn: Any) -> str | None:
-    """Return the name of the scale of a distribution, or None where it has none to multiply."""
-    fn = untransformed(fn)  # a factor inside a transform changes the value differently for each transform
+    """Return the name of the scale of a distribution, or None if it has no scale that can be multiplied."""
+    fn = untransformed(fn)  # the effect of a factor inside a transform depends on the transform
     return next((name for family, name in _SCALES.items() if isinstance(fn, family)), None)
 
 
@@ -199,18 +199,19 @@ def rescaled(site: str, fn: Any, factor: float) -> Any:
     """Return a distribution with its scale multiplied.
 
     Args:
-        site: where it is from, for the message.
+        site: name of its site, for the message.
         fn: the distribution.
-        factor: of its scale.
+        factor: factor of the scale.
 
     Raises:
-        UnsupportedError: it has no scale to multiply.
+        UnsupportedError: if the distribution has no scale that can be multiplied.
     """
     name = scale_name(fn)
     if name is None:
         raise UnsupportedError(
-            f"site {site!r} has a {type(fn).__name__}, whose scale cannot be multiplied, unlike the scale of Normal, "
-            "MultivariateNormal, StudentT, Laplace and Cauchy: make the scale an argument, and compare models"
+            f"the distribution of site {site!r} is {type(fn).__name__}, whose scale cannot be multiplied (supported "
+            "are Normal, MultivariateNormal, StudentT, Laplace and Cauchy): make the scale an argument, and compare "
+            "models"
         )
 
     def replaced(base: Any) -> Any:

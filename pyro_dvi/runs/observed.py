@@ -37,7 +37,7 @@ class Observed:
         return [*self.sites, *self.factors]
 
     def log_likelihood(self) -> Tensor:
-        """Return the scaled log-likelihood of all terms, a scalar, with errors that name the site."""
+        """Return the scaled log-likelihood of all terms, as a scalar; errors name the site."""
         return sum_of([_log_likelihood(site) for site in self.terms])
 
 
@@ -45,8 +45,8 @@ def observed_sites(trace: Any) -> Observed:
     """Return the observed sites and the ``pyro.factor`` terms of a run.
 
     Raises:
-        ModelError: the model observes nothing.
-        DataError: values do not have the shape of a draw.
+        ModelError: if the model observes nothing.
+        DataError: if observed values do not have the shape of a draw.
     """
     data = sites_of(trace, is_data)
     for site in data:
@@ -61,7 +61,7 @@ def observed_sites(trace: Any) -> Observed:
 
 
 def observation(site: Any) -> ObservedSite:
-    """Return the part of an observed site that objectives and curvatures read."""
+    """Return the properties of an observed site that objectives and curvatures use."""
     share = subsampled_share(site)
     return ObservedSite(site["name"], site["fn"], site["value"], site["scale"], site["mask"], share)
 
@@ -73,10 +73,12 @@ def _log_likelihood(site: ObservedSite) -> Tensor:
         raise
     except (ValueError, RuntimeError, IndexError) as error:
         value, fn, extent = torch.as_tensor(site.value), site.fn, ""
-        if isinstance(error, ValueError) and value.numel():  # not where they are on another device
+        if (
+            isinstance(error, ValueError) and value.numel()
+        ):  # a RuntimeError may mean that values are on another device
             if lost := int((~torch.isfinite(value)).sum()):
                 raise DataError(
-                    f"observed site {site.name!r} holds {lost} NaN or infinite values: drop these rows, or replace "
+                    f"observed site {site.name!r} contains {lost} NaN or infinite values: drop these rows, or replace "
                     "the values by a number and mask them with pyro.poutine.mask"
                 ) from error
             extent = f" from {value.min().item()} to {value.max().item()}"
@@ -88,11 +90,11 @@ def _log_likelihood(site: ObservedSite) -> Tensor:
 
 
 def _check_shape(node: Any) -> None:
-    """Refuse values that are broadcast against the distribution: [N] against [N, 1] would score N² pairs.
+    """Raise an error for values that would be broadcast against the distribution: [N] and [N, 1] would score N² pairs.
 
-    A plate may repeat what lacks its dimension: a number, an event, or one data set for several models. A single row is
-    repeated only where the rows of another plate are all there, and never over a minibatch. Dimensions of an event are
-    compared where ``to_event`` has made them; a distribution's own are its own business.
+    A plate may repeat a value without its dimension: a scalar, an event, or one data set for several models. A single
+    row is repeated only if another plate has all its rows, and never over a minibatch. Event dimensions are compared if
+    they were created by ``to_event``; a distribution checks its own event dimensions itself.
     """
     fn, value = node["fn"], node["value"]
     own = len(untransformed(fn).event_shape)
@@ -112,7 +114,7 @@ def _check_shape(node: Any) -> None:
                 f"observed site {node['name']!r}: values of shape {tuple(value.shape)} would be broadcast against "
                 f"{type(fn).__name__} with batch shape {tuple(fn.batch_shape)} and event shape "
                 f"{tuple(fn.event_shape)}. Pass values of the shape of a draw (f.squeeze(-1) for y with one column), "
-                "or declare dimensions with a plate or to_event. One number for all rows has no dimensions: y.squeeze()"
+                "or declare dimensions with a plate or to_event. A value for all rows must be a scalar: y.squeeze()"
             )
 
 
@@ -120,7 +122,7 @@ def _check_shape(node: Any) -> None:
 
 
 def num_data_of(site: ObservedSite) -> float:
-    """Return the number of examples in the data set: the plate's scale times the minibatch."""
+    """Return the number of examples in the data set: the plate's scale times the size of the minibatch."""
     scale = float(site.scale.cpu().double().mean()) if torch.is_tensor(site.scale) else float(site.scale)
     return scale * max(1, torch.Size(site.fn.batch_shape).numel())
 
@@ -128,15 +130,15 @@ def num_data_of(site: ObservedSite) -> float:
 def check_num_data(sites: list[ObservedSite], num_data: int) -> None:
     """Compare the plate's scale of every site with the size of the data set.
 
-    Once a site agrees, others may be data of their own, with a plate of another size or none: only those as long as
-    the minibatch have to agree as well.
+    Once a site agrees, other sites may belong to other data, with a plate of another size or without one; only sites
+    with as many rows as the minibatch must agree as well.
 
     Args:
-        sites: observed in a step.
+        sites: the observed sites of a step.
         num_data: size of the data set.
 
     Raises:
-        DataError: a minibatch whose likelihood is not scaled up to the data set.
+        DataError: if the likelihood of a minibatch is not scaled up to the data set.
     """
     agreeing: set[int] = set()
     others = []
@@ -146,9 +148,9 @@ def check_num_data(sites: list[ObservedSite], num_data: int) -> None:
         scale = float(site.scale)
         lengths = [n for n in (*site.fn.batch_shape, *site.value.shape) if n > 0] or [1]
         nearest = min(lengths, key=lambda n: abs(n * scale - num_data))
-        # A last, shorter minibatch under a fixed scale is off by less than one minibatch's worth.
+        # A shorter last minibatch with a fixed scale deviates by less than one minibatch.
         slack = max(scale, 1.0) * 1e-4 * num_data
-        # The whole data set may have a weight that the user chose, but no plate of another size.
+        # The whole data set may have a weight chosen by the user, but not a plate of another size.
         if abs(nearest * scale - num_data) <= slack or (nearest == num_data and site.share == 1):
             agreeing.add(nearest)
         else:
@@ -156,29 +158,30 @@ def check_num_data(sites: list[ObservedSite], num_data: int) -> None:
     for name, scale, rows in sorted(others, key=lambda other: abs(other[1] * other[2] - num_data)):
         if not agreeing or rows in agreeing:
             raise DataError(
-                f"observed site {name!r} sees {rows} of {num_data} examples and its likelihood is scaled to "
-                f"{scale * rows:.6g}: write pyro.plate('data', size={num_data}, subsample_size=len(x)), or correct "
-                "num_data, the number of examples in the data set (not of batches), which fit takes from loader.dataset"
+                f"observed site {name!r} sees {rows} of {num_data} examples, but its likelihood is scaled to "
+                f"{scale * rows:.6g} examples: write pyro.plate('data', size={num_data}, subsample_size=len(x)), or "
+                "correct num_data, the number of examples in the data set (not of batches), which fit takes from "
+                "loader.dataset"
             )
 
 
 def check_list(messages: list[Any], batches: Sequence[Any], refuse: bool) -> None:
-    """Compare the plates of the first step with the rows of all batches of a list.
+    """Compare the plates of the first step with the rows of all batches in a list.
 
-    Rows are counted by tensors of the batches that are as long, in the first one, as a plate of an observed site; where
-    there is none, as for one row at a time or a plate of tokens, nothing is said. A tensor that comes again counts
-    once, a last batch may have been dropped, and a list longer than the plate may hold several epochs. Where one
-    plate agrees, others may be of data of their own.
+    Rows are counted with tensors that, in the first batch, have as many rows as a plate of an observed site; without
+    such a tensor (for single rows, or a plate over tokens), nothing is checked. A repeated tensor counts once, the last
+    batch may have been dropped, and a list with more rows than the plate may contain several epochs. If one plate
+    agrees, others may belong to other data.
 
     Args:
-        messages: of all sites in the step.
-        batches: the list.
-        refuse: raise an error; a warning else.
+        messages: the messages of all sites in the step.
+        batches: the list of batches.
+        refuse: True to raise an error, False to warn.
 
     Raises:
-        DataError: a minibatch whose likelihood is not scaled up to the data.
+        DataError: if the likelihood of a minibatch is not scaled up to the data.
     """
-    # For each tensor of a batch its length in every one.
+    # For each tensor of a batch, its length in every batch.
     places = [
         [len(t) if t.dim() else 0 for t in {id(t): t for t in place}.values()]
         for place in zip(*map(tensors_in, batches), strict=False)
@@ -205,7 +208,7 @@ def check_list(messages: list[Any], batches: Sequence[Any], refuse: bool) -> Non
 
 
 def _plates(site: Any) -> list[tuple[Any, int, int]]:
-    """Return the plates that scale a site, with their rows and size; if nothing does, those that it has or lacks."""
+    """Return the plates that scale a site, with rows and sizes; without any, all its plates or first dimension."""
     frames = site["cond_indep_stack"]
     scaling = [(f, f.size, f.full_size) for f in frames if f.full_size not in (None, f.size)]
     if scaling or torch.is_tensor(site["scale"]) or site["scale"] != 1:
@@ -216,11 +219,11 @@ def _plates(site: Any) -> list[tuple[Any, int, int]]:
 
 
 def _fits(size: int, lengths: list[int]) -> bool:
-    """Return whether a plate fits all batches: of one epoch, of several, or without a dropped last one."""
+    """Return True if a plate fits all batches: those of one epoch, of several, or without a dropped last batch."""
     rows, total = lengths[0], sum(lengths)
     return total == rows if size == rows else size < total + (rows if len(set(lengths)) == 1 else 1)
 
 
 def _all_local(latents: list[Any], plate: Any, rows: int) -> bool:
-    """Return whether all latents belong to rows, as in an autoencoder, whose posterior the scale does not change."""
+    """Return True if all latents belong to rows, as in an autoencoder, whose posterior does not depend on the scale."""
     return all(plate in m["cond_indep_stack"] if plate else m["value"].shape[:1] == (rows,) for m in latents)

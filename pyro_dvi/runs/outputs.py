@@ -24,7 +24,7 @@ from pyro_dvi.runs.log_joint import AtUnconstrained
 from pyro_dvi.runs.posterior_run import twice_differentiable
 from pyro_dvi.runs.sites import AllRows, choose_response, example_axis, is_deterministic, responses
 
-# Parameters that say where the observations lie. They come before others, such as degrees of freedom.
+# Location parameters of observations. They come before others, such as degrees of freedom.
 _LOCATIONS = ("loc", "logits", "probs", "rate", "predictor")
 
 
@@ -33,10 +33,10 @@ class Parameter:
     """One uncertain parameter of the observed distribution.
 
     Attributes:
-        name: as the distribution calls it.
-        shape: of one example, in real numbers.
-        axis: the dimension of the example in the parameter, from the left.
-        transform: from real numbers to the parameter's domain; None for the identity.
+        name: name of the distribution's argument.
+        shape: shape for one example, in unconstrained values.
+        axis: the dimension of the parameter that indexes examples, from the left.
+        transform: map from real numbers to the parameter's domain; None for the identity.
     """
 
     name: str
@@ -46,11 +46,11 @@ class Parameter:
 
     @property
     def size(self) -> int:
-        """Real numbers for each example."""
+        """Number of unconstrained values per example."""
         return prod(self.shape)
 
     def native(self, real: Tensor) -> Tensor:
-        """Return the parameter as the distribution takes it, from real numbers ``[*lead, B, *shape]``."""
+        """Return the argument of the distribution, from unconstrained values ``[*lead, B, *shape]``."""
         lead = real.dim() - 1 - len(self.shape)
         moved = real.movedim(lead, lead + self.axis)
         return moved if self.transform is None else self.transform(moved)
@@ -61,13 +61,13 @@ class Outputs:
     """The outputs of one run.
 
     Attributes:
-        site: the observed site, or the deterministic one.
+        site: name of the observed or deterministic site.
         values: all parameters of each example, ``[B, K]``.
-        parameters: what the K numbers are, in order; the first is the mean, the logits or the logarithm of a rate, also
-            where only others are uncertain.
+        parameters: the parameters that the K values represent, in order; the first is the mean, the logits or the
+            logarithm of a rate, even if only other parameters are uncertain.
         distribution: the observed distribution; None for a deterministic site.
-        given: what the innermost distribution is made with, by name.
-        axis: the dimension of its batch shape that counts examples, from the right.
+        given: arguments of the innermost distribution, by name.
+        axis: the dimension of the batch shape that indexes examples, from the right.
     """
 
     site: str
@@ -78,7 +78,7 @@ class Outputs:
     axis: int
 
     def split(self, values: Tensor) -> list[Tensor]:
-        """Return the real numbers ``[*lead, B, *shape]`` of each parameter, from values ``[*lead, B, K]``."""
+        """Return the unconstrained values ``[*lead, B, *shape]`` of each parameter, from values ``[*lead, B, K]``."""
         parts = values.split([p.size for p in self.parameters], -1)
         return [
             part.reshape(*values.shape[:-1], *p.shape) for p, part in zip(self.parameters, parts, strict=True)
@@ -111,7 +111,7 @@ class Outputs:
         return rewrapped(self.distribution, replaced, lead)
 
     def detached(self) -> "Outputs":
-        """Return the same without the graph of the run."""
+        """Return the outputs without the autograd graph of the run."""
         given = {k: v.detach() if torch.is_tensor(v) else v for k, v in self.given.items()}
         plain = replace(self, values=self.values.detach(), given=given)
         if self.distribution is None:
@@ -122,19 +122,20 @@ class Outputs:
 def run_outputs(
     model: Callable, args: tuple, values: Mapping[str, Tensor], num_rows: int, site: str | None = None
 ) -> Outputs:
-    """Run ``model`` with its latents at ``values`` and read its outputs.
+    """Run ``model`` with its latents at ``values``, and return its outputs.
 
     Args:
         model: a Pyro model.
         args: its positional arguments; observations may be None.
         values: unconstrained value of every latent site.
         num_rows: B, the number of examples.
-        site: an observed site or one of ``pyro.deterministic``; None for the one observed site.
+        site: name of an observed site or of a ``pyro.deterministic`` site; None for the only observed site.
 
     Raises:
-        ModelError: no such site, or several to choose from; no latent site reaches it.
-        DataError: the site has no dimension of B examples.
-        UnsupportedError: a parameter of the distribution cannot be written as free real numbers.
+        ModelError: if there is no such site, there are several and ``site`` is None, or the site does not depend on any
+            latent site.
+        DataError: if the site has no dimension of B examples.
+        UnsupportedError: if a parameter of the distribution cannot be represented by unconstrained values.
     """
     with twice_differentiable(), AllRows(), AtUnconstrained(values) as run, arguments_kept() as made:
         model(*args)
@@ -161,19 +162,19 @@ def _deterministic(site: str, value: Tensor, num_rows: int) -> Outputs:
 
 
 def observed_outputs(site: str, fn: Any, axis: int, num_rows: int, made: list[Built]) -> Outputs:
-    """Read the outputs from the distribution of an observed site; raises as :func:`run_outputs`.
+    """Return the outputs from the distribution of an observed site; raises the errors of :func:`run_outputs`.
 
     Args:
         site: the name of the site.
         fn: its distribution.
-        axis: the dimension of its batch shape that counts examples, from the right.
-        num_rows: B.
-        made: what the distributions of the run were built with.
+        axis: the dimension of its batch shape that indexes examples, from the right.
+        num_rows: B, the number of examples.
+        made: the distributions of the run with their arguments.
     """
     base = innermost(fn)
     given = given_to(site, base, made)
     batch_shape = _full_batch_shape(fn)
-    position = len(fn.batch_shape) + axis  # wrappers move batch dimensions to the right only
+    position = len(fn.batch_shape) + axis  # wrappers only remove batch dimensions on the right
     parts, parameters = [], []
     location = _location(given)
     for name in sorted(given, key=lambda name: name not in _LOCATIONS):
@@ -191,7 +192,7 @@ def observed_outputs(site: str, fn: Any, axis: int, num_rows: int, made: list[Bu
         if not bool(torch.isfinite(real.detach()).all()):
             raise NonFiniteError(
                 f"observed site {site!r}: {name!r} of {type(base).__name__} is NaN, infinite or at the edge of its "
-                "domain for some examples; use logits= instead of probs=, or keep scales away from zero"
+                "domain for some examples: use logits= instead of probs=, or keep scales away from zero"
             )
         parts.append(real.reshape(num_rows, -1))
         parameters.append(Parameter(name, tuple(real.shape[1:]), position, transform))
@@ -201,14 +202,14 @@ def observed_outputs(site: str, fn: Any, axis: int, num_rows: int, made: list[Bu
 
 
 def _location(given: Mapping[str, Any]) -> str | None:
-    """Return the parameter that is the prediction: it is among the outputs even if it is deterministic."""
+    """Return the parameter that is the prediction, which is among the outputs even if it is deterministic."""
     name = next((name for name in _LOCATIONS if name in given), None)
-    # Of a Gamma, rate and concentration are two equal parts of its mean.
+    # In a Gamma, rate and concentration determine the mean together.
     return None if name == "rate" and "concentration" in given else name
 
 
 def _certain(value: Any, given: Mapping[str, Any]) -> Tensor:
-    """Return a parameter without uncertainty as a constant tensor, like those that the model gave."""
+    """Return a deterministic parameter as a constant tensor, like the model's other parameters."""
     if torch.is_tensor(value):
         return value
     like = next((v for v in given.values() if torch.is_tensor(v)), torch.empty(()))
@@ -216,21 +217,21 @@ def _certain(value: Any, given: Mapping[str, Any]) -> Tensor:
 
 
 def _without_latents(what: str) -> ModelError:
-    return ModelError(f"{what} on the latent sites: its prediction has no uncertainty to approximate")
+    return ModelError(f"{what} on the latent sites, so its prediction has no uncertainty")
 
 
 def _refuse_hidden(site: str, base: Any, name: str, value: Any) -> None:
-    """Raise an error for parameters inside another distribution, such as the components of a mixture."""
+    """Raise an error for uncertain parameters in other arguments, such as the components of a mixture."""
     if isinstance(value, td.Distribution) or (torch.is_tensor(value) and value.requires_grad):
         raise UnsupportedError(
-            f"observed site {site!r}: {type(base).__name__} has the argument {name!r}, which cannot be written "
-            "as free real numbers, so its prediction cannot be linearised. Choose a pyro.deterministic site for the "
+            f"observed site {site!r}: the argument {name!r} of {type(base).__name__} cannot be represented by "
+            "unconstrained values, so the prediction cannot be linearised. Choose a pyro.deterministic site for the "
             "prediction: guide.predictive(x, site='...')"
         )
 
 
 def _full_batch_shape(fn: Any) -> tuple[int, ...]:
-    """Batch shape of the innermost distribution after it is expanded to all that is around it."""
+    """Return the batch shape of the innermost distribution after all expansions by its wrappers."""
     shape = tuple(fn.batch_shape)
     base = innermost(fn)
     while fn is not base:
@@ -245,14 +246,14 @@ def _full_batch_shape(fn: Any) -> tuple[int, ...]:
 
 
 def _real_numbers(site: str, base: Any, name: str, constraint: Any) -> tuple[Any, int]:
-    """Return the transform from real numbers to a parameter's domain, and the parameter's own dimensions."""
+    """Return the transform from real numbers to a parameter's domain, and the number of its event dimensions."""
     if constraint is constraints.simplex:
-        # One number for each class, as for logits; stick-breaking would treat the classes unequally.
+        # One value per class, as for logits; stick-breaking would treat the classes unequally.
         return td.SoftmaxTransform(), constraint.event_dim
     with suppress(NotImplementedError):
-        if not constraints.is_dependent(constraint):  # on other parameters
+        if not constraints.is_dependent(constraint):  # it may depend on other parameters
             return unconstraining_transform(constraint), constraint.event_dim
     raise UnsupportedError(
-        f"observed site {site!r}: {name!r} of {type(base).__name__} lies in {constraint}, which no transform maps to "
-        "real numbers. Choose a pyro.deterministic site for the prediction instead: site='...'"
+        f"observed site {site!r}: {name!r} of {type(base).__name__} has the domain {constraint}, for which there is no "
+        "transform from real numbers. Choose a pyro.deterministic site for the prediction with site='...'"
     )

@@ -30,7 +30,7 @@ class PosteriorPrior:
     earlier call are replaced.
 
     Attributes:
-        gaussians: mean and standard deviation by site name; no gradients reach them.
+        gaussians: mean and standard deviation by site name, without gradients.
         origin: name of the guide from which they come.
     """
 
@@ -41,7 +41,7 @@ class PosteriorPrior:
         """Return ``model`` with these Gaussians as its priors.
 
         Raises:
-            ModelError: when it runs, if a site is missing, has another shape or is not real.
+            ModelError: if a site is missing, has another shape or is constrained (raised when the model runs).
         """
         gaussians = dict(self.gaussians)
         if isinstance(model, _WithPrior):
@@ -50,7 +50,7 @@ class PosteriorPrior:
 
 
 def without_posterior_prior(model: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the model of the first task; the models of later tasks share its modules and parameters."""
+    """Return the model without posterior priors; the models of all tasks share its modules and parameters."""
     return model.model if isinstance(model, _WithPrior) else model
 
 
@@ -60,17 +60,18 @@ def posterior_prior(
     origin: str,
     temperature: float = 1.0,
 ) -> PosteriorPrior:
-    """Turn a guide's posteriors into priors.
+    """Convert the posteriors of a guide to priors.
 
     Args:
-        posteriors: name, posterior in unconstrained space and whether that is the site's own space, for each site.
-        exclude: site names, or patterns of them.
+        posteriors: for each site, the name, the posterior in unconstrained space, and True if the site is
+            unconstrained.
+        exclude: names or patterns of sites that keep their priors.
         origin: name of the guide.
-        temperature: at which it was trained.
+        temperature: temperature at which the guide was trained.
 
     Raises:
-        ArgumentError: a pattern fits no site, or they leave none.
-        UnsupportedError: the posterior of a site is no Gaussian over its values.
+        ArgumentError: if a pattern matches no site, or all sites are excluded.
+        UnsupportedError: if the posterior of a site is not a factorised Gaussian over its values.
     """
     posteriors = list(posteriors)
     excluded = sites_named("exclude", exclude, [name for name, _, _ in posteriors])
@@ -80,20 +81,20 @@ def posterior_prior(
             continue
         base = strip_event_dims(posterior)
         if not real or not isinstance(base, td.Normal) or isinstance(base, MatrixNormal):
-            reason = f"posterior of site {name!r} is {type(base).__name__}" if real else None
+            reason = type(base).__name__ if real else "constrained"
             raise UnsupportedError(
-                f"the {reason or f'values of site {name!r} are constrained'}, which is not a factorised Gaussian: "
-                f"keep the prior of the model, as_prior(exclude=[{name!r}]), or use a mean-field posterior for it"
+                f"the posterior of site {name!r} is not a factorised Gaussian over its values ({reason}): keep the "
+                f"prior of the model with as_prior(exclude=[{name!r}]), or use a mean-field posterior for it"
             )
         loc, scale = torch.broadcast_tensors(base.loc.detach(), base.scale.detach())
         gaussians[name] = (loc.clone(), scale * temperature**-0.5)
     if not gaussians:
-        raise ArgumentError(f"exclude={exclude!r} leaves no site whose posterior could become a prior")
+        raise ArgumentError(f"exclude={exclude!r} excludes all sites, so no posterior can become a prior")
     return PosteriorPrior(gaussians, origin)
 
 
 class _Priors(Messenger):
-    """Replace the distributions of latent sites, inside the model only."""
+    """Replace the priors of latent sites in runs of the model."""
 
     def __init__(self, gaussians: Gaussians, origin: str) -> None:
         super().__init__()
@@ -109,12 +110,12 @@ class _Priors(Messenger):
         loc, scale = self.gaussians[name]
         if fn.shape() != loc.shape or not is_real(fn.support):
             raise ModelError(
-                f"site {name!r} has the shape {tuple(fn.shape())} and the support {fn.support}, its posterior in "
-                f"{self.origin} {tuple(loc.shape)} and all real numbers: as_prior(exclude=[{name!r}]) leaves a head "
-                "of another size, or a latent of each example, with its own prior"
+                f"site {name!r} has the shape {tuple(fn.shape())} and the support {fn.support}, but its posterior in "
+                f"{self.origin} has the shape {tuple(loc.shape)} and real support: for a head of another size, or a "
+                f"latent with one value per example, keep the prior of the model with as_prior(exclude=[{name!r}])"
             )
         prior = dist.Normal(loc, scale, validate_args=False).to_event(fn.event_dim)
-        prior.initial_value = loc  # where the next guide starts
+        prior.initial_value = loc  # initial value of the next guide
         msg["fn"] = prior
 
     def __exit__(self, *error: Any) -> None:
@@ -122,13 +123,13 @@ class _Priors(Messenger):
         missing = sorted(set(self.gaussians) - self.seen)
         if missing and error[0] is None:
             raise ModelError(
-                f"the model has no site {missing[0]!r}, to which the posterior from {self.origin} belongs: exclude "
-                f"the head of an earlier task with as_prior(exclude=[{missing[0]!r}])"
+                f"the model has no site {missing[0]!r}, for which {self.origin} has a posterior: exclude the head of "
+                f"an earlier task with as_prior(exclude=[{missing[0]!r}])"
             )
 
 
 class _WithPrior(nn.Module):
-    """A model whose runs see other priors."""
+    """A model with other priors."""
 
     def __init__(self, model: Callable[..., Any], gaussians: Gaussians, origin: str) -> None:
         super().__init__()
@@ -148,7 +149,7 @@ class _WithPrior(nn.Module):
 
     @property
     def forward(self) -> Callable[..., Any]:  # type: ignore[override]
-        """The model's own, with its signature, which tells predictions what its observation is."""
+        """The call of the model, with its signature, from which predictions infer the observation."""
         run = self.model.forward if isinstance(self.model, nn.Module) else self.model
         return functools.update_wrapper(functools.partial(self._run), run)
 

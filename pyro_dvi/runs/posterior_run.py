@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One run of a guide, then of its model with the guide's values: at its means, or with moments."""
+"""One run of a guide, then of its model with the guide's values: at the means, or with moments."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -34,9 +34,9 @@ class GuideRun(SetLatents, SampleTrace):
     raises an error that names it.
 
     Attributes:
-        trace: the run.
+        trace: the trace of the run.
         gaussians: its Gaussian sites by name.
-        marginals: where latent sites of the model have theirs, once a :class:`Call` has run the guide.
+        marginals: the marginals of the model's latent sites, once a :class:`Call` has run the guide.
     """
 
     marginals: Marginals
@@ -47,7 +47,7 @@ class GuideRun(SetLatents, SampleTrace):
         self.gaussians: dict[str, GaussianSite] = {}
 
     def _chosen(self, name: str, base: td.Normal, transforms: tuple[Any, ...]) -> GaussianSite:
-        """Return a Gaussian site with a value for its Gaussian, before the transforms."""
+        """Return a Gaussian site with a value of its Gaussian, before the transforms."""
         raise NotImplementedError
 
     def _value_of(self, site: Any) -> Tensor | None:
@@ -68,11 +68,11 @@ class GuideRun(SetLatents, SampleTrace):
 
     @property
     def expanded(self) -> list[GaussianSite]:
-        """The Gaussian sites but for those that are sampled as a whole."""
+        """The Gaussian sites, except those that are sampled completely."""
         return [gaussian for gaussian in self.gaussians.values() if gaussian.sampled is not True]
 
     def used_values(self) -> list[Tensor | None]:
-        """Return the tensors that the model computes with; None where it is no plain view of the guide's Gaussian."""
+        """Return the tensors that the model uses, or None if they are not plain views of the guide's Gaussian."""
         nodes, expanded = self.trace.nodes, self.expanded
         values = [nodes.get(g.name.removesuffix("_unconstrained"), {}).get("value") for g in expanded]
         return [
@@ -103,12 +103,12 @@ class Call:
     kwargs: dict[str, Any] = field(default_factory=dict)
 
     def explained(self, posterior: Iterable[Tensor] = ()) -> AbstractContextManager[None]:
-        """Explain errors with these arguments, see :func:`~pyro_dvi.runs.explained.explained_errors`."""
+        """Explain errors of runs with these arguments, see :func:`~pyro_dvi.runs.explained.explained_errors`."""
         return explained_errors(self.model, posterior, self.args, self.kwargs)
 
     def run_guide(self, values: Values) -> Values:
-        """Run the guide with values for its Gaussians, and return these with the run."""
-        # A guide that has not seen the model yet runs it to look at its sites.
+        """Run the guide with values for its Gaussians, and return the values with the record of the run."""
+        # A guide that has not been set up runs the model to inspect its sites.
         fresh = getattr(self.guide, "prototype_trace", 0) is None
         with self.explained(), preserve_buffers() if fresh else nullcontext(), values:
             self.guide(*self.args, **self.kwargs)
@@ -127,9 +127,9 @@ class PosteriorRun:
     """One run of guide and model.
 
     Attributes:
-        call: what was run.
+        call: the model and guide with their arguments.
         guide: the guide's run.
-        model_trace: the model's trace; its observed sites carry the likelihood.
+        model_trace: the model's trace, whose observed sites determine the likelihood.
         latents: every latent site with its posterior marginal.
         recorder: the context in which the model ran.
     """
@@ -145,15 +145,15 @@ class PosteriorRun:
         """Run the guide, then the model with those values.
 
         Args:
-            call: of a model and a guide of factorised Gaussians and point masses.
-            values: what the guide's Gaussians are set to.
+            call: a model, and a guide of factorised Gaussians and point masses.
+            values: chooses the values of the guide's Gaussians.
             around: given the guide's run, returns the context in which the model runs.
 
         Raises:
-            GuideError: the guide is not a factorised Gaussian.
-            ModelError: a latent site is missing in the guide.
-            DeviceError: data and parameters live on different devices.
-            DataError: the model fails on data that hold NaN.
+            GuideError: if the guide is not a factorised Gaussian.
+            ModelError: if a latent site is missing in the guide.
+            DeviceError: if data and parameters are on different devices.
+            DataError: if the model fails on data that contain NaN.
         """
         context = around(call.run_guide(values))
         with call.explained(g.value for g in values.gaussians.values()), context:
@@ -163,12 +163,12 @@ class PosteriorRun:
 
     @property
     def gaussians(self) -> list[GaussianSite]:
-        """The guide's Gaussian sites but for those that are sampled as a whole."""
+        """The guide's Gaussian sites, except those that are sampled completely."""
         return self.guide.expanded  # type: ignore[no-any-return]
 
 
 def refuse_site(name: str, fn: Any) -> NoReturn:
-    """Refuse the distribution of a site of a guide.
+    """Raise an error for the distribution of a guide site.
 
     Raises:
         GuideError: always.
@@ -191,11 +191,11 @@ def run_at_means(
     sampled: Mapping[str, Tensor | bool] | None = None,
     recorder: Callable[[list[Tensor | None]], AbstractContextManager[Any]] | None = None,
 ) -> PosteriorRun:
-    """Run the guide at its means, then the model with those values; raises as :meth:`PosteriorRun.of`.
+    """Run the guide at its means, then the model with these values; raises the errors of :meth:`PosteriorRun.of`.
 
     Args:
-        call: of a model and a guide of factorised Gaussians and point masses.
-        sampled: see :class:`~pyro_dvi.runs.structure.Structure`.
+        call: a model, and a guide of factorised Gaussians and point masses.
+        sampled: guide sites to sample, see :class:`~pyro_dvi.runs.structure.Structure`.
         recorder: given the values that the model will use, returns the context in which it runs.
     """
     if recorder is None:
@@ -205,18 +205,18 @@ def run_at_means(
 
 
 def twice_differentiable() -> AbstractContextManager[Any]:
-    """Attention without fused kernels, which have no second derivative."""
+    """Return a context with attention without fused kernels, which have no second derivative."""
     return sdpa_kernel(SDPBackend.MATH)
 
 
 class PosteriorMeans(GuideRun):
-    """Set Gaussian sites of a guide to their mean, tracked for differentiation; sample those in ``sampled``.
+    """Set Gaussian sites of a guide to their means, tracked for differentiation; sample those in ``sampled``.
 
-    Every mean becomes a node of its own in the autograd graph, so that gradients of the likelihood with respect to it
-    do not mix with other uses of the parameters.
+    Every mean becomes a separate node of the autograd graph, so that gradients of the likelihood with respect to the
+    mean do not mix with other uses of the parameters.
 
     Args:
-        sampled: per guide site True, or a mask of the elements, to draw by reparameterisation.
+        sampled: for guide sites to sample with reparameterisation, True or a mask of their elements.
     """
 
     takes_joint = True
@@ -246,14 +246,14 @@ def run_with_moments(
     """Run the guide, then the model with the moments of the guide's Gaussians in place of values.
 
     Args:
-        call: of a model and a guide of factorised Gaussians and point masses.
+        call: a model, and a guide of factorised Gaussians and point masses.
         sampled: guide sites to sample, see :class:`~pyro_dvi.runs.structure.Structure`.
-        around: given the moments that the model will use, by name and filled while it runs, returns the context in
-            which it runs: :func:`~pyro_dvi.runs.uncertain.uncertain_likelihoods`, which lets distributions take
-            moments, and what is to watch.
+        around: given the moments that the model will use (by name, filled while it runs), returns the context in which
+            it runs: :func:`~pyro_dvi.runs.uncertain.uncertain_likelihoods`, which lets distributions take moments, and
+            any observers.
 
     Raises:
-        UnsupportedError: the model uses a function or distribution without a rule; others as
+        UnsupportedError: if the model uses a function or distribution without a rule. For other errors, see
             :meth:`~pyro_dvi.runs.posterior_run.PosteriorRun.of`.
     """
 
@@ -269,7 +269,7 @@ StandIn = Callable[[Tensor, Tensor, Any], Any]
 
 
 def reparameterised(loc: Tensor, scale: Tensor, transform: Any) -> Tensor:
-    """Draw the value of a transformed Gaussian so that it can be differentiated."""
+    """Return a draw of a transformed Gaussian, differentiable by reparameterisation."""
     return median(loc + scale * torch.randn_like(loc), scale, transform)
 
 
@@ -279,14 +279,14 @@ def median(loc: Tensor, scale: Tensor, transform: Any) -> Tensor:
 
 
 def propagated(loc: Tensor, scale: Tensor, transform: Any) -> Any:
-    """Return the moments of a transformed Gaussian, linked to it; the median where elements are mixed (a simplex)."""
+    """Return the moments of a transformed Gaussian, linked to it; the median if elements are mixed (a simplex)."""
     if transform is None:
         return GaussianMoments(loc, scale.square())
     parts = elementary(transform)
     if any(part.domain.event_dim or part.codomain.event_dim for part in parts):
         return transform(loc)
     name = "exp" if len(parts) == 1 and isinstance(parts[0], td.ExpTransform) else None
-    # Without the event dimensions, which elements that the model takes out do not have.
+    # Without event dimensions, because elements that the model selects do not have them.
     function = td.ComposeTransform(parts)
     uniform = not any(torch.is_tensor(v) and v.dim() > 0 for part in parts for v in vars(part).values())
     link = Link(GaussianMoments(loc, scale.square()), function, name, uniform=uniform)
@@ -299,7 +299,7 @@ _SWAP = accessor.swap_tensor
 
 
 def _swap(module: nn.Module, name: str, value: Any, *args: Any, **kwargs: Any) -> Any:
-    """Put a value in the place of a parameter, for ``torch.func.functional_call``, which refuses all but tensors."""
+    """Replace a parameter by any value in ``torch.func.functional_call``, which accepts only tensors."""
     if name not in module._parameters or not isinstance(value, GaussianMoments):
         return _SWAP(module, name, value, *args, **kwargs)
     before, module._parameters[name] = module._parameters[name], value  # type: ignore[assignment]
@@ -307,21 +307,21 @@ def _swap(module: nn.Module, name: str, value: Any, *args: Any, **kwargs: Any) -
 
 
 class PosteriorMoments(SetLatents):
-    """Give each latent site of a model the moments of its posterior marginal.
+    """Set each latent site of a model to the moments of its posterior marginal.
 
-    A Gaussian in the site's own space becomes :class:`~pyro_dvi.moments.GaussianMoments`, with its shared noise if it
-    has covariances. A Gaussian that a transform maps to the site's space (such as a positive scale), or that sets the
-    prior of another latent, is sampled by reparameterisation. Point masses are left to Pyro's replay, which has to be
-    the inner of the two handlers.
+    A Gaussian over the site's own values becomes :class:`~pyro_dvi.moments.GaussianMoments`, with its shared noise if
+    it has covariances. A Gaussian that a transform maps to the site's values (such as a positive scale), or that sets
+    the prior of another latent, is sampled with reparameterisation. Point masses are set by Pyro's replay, which must
+    be the inner of the two handlers.
 
     Args:
-        marginals: where the guide has the Gaussians of latent sites.
-        stand_in: gives the value of a site that is sampled or transformed, from mean and standard deviation of its
-            Gaussian and the transforms.
+        marginals: the Gaussians of latent sites in the guide.
+        stand_in: returns the value of a sampled or transformed site, given mean and standard deviation of its Gaussian
+            and the transform.
         sampled: guide sites that set the prior of another latent, or masks of their elements.
 
     Attributes:
-        given: the moments of Gaussian sites that the model was given so far, by name.
+        given: the moments that the model has received so far, by site name.
     """
 
     def __init__(

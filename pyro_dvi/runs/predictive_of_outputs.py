@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Predictive distribution of Gaussian outputs, :math:`\int p(y \mid f)\,\mathcal N(f; \hat f, \Sigma)\,\mathrm df`.
 
-Outputs are the real-valued parameters of any observed distribution (:mod:`pyro_dvi.runs.outputs`). Their whole
-covariance is used: between classes, between elements of a vector, between a mean and the logarithm of its noise scale.
-An example may have several densities, such as one for each row of an inner plate. Each depends only on its own outputs,
-so integrals are over these few.
+Outputs are the unconstrained parameters of any observed distribution (:mod:`pyro_dvi.runs.outputs`). All their
+covariances are used: between classes, between elements of a vector, and between a mean and the logarithm of its noise
+scale. An example may have several densities, such as one per row of an inner plate. Each density depends only on its
+own outputs, so each integral is over these outputs only.
 """
 
 import math
@@ -28,24 +28,24 @@ from pyro_dvi.runs.outputs import Outputs, Parameter
 from pyro_dvi.runs.sites import counted
 
 _CLASSES = (td.Bernoulli, td.Categorical, td.OneHotCategorical)
-# How parameters of these domains come from real numbers.
+# Functions that map real numbers to parameters with these domains.
 _NAMES = {constraints.positive: "exp", constraints.unit_interval: "sigmoid", constraints.simplex: "softmax"}
 
 
 def integrated(
     outputs: Outputs, covariance: Tensor, link: ClassLink, noise: NoiseLink, num_points: int
 ) -> Any:
-    """Return the predictive distribution, of the batch and event shape of the observed one.
+    """Return the predictive distribution, with the batch and event shape of the observed distribution.
 
     Status: as for :func:`~pyro_dvi.links.predictive_distribution`. Several labels of one example (``to_event``) have
     correct marginal probabilities and are treated as independent.
 
     Args:
         outputs: outputs at the mode.
-        covariance: of all outputs of each example, ``[B, K, K]``.
-        link: from Gaussian logits to class probabilities.
-        noise: from an uncertain scale of Gaussian noise to a distribution.
-        num_points: number of Sobol points if more than two numbers of a density are uncertain.
+        covariance: covariance of all outputs of each example, ``[B, K, K]``.
+        link: maps Gaussian logits to class probabilities.
+        noise: maps Gaussian noise of uncertain scale to a distribution.
+        num_points: number of Sobol points if more than two parameters of a density are uncertain.
     """
     outputs, covariance = outputs.detached(), covariance.detach()
     fn, base, parameters = outputs.distribution, innermost(outputs.distribution), outputs.parameters
@@ -55,12 +55,12 @@ def integrated(
     uncertain = {name: value for name, value in given.items() if isinstance(value, GaussianMoments)}
     if not uncertain:
         return fn
-    # Dimensions of densities, without the dimension of examples.
+    # Dimensions of an example's densities.
     shape = parameters[0].shape
     others = shape[: len(shape) - base.arg_constraints[parameters[0].name].event_dim]
     rank = len(fn.batch_shape) - 1
     joined = len(others) > rank and not isinstance(base, _CLASSES)
-    if joined:  # by to_event: one density, whose numbers are dependent
+    if joined:  # to_event has joined densities, whose outputs are dependent
         others = others[:rank]
     numbers = torch.arange(covariance.shape[-1], device=covariance.device).split([p.size for p in parameters])
     places = {
@@ -78,7 +78,7 @@ def integrated(
         with pyro.validation_enabled(False):
             found = as_pyro(predictive_distribution(type(base), given, link=link, noise=noise, joint=joint))
         found._validate_args = (
-            False  # whoever scores observations checks them; a second look would wait for the device
+            False  # scores check observations; a second check would synchronise with the device
         )
         return found
 
@@ -97,14 +97,14 @@ def integrated(
 
 
 def _uncertain(base: Any, parameter: Parameter, real: Tensor, variance: Tensor) -> Any:
-    """A parameter as a function of its Gaussian real numbers, ``[B, *shape]``; a tensor if they have no variance."""
+    """Return moments of a parameter, linked to its outputs ``[B, *shape]``, or a tensor if it has no variance."""
     if not bool((variance > 0).any()):
         return parameter.native(real)
     inner = GaussianMoments(real.movedim(0, parameter.axis), variance.movedim(0, parameter.axis))
     function = parameter.transform
     if function is None:
         return inner
-    # The variance of the value itself is not needed: rules for an exponential compute it from the Gaussian.
+    # The variance of the value itself is not used: rules for an exponential compute it from the Gaussian.
     return GaussianMoments(
         function(inner.loc),
         inner.variance,
@@ -113,11 +113,11 @@ def _uncertain(base: Any, parameter: Parameter, real: Tensor, variance: Tensor) 
 
 
 class PointMixture(noise_links.PointMixture, TorchDistributionMixin):
-    """A mixture with Pyro's methods."""
+    """A mixture over points, with Pyro's methods."""
 
 
 class Normal(NoisyNormal, TorchDistributionMixin):
-    """Noise around an uncertain mean, with Pyro's methods."""
+    """Gaussian noise around an uncertain mean, with Pyro's methods."""
 
 
 class PartlyCounted(dist.MaskedDistribution):
@@ -125,7 +125,7 @@ class PartlyCounted(dist.MaskedDistribution):
 
     Args:
         base: the Gaussian.
-        counts: which numbers count, broadcastable to an observation of every density.
+        counts: True for elements that count, broadcastable to an observation of every density.
     """
 
     def __init__(self, base: Any, counts: Tensor) -> None:
@@ -133,14 +133,14 @@ class PartlyCounted(dist.MaskedDistribution):
         self.counts = counts
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Return the log density of the numbers that count, of the batch shape."""
+        """Return the log density of the elements that count, in the batch shape."""
         start = -len(self.event_shape)
         vectors: Any = (
             self.base_dist.base_dist if isinstance(self.base_dist, ShapedNormal) else self.base_dist
         )
         apart = torch.where(self.counts, value - self.mean, 0.0).flatten(start)
         counts = self.counts.flatten(start)
-        # In place of the others, numbers at their mode, where their density is one.
+        # Other elements are replaced by independent ones at their mode, with density one.
         both, alone = counts.unsqueeze(-1) & counts.unsqueeze(-2), torch.eye(counts.shape[-1]).to(apart)
         covariance = torch.where(both, vectors.covariance_matrix, alone / (2 * math.pi))
         normal: Any = td.MultivariateNormal(torch.zeros_like(apart), covariance, validate_args=False)
@@ -151,7 +151,7 @@ _OURS = {noise_links.PointMixture: PointMixture, NoisyNormal: Normal}
 
 
 def as_pyro(distribution: Any) -> Any:
-    """Return a torch distribution as the Pyro class of the same name, with Pyro's methods; one of ours as it is."""
+    """Return a torch distribution as the Pyro class of the same name; classes of this library stay unchanged."""
     kind: Any = _OURS.get(type(distribution), getattr(dist, type(distribution).__name__, None))
     if kind is None or isinstance(distribution, dist.Distribution):
         return distribution

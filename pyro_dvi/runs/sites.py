@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sites of a run: their kinds, choosing some by name, setting the latent ones, and the response with its examples.
+"""The sites of a run: their kinds, selection by name, setting latent sites, and the response with its examples.
 
-A site is a node of a trace, or the message that a messenger sees. Every sample site is one of these: latent, data, a
-factor, deterministic, or Pyro's own (the rows that a plate draws).
+A site is a node of a trace, or the message that a messenger receives. Every sample site is latent, data, a factor,
+deterministic, or internal to Pyro (the rows that a plate draws).
 """
 
 import math
@@ -22,34 +22,34 @@ from pyro_dvi.errors import ArgumentError, DataError, ModelError
 
 
 def is_latent(site: Any) -> bool:
-    """Return whether a site is a latent variable, or an auxiliary one of a guide."""
+    """Return True if a site is a latent variable, or an auxiliary variable of a guide."""
     return _is_sample(site) and not site["is_observed"] and not site["infer"].get("_do_not_trace")
 
 
 def is_data(site: Any) -> bool:
-    """Return whether a site has observed values, which a distribution explains."""
+    """Return True if a site has observed values with a distribution."""
     return _is_sample(site) and site["is_observed"] and not (is_deterministic(site) or site_is_factor(site))
 
 
 def is_deterministic(site: Any) -> bool:
-    """Return whether a site is computed from others: by ``pyro.deterministic`` or one of Pyro's reparameterisations."""
+    """Return True if a site is computed from others, by ``pyro.deterministic`` or by one of Pyro's reparameterisers."""
     return site["type"] == "sample" and site["is_observed"] and type(core(site["fn"])).__name__ == "Delta"
 
 
 def sites_of(trace: Any, kind: Callable[[Any], bool]) -> list[Any]:
-    """Return the sites of a run that are of a kind, such as :func:`is_latent`, in their order."""
+    """Return the sites of a run for which ``kind`` returns True, such as :func:`is_latent`, in the order of the run."""
     return [site for site in trace.nodes.values() if kind(site)]
 
 
 def core(fn: Any) -> Any:
-    """Return the distribution that others wrap, transform or extend."""
+    """Return the distribution inside all wrappers, transforms and expansions."""
     while hasattr(fn, "base_dist"):
         fn = fn.base_dist
     return fn
 
 
 def subsampled_share(site: Any) -> float:
-    """Return the fraction of its plates' rows that a site has in this run."""
+    """Return the fraction of the rows of its plates that a site has in this run."""
     frames = [frame for frame in site["cond_indep_stack"] if frame.full_size is not None]
     return math.prod(frame.size / frame.full_size for frame in frames)
 
@@ -59,15 +59,15 @@ def _is_sample(site: Any) -> bool:
 
 
 def sites_named(argument: str, patterns: str | Iterable[str], names: Sequence[str]) -> list[str]:
-    """Return the sites of a guide that fit a pattern, in their order.
+    """Return the sites of a guide that match a pattern, in the order of ``names``.
 
     Args:
-        argument: of the user's call, for the message.
-        patterns: one or several.
+        argument: name of the user's argument, for the message.
+        patterns: one pattern or several.
         names: all sites.
 
     Raises:
-        ArgumentError: a pattern fits none.
+        ArgumentError: if a pattern matches no site.
     """
     several = isinstance(patterns, Iterable) and not isinstance(patterns, str)
     listed: list[Any] = list(patterns) if several else [patterns]
@@ -84,7 +84,7 @@ class SetLatents(Messenger):
 
     @abstractmethod
     def _value_of(self, site: Any) -> Any:
-        """Return the value of a latent site; None leaves it alone."""
+        """Return the value of a latent site; None leaves the site unchanged."""
 
     def _pyro_sample(self, msg: Any) -> None:
         value = self._value_of(msg) if is_latent(msg) else None
@@ -93,15 +93,15 @@ class SetLatents(Messenger):
 
 
 class SampleTrace(TraceMessenger):
-    """Record the sample sites of a run; its parameters are on record where they are optimised."""
+    """Record the sample sites of a run, but not its parameters, which SVI records itself."""
 
     _pyro_post_param = None  # type: ignore[assignment]
 
 
 class AllRows(Messenger):
-    """Let a plate with ``subsample_size=n`` cover the n rows that are given, whatever its size.
+    """Let a plate with ``subsample_size=n`` index the n given rows, whatever its size.
 
-    The training plate's size is then no limit: a model of 500 training images can predict 1,000 test images.
+    The size of the training plate is then not a limit: a model of 500 training images can predict 1,000 test images.
     """
 
     def _pyro_sample(self, msg: Any) -> None:
@@ -111,17 +111,18 @@ class AllRows(Messenger):
 
 
 def responses(nodes: Mapping[str, Any], latents: Container[str]) -> list[str]:
-    """Return the sample sites of a run that are neither latent nor Pyro's own: data, or a place for them."""
+    """Return the sample sites that are neither latent nor internal to Pyro: observed sites, with or without data."""
     return [
         name for name, node in nodes.items() if name not in latents and (is_latent(node) or is_data(node))
     ]
 
 
 def choose_response(site: str | None, names: list[str]) -> str:
-    """Return the one response, or the one that is asked for.
+    """Return the site named ``site``, or the only response.
 
     Raises:
-        ModelError: there is none, several, or none of the name ``site``.
+        ModelError: if the model has no observed site, has several and ``site`` is not given, or has none named
+            ``site``.
     """
     if site is None and len(names) == 1:
         return names[0]
@@ -139,24 +140,24 @@ def choose_response(site: str | None, names: list[str]) -> str:
         )
     raise ModelError(
         f"the model has several sites that the guide does not cover: {names}. Choose the one to predict with "
-        "site=. If one is a latent variable, the guide belongs to another model, or leaves the variable to the model: "
-        "then predict with Samples(n), which averages over its draws"
+        "site=. If one of them is a latent variable, the guide belongs to another model, or omits the variable on "
+        "purpose: then predict with Samples(n), which averages over its draws"
     )
 
 
 def example_axis(name: str, node: Any, num_rows: int) -> int:
-    """Return the dimension of a site's batch shape that counts examples, from the right (negative).
+    """Return the dimension of a site's batch shape that indexes examples, counted from the right (negative).
 
-    A plate that is subsampled comes before others of the size: it is the one that is cut into batches.
+    A subsampled plate has priority over others of the same size, because it is the plate that batches divide.
 
     Raises:
-        DataError: there is none, or several.
+        DataError: if no dimension has as many rows as the batch, or several plates have.
     """
     shape = tuple(node["fn"].batch_shape)
     frames = [f for f in node["cond_indep_stack"] if f.vectorized]
     fitting = [f for f in frames if f.size == num_rows and len(shape) >= -f.dim and shape[f.dim] == num_rows]
     found = [f for f in fitting if f.full_size not in (None, f.size)] or fitting
-    if len(found) == 1 or (found and num_rows == 1):  # of plates of one row any will do
+    if len(found) == 1 or (found and num_rows == 1):  # if there is one row, any of the plates is right
         return int(found[0].dim)
     if not frames and shape[:1] == (num_rows,):
         return -len(shape)
@@ -169,7 +170,7 @@ def example_axis(name: str, node: Any, num_rows: int) -> int:
 
 
 def counted(node: Any) -> Tensor | None:
-    """Return which values of a site its masks let count, of the shape of one draw; None if all do.
+    """Return a mask that is True for values of a site that count, in the shape of one draw; None if all count.
 
     Masks come from ``poutine.mask``, and from ``.mask()`` of the distribution at any depth.
     """

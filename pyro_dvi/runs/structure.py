@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first run of a model with its guide: dependences, gradients that do not arrive, and a start at zero."""
+"""The first run of a model with its guide: dependences, missing gradients, and a start at zero."""
 
 import inspect
 import weakref
@@ -26,15 +26,15 @@ from pyro_dvi.runs.posterior_run import Call, PosteriorRun, run_at_means
 from pyro_dvi.runs.sites import is_data, is_latent, sites_of
 
 _TYPES = [torch.finfo(t) for t in (torch.float16, torch.bfloat16, torch.float32, torch.float64)]
-# Limits of torch's own clamps: probabilities of distributions (eps), values of transforms to the unit interval (tiny).
+# Limits of torch's own clamps, of probabilities of distributions (eps) and of transforms to the unit interval (tiny).
 _OPEN_INTERVALS = {(low, 1 - t.eps) for t in _TYPES for low in (t.eps, t.tiny)}
 # Autograd nodes of functions whose derivative is zero wherever it exists.
 _FLAT = {f"{name}Backward{k}" for name in ("Round", "Floor", "Ceil", "Trunc", "Sign") for k in range(2)}
 # What a model, a prior or a check may raise at an unusual value.
 _FAILURES = (ArithmeticError, AssertionError, LookupError, RuntimeError, ValueError, PyroDviError)
-_UNLIMITED: Any = float("inf")  # Pyro's way to say so, though it annotates an int
+_UNLIMITED: Any = float("inf")  # the value that Pyro expects, although its annotation is int
 
-# Site, its means in the storage of their parameter, weights of the network if it keeps any.
+# Site, its means in the storage of their parameter, and the weights of the network if it has any.
 Starts = list[tuple[str, Tensor, Tensor | None]]
 
 
@@ -43,13 +43,13 @@ class Structure:
     """The result of the first run of a model and its guide.
 
     Attributes:
-        sampled: guide sites (or masks of their elements) that set the prior of another latent. They are sampled,
-            never fixed at their mean, which would lose the prior's curvature in them.
+        sampled: guide sites (or masks of their elements) that set the prior of another latent. They are sampled instead
+            of fixed at their mean, which would lose the prior's curvature with respect to them.
         function_names: functions whose autograd nodes lead from the latents to the observed distributions.
-        shapes: shape of a draw at each observed site, for the arguments of the first run.
+        shapes: shape of a draw at each observed site, with the arguments of the first run.
         reached: guide sites that the observed sites depend on.
         joint: Gaussian vectors with covariances among the guide sites, by name.
-        starts: means at zero to be moved before training, see :func:`start_apart`.
+        starts: means at zero that must be changed before training, see :func:`start_apart`.
     """
 
     sampled: dict[str, Tensor | bool] = field(default_factory=dict)
@@ -61,10 +61,10 @@ class Structure:
 
 
 class FirstRuns:
-    """The structures of the models and guides that an objective has met; a copy of the objective starts without any."""
+    """The structures of the models and guides of an objective; a copy of the objective starts without any."""
 
     def __init__(self) -> None:
-        # Weak references to the guide and the model, the functions that they call (for bound methods), the structure.
+        # Weak references to guide and model, the functions of bound methods, and the structure.
         self._known: list[tuple[Any, Any, tuple[Any, Any], Structure]] = []
 
     def __reduce__(self) -> Any:
@@ -74,8 +74,8 @@ class FirstRuns:
         """Return (structure, is_first_run); later calls for the same pair return the same structure.
 
         Args:
-            call: of a model and a guide.
-            gradients: refuse a latent that gradients of the likelihood at the means do not reach.
+            call: a model and a guide with their arguments.
+            gradients: True to raise an error for a latent that gradients of the likelihood at the means do not reach.
         """
         (model, model_function), (guide, guide_function) = _owner(call.model), _owner(call.guide)
         functions = (guide_function, model_function)
@@ -84,11 +84,11 @@ class FirstRuns:
                 return structure, False
         fresh = getattr(call.guide, "prototype_trace", 0) is None
         try:
-            with undisturbed():  # a look must not shift the random numbers of a resumed run
+            with undisturbed():  # an inspection must not change the random numbers of a resumed run
                 structure = _look(run_at_means(call), gradients)
         except Exception:
             if fresh:
-                call.guide.prototype_trace = None  # look again when the call is corrected
+                call.guide.prototype_trace = None  # set the guide up again when the call is corrected
             raise
         self._known = [known for known in self._known if known[0]() is not None and known[1]() is not None]
         self._known.append((weakref.ref(guide), weakref.ref(model), functions, structure))
@@ -96,7 +96,7 @@ class FirstRuns:
 
 
 def _owner(function: Callable) -> tuple[Any, Any]:
-    """Return the object to remember a callable by: a bound method is a new object at every access."""
+    """Return the objects that identify a callable, because a bound method is a new object at every access."""
     return (function.__self__, function.__func__) if inspect.ismethod(function) else (function, None)
 
 
@@ -118,9 +118,9 @@ def _look(run: PosteriorRun, gradients: bool) -> Structure:
         source: Any = latent.source
         if latent.shared is not None and (latent.transform is not None or source.name in sampled):
             raise GuideError(
-                f"guide site {source.name!r} gives {latent.name!r} covariances with others, though it is constrained "
-                "or sets the prior of another latent: hide it from this guide with pyro.poutine.block, and add a "
-                "MeanFieldGuide for it in an AutoGuideList"
+                f"in guide site {source.name!r}, latent {latent.name!r} has covariances with others, which are not "
+                "supported for a latent that is constrained or sets the prior of another latent: hide it from this "
+                "guide with pyro.poutine.block, and add a MeanFieldGuide for it in an AutoGuideList"
             )
     return Structure(sampled, names, shapes, reached, joint, starts)
 
@@ -129,7 +129,7 @@ def _sampled(latents: list[Latent]) -> dict[str, Tensor | bool]:
     """Return guide sites that set the prior of a latent, or masks of their elements.
 
     Raises:
-        GuideError: point masses of a latent and of one that sets its prior.
+        GuideError: if both a latent and one that sets its prior are point masses.
     """
     sampled: dict[str, Tensor | bool] = {}
     for child in latents:
@@ -141,33 +141,33 @@ def _sampled(latents: list[Latent]) -> dict[str, Tensor | bool]:
                 sampled[name] = elements
             elif child.source is None and parent in _parents(child, _shape_of(child.prior), latents):
                 raise GuideError(
-                    f"a point estimate of both {parent.name!r} and {child.name!r} is unbounded, since the first sets "
-                    f"the prior of the second: use a variational guide (MeanFieldGuide), integrate {parent.name!r} "
-                    f"out, or write {child.name!r} non-centred"
+                    f"the joint density of point estimates of {parent.name!r} and {child.name!r} is unbounded, because "
+                    f"the first sets the prior of the second: use a variational guide (MeanFieldGuide), integrate "
+                    f"{parent.name!r} out, or write {child.name!r} in non-centred form"
                 )
     return sampled
 
 
 def reached_by(log_likelihood: Tensor, values: dict[str, Tensor]) -> frozenset[str]:
-    """Return the names of the values that a log-likelihood depends on, as its autograd graph knows."""
+    """Return the names of the values that a log-likelihood depends on, according to its autograd graph."""
     reached = enters(list(values.values()), [log_likelihood])
     return frozenset(name for name, is_reached in zip(values, reached, strict=True) if is_reached)
 
 
 def check_gradients(call: Call, trace: Any, log_likelihood: Tensor) -> None:
-    """Raise an error for data that depend on a latent which no gradient of their likelihood reaches.
+    """Raise an error if data depend on a latent that no gradient of their likelihood reaches.
 
-    A latent behind functions without a slope is one. Where a latent is not in the graph at all, the model runs once
-    more with its value, and twice with a draw from its prior, as it may have a state of its own. What only sets priors,
-    or no data depend on, is left alone.
+    This is the case for a latent behind functions with zero slope. If a latent is not in the autograd graph, the model
+    runs again with its value and twice with a draw from its prior, to detect a dependence of the likelihood (and, by
+    repetition, a state of the model). Latents that only set priors, or on which no data depend, are ignored.
 
     Args:
-        call: of the model.
-        trace: its run.
-        log_likelihood: of that run.
+        call: the call of the model.
+        trace: the trace of its run.
+        log_likelihood: the log-likelihood of this run.
 
     Raises:
-        ModelError: naming the observed sites and the latent.
+        ModelError: if there is such a latent; the message names it and the observed sites.
     """
     latents = {site["name"]: site for site in sites_of(trace, is_latent) if site["value"].requires_grad}
     nodes = {name: get_gradient_edge(site["value"]).node for name, site in latents.items()}
@@ -175,14 +175,20 @@ def check_gradients(call: Call, trace: Any, log_likelihood: Tensor) -> None:
     sloped, graph = graph_of(outputs, without=_FLAT), graph_of(outputs)
     blind = [name for name, node in nodes.items() if node in graph and node not in sloped]
     absent = [name for name, node in nodes.items() if node not in graph]
-    hidden = any("Checkpoint" in node.name() for node in graph)  # a reentrant one: what its function uses
+    hidden = any(
+        "Checkpoint" in node.name() for node in graph
+    )  # a reentrant checkpoint hides what its function uses
     if absent and not hidden and not blind:
         other, seen = trace.copy(), []
-        with suppress(*_FAILURES), undisturbed(), torch.no_grad():  # the model need not take draws
+        with (
+            suppress(*_FAILURES),
+            undisturbed(),
+            torch.no_grad(),
+        ):  # the model may fail on draws from the prior
             for name in absent:
                 other.nodes[name] = {**latents[name], "value": latents[name]["fn"].sample()}
             for run in (trace, other, other, trace):
-                with undisturbed():  # all from the same random numbers
+                with undisturbed():  # all runs use the same random numbers
                     seen.append(observed_sites(call.trace_model(run)).log_likelihood())
             if _agree(seen[::3]) and _agree(seen[1:3]) and not _agree(seen[:2]):
                 blind = absent
@@ -190,8 +196,8 @@ def check_gradients(call: Call, trace: Any, log_likelihood: Tensor) -> None:
         observed = ", ".join(repr(site["name"]) for site in sites_of(trace, is_data))
         raise ModelError(
             f"observed site {observed} depends on latent site {blind[0]!r}, but no gradient of the likelihood reaches "
-            "it: .detach(), .item(), round, floor, argmax or a comparison is in between. Remove it, use a "
-            "smooth function (sigmoid for a step), or let gradients pass: f + (f.round() - f).detach()"
+            "it, because .detach(), .item(), round, floor, argmax or a comparison is in between. Remove this "
+            "operation, use a smooth function (sigmoid for a step), or let gradients pass: f + (f.round() - f).detach()"
         )
 
 
@@ -200,7 +206,7 @@ def _agree(values: list[Tensor]) -> bool:
 
 
 def _check_shapes(trace: Any) -> None:
-    """Run Pyro's own check that batch shapes agree with plates; a forgotten ``to_event`` is found here."""
+    """Run Pyro's own check that batch shapes agree with plates, which detects a forgotten ``to_event``."""
     try:
         trace.compute_log_prob()
         for site in sites_of(trace, lambda site: site["type"] == "sample"):
@@ -213,7 +219,7 @@ def refuse_dependent(gaussians: Sequence[GaussianSite]) -> None:
     """Raise an error for a guide in which one Gaussian's parameters are computed from another's value.
 
     Raises:
-        GuideError: naming both sites.
+        GuideError: if there is such a pair; the message names both sites.
     """
     for site in gaussians:
         others = [other for other in gaussians if other is not site]
@@ -222,19 +228,19 @@ def refuse_dependent(gaussians: Sequence[GaussianSite]) -> None:
             if is_parent:
                 raise GuideError(
                     f"guide site {site.name!r} depends on the value of {other.name!r}, so the posterior does not "
-                    "factorise: let its loc and scale depend on parameters only, or use Pyro's Trace_ELBO"
+                    "factorise: let its loc and scale depend only on parameters, or use Pyro's Trace_ELBO"
                 )
 
 
 def _parents(child: Latent, parameters: Iterable[Tensor], latents: list[Latent]) -> list[Latent]:
-    """Return latents whose value enters ``parameters`` of the prior of ``child``, seen in their autograd graph."""
+    """Return latents whose values enter ``parameters`` of the prior of ``child``, according to the autograd graph."""
     others = [latent for latent in latents if latent is not child]
     parents = enters([other.value for other in others], parameters)
     return [other for other, is_parent in zip(others, parents, strict=True) if is_parent]
 
 
 def _shape_of(prior: Any) -> Iterator[Tensor]:
-    """Yield parameters of a prior, without a location on the real line, which cannot make its density unbounded."""
+    """Yield the parameters of a prior, except a location on the real line, which cannot make the density unbounded."""
     base = strip_event_dims(prior)
     movable = hasattr(base, "loc") and unconstraining_transform(getattr(base, "support", None)) is None
     return (t for t in _tensors(prior) if not (movable and t is base.loc))
@@ -246,7 +252,7 @@ def _tensors(distribution: Any) -> list[Tensor]:
 
 
 def _keeps_probabilities(node: Any) -> bool:
-    """Return whether a node is the clamp by which torch keeps probabilities off zero and one by a rounding."""
+    """Return True if a node is the clamp with which torch keeps probabilities away from zero and one."""
     return (getattr(node, "_saved_min", None), getattr(node, "_saved_max", None)) in _OPEN_INTERVALS
 
 
@@ -254,10 +260,10 @@ def _keeps_probabilities(node: Any) -> bool:
 
 
 def _equal_units(latents: Iterable[Any], log_likelihood: Tensor) -> Starts:
-    """Find means at zero where they leave hidden units alike.
+    """Return means at zero that make hidden units identical.
 
-    Where all weights are zero, gradients vanish in every hidden layer and are equal for all units of the last one, so
-    that no training step breaks the symmetry. Linear models have no hidden units.
+    If all weights are zero, gradients vanish in every hidden layer and are equal for all units of the last one, so that
+    no training step breaks the symmetry. Linear models have no hidden units.
     """
     zero = [
         latent
@@ -270,8 +276,8 @@ def _equal_units(latents: Iterable[Any], log_likelihood: Tensor) -> Starts:
     values = [latent.value for latent in zero]
     grads = torch.autograd.grad(log_likelihood, values, allow_unused=True, retain_graph=True)
     initial = [getattr(latent.prior, "initial_value", None) for latent in zero]
-    # Of latents that nothing says to be weights, only matrices are taken for them: numbers and vectors without a
-    # gradient are common in hierarchical models, and harmless.
+    # Among latents that are not known to be weights, only matrices are treated as weights: scalars and vectors without
+    # a gradient are common in hierarchical models, and harmless.
     hidden = (
         g is not None and not g.any() and (start is not None or g.dim() > 1)
         for g, start in zip(grads, initial, strict=True)
@@ -281,7 +287,7 @@ def _equal_units(latents: Iterable[Any], log_likelihood: Tensor) -> Starts:
 
 
 def start_apart(starts: Starts) -> None:
-    """Break the symmetry of an all-zero start: begin at the weights of the network, and warn."""
+    """Break the symmetry of an all-zero start: set the means to the weights of the network, and warn."""
     if not starts or any(mean.any() for _, mean, _ in starts):
         return
     for _, mean, initial in starts:
@@ -289,8 +295,8 @@ def start_apart(starts: Starts) -> None:
             mean.copy_(initial)
     unknown = [name for name, _, initial in starts if initial is None]
     warn(
-        f"the guide starts with all means at zero (site {starts[0][0]!r} and {len(starts) - 1} more), where hidden "
-        "units are identical and training can hardly distinguish them. "
+        f"the guide starts with all means at zero (site {starts[0][0]!r} and {len(starts) - 1} more), so hidden units "
+        "are identical, and training can hardly make them different. "
         + (
             f"The model has no weights for {unknown[0]!r} to start from: pass init_loc_fn=init_to_sample."
             if unknown

@@ -14,18 +14,18 @@ _RULE, _TEMPERATURE = "_pyro_dvi_trained_for", "_pyro_dvi_temperature"
 
 
 def check_trainable(guide: Any, objective: Any) -> None:
-    """Raise an error for an objective that would train nothing of a guide, or only a part.
+    """Raise an error for an objective that would train nothing of a guide, or only a part of it.
 
-    The guide checks this in its method ``check_objective(objective)``, which raises; None stands for a function.
+    The guide checks this in its method ``check_objective(objective)``; the objective is None if the loss is a function.
 
     Raises:
-        GuideError: the guide refuses the objective.
+        GuideError: if the guide rejects the objective.
     """
     getattr(guide, "check_objective", lambda _: None)(objective)
 
 
 def trained_for(guide: Any) -> Any:
-    """Return the rule that the guide's objective trained it for, or the name of one; None before training."""
+    """Return the prediction rule, or its name, for which the guide was trained; None before training."""
     return getattr(_owner(guide), _RULE, None)
 
 
@@ -35,7 +35,7 @@ def temperature_of(guide: Any) -> float:
 
 
 def note_trained_for(guide: Any, rule: Any, temperature: float = 1.0) -> None:
-    """Record a rule, or the name of one, and a temperature on a guide, below handlers around it."""
+    """Record a rule or its name, and a temperature, on a guide, inside any handlers around it."""
     if (rule, temperature) != (trained_for(guide), temperature_of(guide)):
         with suppress(AttributeError):  # an object with slots
             setattr(_owner(guide), _RULE, rule)
@@ -43,7 +43,7 @@ def note_trained_for(guide: Any, rule: Any, temperature: float = 1.0) -> None:
 
 
 def encoded(rule: Any, temperature: float = 1.0) -> Tensor:
-    """Return the format version, the name of a rule, and a temperature, as a tensor, which states can copy and compare.
+    """Return format version, name of a rule and temperature as a tensor, which a ``state_dict`` can copy and compare.
 
     Example:
         >>> decoded(encoded("AtMean", 0.1))
@@ -55,10 +55,10 @@ def encoded(rule: Any, temperature: float = 1.0) -> Tensor:
 
 
 def decoded(state: Tensor) -> tuple[str | None, float]:
-    """Return the rule and the temperature that :func:`encoded` was given.
+    """Return the name of the rule and the temperature that :func:`encoded` has encoded.
 
     Raises:
-        CheckpointError: a later release has written the state.
+        CheckpointError: if a later release has written the state.
     """
     version, _, rest = bytes(list(state)).rstrip(b"\0").decode().partition(" ")
     check_format_version("the state of the guide", int(version))

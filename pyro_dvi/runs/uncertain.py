@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Distributions with uncertain parameters, for likelihoods that depend on moments.
 
-Inside :func:`uncertain_likelihoods`, building a Pyro distribution from :class:`~pyro_dvi.moments.GaussianMoments` gives
-an :class:`UncertainDistribution`, whose ``log_prob`` is the *expected* log-likelihood. Plates, masks, scales,
+Inside :func:`uncertain_likelihoods`, building a Pyro distribution from :class:`~pyro_dvi.moments.GaussianMoments`
+creates an :class:`UncertainDistribution`, whose ``log_prob`` is the *expected* log-likelihood. Plates, masks, scales,
 ``to_event`` and transforms with deterministic parameters work as usual.
 """
 
@@ -28,12 +28,12 @@ class UncertainDistribution(dist.TorchDistribution):
 
     .. math:: \texttt{log\_prob}(y) = \mathrm E_{\theta}[\log p(y \mid \theta)]
 
-    Status: as exact as the rule of the family, see :mod:`pyro_dvi.expectations`.
+    Status: as accurate as the rule of the family, see :mod:`pyro_dvi.expectations`.
 
     Args:
         family: class of the distribution.
         parameters: its arguments by name, some of them moments.
-        estimator: of the expected log-normaliser of logits; None for the default.
+        estimator: estimator of the expected log-normaliser of logits; None for the default.
 
     Attributes:
         at_mean: the distribution with every parameter at its mean.
@@ -55,29 +55,29 @@ class UncertainDistribution(dist.TorchDistribution):
 
     @property
     def support(self) -> Any:
-        """The family's own."""
+        """The support of the family."""
         return self.at_mean.support
 
     @property
     def has_enumerate_support(self) -> bool:  # type: ignore[override]
-        """The family's own."""
+        """True if the family can enumerate its support."""
         return self.at_mean.has_enumerate_support
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Expected log-likelihood, of the batch shape."""
+        """Return the expected log-likelihood, in the batch shape."""
         if self.at_mean._validate_args:
             self.at_mean._validate_sample(value)
         return expected_log_prob(self.family, self.parameters, value, self.estimator)
 
     def sample(self, sample_shape: Any = ()) -> Tensor:
-        """Draw parameters, each from its own Gaussian, and an observation."""
+        """Draw parameters, each from its own Gaussian, and then an observation."""
         drawn = {name: _draw(value, sample_shape) for name, value in self.parameters.items()}
         drawn_distribution: Any = self.family(**drawn, validate_args=False)
         return drawn_distribution.sample()
 
 
 def uncertain_part(fn: Any) -> UncertainDistribution | None:
-    """Return the uncertain distribution in ``fn``, however wrapped; None if all its parameters are deterministic."""
+    """Return the uncertain distribution in ``fn``, inside any wrappers; None if all parameters are deterministic."""
     fn = innermost(fn)
     return fn if isinstance(fn, UncertainDistribution) else None
 
@@ -100,12 +100,12 @@ def uncertain_likelihoods(estimator: LogitEstimator | None = None) -> Iterator[N
             return _uncertain(cls, args, kwargs, estimator)
         return None
 
-    with building_by(coerce), _Repeated():  # takes precedence over an outer context
+    with building_by(coerce), _Repeated():  # it takes precedence over an outer context
         yield
 
 
 class _Repeated(Messenger):
-    """Record a latent that a tied layer repeats as deterministic; Pyro takes what is no tensor for a prior."""
+    """Record a latent that a tied layer repeats as deterministic, because Pyro would treat moments as a prior."""
 
     def _pyro_sample(self, msg: Any) -> None:
         value = msg["fn"]
@@ -121,7 +121,7 @@ def _uncertain(cls: Any, args: tuple, kwargs: dict[str, Any], estimator: LogitEs
     given = arguments_of(cls, args, kwargs)
     if cls is dist.Delta:  # pyro.deterministic: no density to integrate
         return dist.Delta(given["v"].loc, given.get("log_density", 0.0), given.get("event_dim", 0))
-    if cls is dist.Unit:  # pyro.factor: linear in what is uncertain
+    if cls is dist.Unit:  # pyro.factor: linear in its uncertain term
         return dist.Unit(given["log_factor"].loc)
     return UncertainDistribution(cls, given, estimator)
 
@@ -129,20 +129,20 @@ def _uncertain(cls: Any, args: tuple, kwargs: dict[str, Any], estimator: LogitEs
 def _check_wrapper(cls: type, values: tuple) -> None:
     if not issubclass(cls, WRAPPERS):
         raise UnsupportedError(
-            f"{cls.__name__} around a distribution with uncertain parameters: a mixture (or anything else that adds up "
-            "densities) has no rule. Train such models with TaylorELBO or Pyro's Trace_ELBO"
+            f"{cls.__name__} of a distribution with uncertain parameters has no rule, like any mixture or other sum of "
+            "densities. Train such models with TaylorELBO or Pyro's Trace_ELBO"
         )
     transforms = chain.from_iterable(v if isinstance(v, list | tuple) else [v] for v in values)
     for transform in (t for t in transforms if isinstance(t, td.Transform)):
         if any(isinstance(part, GaussianMoments) for part in vars(transform).values()):
             raise UnsupportedError(
-                f"{type(transform).__name__} has uncertain parameters: let uncertainty enter the base distribution "
-                "only, as in TransformedDistribution(Normal(mean, scale), AffineTransform(0.0, unit))"
+                f"{type(transform).__name__} has uncertain parameters: only the base distribution may be uncertain, as "
+                "in TransformedDistribution(Normal(mean, scale), AffineTransform(0.0, unit))"
             )
 
 
 def _centre(value: Any) -> Any:
-    """Return a deterministic value in the domain of the parameter."""
+    """Return a deterministic value from the domain of the parameter."""
     if not isinstance(value, GaussianMoments):
         return value
     return value.loc if value.link is None else value.link.function(value.link.inner.loc)
@@ -158,13 +158,13 @@ def _draw(value: Any, sample_shape: Any) -> Any:
 
 
 def refuse_moments(fn: Any, name: str) -> None:
-    """Refuse a distribution that holds moments without knowing it.
+    """Raise an error for a torch distribution that was built with moments.
 
     Raises:
-        UnsupportedError: a plain torch distribution was given moments.
+        UnsupportedError: if the distribution is a plain torch distribution with moments.
     """
     if any(isinstance(part, GaussianMoments) for part in vars(fn).values()):
         raise UnsupportedError(
-            f"site {name!r}: {type(fn).__module__}.{type(fn).__name__} was given uncertain parameters: use the class "
-            "of the same name in pyro.distributions"
+            f"the distribution of site {name!r}, {type(fn).__module__}.{type(fn).__name__}, has uncertain parameters: "
+            "use the class of the same name in pyro.distributions"
         )

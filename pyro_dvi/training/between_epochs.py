@@ -27,8 +27,8 @@ def validation_metrics(
 ) -> dict[str, float]:
     """Evaluate the metrics of a callable, or the mean loss over a loader, in evaluation mode.
 
-    A loss estimates the loss on the whole data set: with a plate of N training examples, every validation batch of M
-    examples is scaled by N/M, and batches are weighted by their size.
+    The mean loss estimates the loss on the complete data set: with a plate of N training examples, every validation
+    batch of M examples is scaled by N/M, and batches are weighted by their size.
 
     Raises:
         DataError: if the loader is empty.
@@ -47,7 +47,7 @@ def validation_metrics(
             size = 1 if rows is None else len(rows)
             total, weight = total + size * route.evaluate(args, kwargs), weight + size
         if not weight:
-            raise DataError("validate: the loader yielded no batch.")
+            raise DataError("The loader passed as validate yielded no batch.")
         return {"loss": total / weight}
 
 
@@ -78,7 +78,7 @@ class EveryStep:
     """A learning-rate schedule that is stepped after every training step instead of every epoch (``OneCycleLR``).
 
     Args:
-        scheduler: scheduler of the torch optimizer, or the ``PyroLRScheduler`` that is the optimizer of the SVI.
+        scheduler: a scheduler of the torch optimizer, or the ``PyroLRScheduler`` that is the optimizer of the SVI.
     """
 
     scheduler: LRScheduler | PyroLRScheduler
@@ -89,14 +89,14 @@ class Schedule:
 
     Args:
         route: the training.
-        given: a scheduler, one in :class:`EveryStep`, or None.
+        given: a scheduler, a scheduler wrapped in :class:`EveryStep`, or None.
 
     Attributes:
         scheduler: the scheduler of the learning rate, or None.
         saved: the scheduler to save in checkpoints separately; the scheduler of an SVI is saved with its optimizer.
 
     Raises:
-        ArgumentError: ``given`` is no scheduler of this optimizer.
+        ArgumentError: if ``given`` is not a scheduler of this optimizer.
     """
 
     def __init__(self, route: Route, given: Any) -> None:
@@ -107,8 +107,8 @@ class Schedule:
             own = route.svi.optim if isinstance(route.svi.optim, PyroLRScheduler) else None
             if self.scheduler not in (None, own):
                 raise ArgumentError(
-                    "lr_schedule: the schedule of an SVI belongs to its optimizer: pyro_dvi.optim.Adam({'lr': 1e-3}, "
-                    "scheduler=partial(ExponentialLR, gamma=0.99)). Only EveryStep(svi.optim) can be passed here."
+                    "For an SVI, pass the scheduler to its optimizer: pyro_dvi.optim.Adam({'lr': 1e-3}, "
+                    "scheduler=partial(ExponentialLR, gamma=0.99)). lr_schedule can only be EveryStep(svi.optim)."
                 )
             self.scheduler, self.saved = own, None
         elif self.scheduler is not None:
@@ -119,12 +119,12 @@ class Schedule:
         self.needs_metric = isinstance(kind, type) and issubclass(kind, ReduceLROnPlateau)
 
     def after_step(self) -> None:
-        """Step the schedule, if it counts steps."""
+        """Step the scheduler, if it is stepped after every step."""
         if self.every_step and self.scheduler is not None:
             self.scheduler.step()
 
     def after_epoch(self, metric: float) -> None:
-        """Step the schedule, if it counts epochs; ``metric`` is for ``ReduceLROnPlateau``."""
+        """Step the scheduler, if it is stepped after every epoch; ``ReduceLROnPlateau`` uses ``metric``."""
         if not self.every_step and self.scheduler is not None:
             self.scheduler.step(metric) if self.needs_metric else self.scheduler.step()
 
@@ -137,9 +137,9 @@ class EarlyStopping:
 
     Args:
         patience: epochs without improvement until training stops.
-        monitor: name of the metric: a key of the mapping that ``validate`` returns, ``"loss"`` for a loader or a
+        monitor: name of the metric: a key of the mapping that ``validate`` returns, or ``"loss"`` for a loader or a
             single number.
-        maximise: whether larger is better (accuracy).
+        maximise: True if larger values are better, as for accuracy.
 
     Raises:
         ArgumentError: if ``patience`` is not a positive integer.
@@ -158,26 +158,26 @@ class EarlyStopping:
         check_count("EarlyStopping: patience", self.patience)
 
     def best_epoch(self, values: Sequence[float]) -> int | None:
-        """Return the position, from 1, of the first best value; None if all are NaN."""
+        """Return the epoch (counted from 1) of the first best value; None if all values are NaN."""
         costs = [math.inf if math.isnan(value) else -value if self.maximise else value for value in values]
         best = min(costs, default=math.inf)
         return costs.index(best) + 1 if best < math.inf else None
 
     def exhausted(self, values: Sequence[float]) -> bool:
-        """Return whether the patience is used up."""
+        """Return True if the patience is exhausted."""
         return len(values) - (self.best_epoch(values) or 0) >= self.patience
 
     def monitored(self, history: History) -> list[float]:
-        """Return the monitored column, empty before the first validation."""
+        """Return the values of the monitored metric; empty before the first validation."""
         return history.epochs.get(f"validation_{self.monitor}", [])
 
 
 @contextmanager
 def delayed_interrupts() -> Iterator[Callable[[], None]]:
-    """Defer Ctrl-C, and SIGTERM from a scheduler; yield a check that raises KeyboardInterrupt after a signal.
+    """Defer Ctrl-C and SIGTERM; yield a function that raises KeyboardInterrupt if a signal has arrived.
 
-    A second signal takes effect immediately. If Python's own handlers are not active (another thread, or a host with
-    its own handlers), nothing is changed.
+    A second signal takes effect immediately. If Python's own handlers are not active (in another thread, or in a host
+    with its own handlers), nothing is changed.
     """
     usual: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
     main = threading.current_thread() is threading.main_thread()

@@ -44,11 +44,11 @@ def save(
 ) -> None:
     """Save model, guide, ELBO, optimizer, parameter store, random state and history in one file.
 
-    The file contains only tensors and plain values, so :func:`load` runs no code from it. It contains no data. With a
-    history from :func:`~pyro_dvi.training.fit`, it also contains the shapes and dtypes of the first batch, with which
-    :func:`load` initialises the guide, and a summary of the model at made-up inputs of these shapes, with which it
-    detects a different model. Both exist only for batches of dense tensors in tuples, lists and dictionaries. Without a
-    history, buffers of networks that are called by a function are not saved.
+    The file contains only tensors and plain values, so :func:`load` runs no code from it. It contains no training data.
+    With a history from :func:`~pyro_dvi.training.fit`, it also contains the shapes and dtypes of the first batch, with
+    which :func:`load` initialises the guide, and a summary of the model at artificial inputs of these shapes, with
+    which it detects a different model. Both exist only for batches of dense tensors in tuples, lists and dictionaries.
+    Without a history, buffers of networks that are called by a function are not saved.
 
     Args:
         path: file to write.
@@ -103,34 +103,36 @@ def load(
     """Load a checkpoint written by :func:`save` into freshly built objects, and return the history.
 
     Nothing is changed unless model, guide, ELBO and optimizer match: their types, parameters and KL weight, and the
-    priors, plates, noise and outputs of the model. To resume, pass the result to ``fit``: ``fit(svi, loader, epochs,
-    history=load(path, svi, loader=loader))``. If the file was saved after an epoch, the results on the CPU equal those
-    of an uninterrupted run.
+    priors, plates, noise and outputs of the model. To resume training, pass the result to ``fit``:
+    ``fit(svi, loader, epochs, history=load(path, svi, loader=loader))``. If the file was saved after an epoch, the
+    results on the CPU equal those of an uninterrupted run.
 
     Args:
         path: file to read.
-        svi: built as for the saved run; likewise the other objects.
+        svi: an ``SVI``, or the result of ``elbo(model, guide)``, built as for the saved run, like the other objects.
         optimizer: torch optimizer of an ``ELBOModule``. None skips the optimizer, which predictions do not need.
-        lr_schedule: a torch scheduler that was saved too.
+        lr_schedule: a torch scheduler whose state was saved.
         loader: the training loader, to restore its generator; None skips this.
-        example: one batch, for a file without shapes of batches. Pyro's own automatic guides and functions have no
-            parameters before their first batch.
-        best: load the weights of the best epoch (see ``EarlyStopping``) instead of the last.
-        restore_random: whether to restore the random generators.
+        example: one batch, for a file without shapes of batches, if the guide is one of Pyro's automatic guides or a
+            function, which have no parameters before their first batch.
+        best: True to load the weights of the best epoch (see ``EarlyStopping``) instead of the last.
+        restore_random: True to restore the states of the random generators.
         map_location: as for :func:`torch.load`.
 
     Raises:
-        CheckpointError: if the file is missing, truncated, not a checkpoint, of a later release, or does not match the
-            objects; keys are named.
-        GuideError: if Pyro's store holds parameters of another guide under the same names.
+        CheckpointError: if the file is missing, truncated, not a checkpoint, or of a later release, or does not match
+            the objects; the message names the differences.
+        GuideError: if Pyro's store contains parameters of another guide under the same names.
     """
     route = route_of(svi, optimizer, train=False)
     saved = _read(Path(path), map_location)
     if best and saved["best_weights"] is None:
-        raise CheckpointError("The checkpoint holds no best weights: the run had no early stopping.")
+        raise CheckpointError(
+            "The checkpoint contains no best weights, because the run had no early stopping."
+        )
     _check(saved, route)
     if lr_schedule is not None and saved["lr_schedule"] is None:
-        raise CheckpointError("The checkpoint holds no learning rate schedule; leave out lr_schedule.")
+        raise CheckpointError("The checkpoint contains no learning-rate schedule; omit lr_schedule.")
     if restore_random and loader is not None:
         check_generators(saved["random"], loader)
     incomplete = any(name not in pyro.get_param_store() for name in saved["store"])
@@ -144,8 +146,8 @@ def load(
                 route.initialise(*stand_ins(args, kwargs, route.device()), always=incomplete)
         except Exception as error:
             raise CheckpointError(
-                "The checkpoint belongs to another model or guide: these do not run on inputs of the shapes in the "
-                f"file ({first_line(error)}); if they are the same, pass example=, one batch of the loader."
+                "The checkpoint belongs to another model or guide, because these do not run on inputs of the shapes in "
+                f"the file ({first_line(error)}). If they are the same, pass one batch of the loader as example=."
             ) from error
     _load_weights(saved, route)
     rule = getattr(route.elbo, "prediction_rule", "Samples")
@@ -157,9 +159,9 @@ def load(
             route.load_optimizer_state(saved["optimizer"])
         except (ValueError, KeyError) as error:
             raise CheckpointError(
-                f"The optimizer's state does not fit: {error}. Build it as for the saved run."
+                f"The saved state does not fit the optimizer: {error}. Build the optimizer as for the saved run."
             ) from error
-        if hasattr(route.elbo, "prepare"):  # for a loop of the user's own
+        if hasattr(route.elbo, "prepare"):  # for training loops that do not call fit
             route.elbo.prepare(route.guide, route.steered)
     if lr_schedule is not None:
         lr_schedule.load_state_dict(saved["lr_schedule"])
@@ -178,8 +180,8 @@ def _check(saved: Mapping[str, Any], route: Route) -> None:
         before = saved["described"][what]
         if before != now and None not in (before, now):
             raise CheckpointError(
-                f"The checkpoint was trained with {what}{before}, the target has {now}. Build it as for the saved run, "
-                "and set another kl_weight after load."
+                f"The checkpoint was trained with {what}{before}, but the target has {now}. Build it as for the saved "
+                "run; change kl_weight only after load."
             )
     check_parameters(route)
     if "model" in route.modules():
@@ -187,8 +189,8 @@ def _check(saved: Mapping[str, Any], route: Route) -> None:
 
 
 def _described(route: Route) -> dict[str, Any]:
-    """Return what must agree between file and target, by its description; None is not compared."""
-    elbo = getattr(route.elbo, "elbo", route.elbo)  # whether one process evaluates it or several
+    """Return the properties that must agree between file and target, by description; None is not compared."""
+    elbo = getattr(route.elbo, "elbo", route.elbo)  # the objective without DataParallel
     weight = getattr(elbo, "kl_weight", None)
     if is_dataclass(weight):
         weight = repr(weight)
@@ -197,7 +199,7 @@ def _described(route: Route) -> dict[str, Any]:
     return {
         "": route.kind,
         "the modules ": sorted(route.modules()),
-        # The scales of two guides may have the same names and shapes, but one stores their logarithm.
+        # The scales of two guides may have the same names and shapes, although one guide stores logarithms.
         "the guide ": type(route.guide).__name__,
         "the objective ": type(elbo).__name__,
         "kl_weight=": weight,
@@ -215,8 +217,8 @@ def _load_weights(saved: Mapping[str, Any], route: Route) -> None:
     missing += saved["store"].keys() - existing.keys()
     if missing:
         raise CheckpointError(
-            f"The checkpoint and the target differ in {missing[:5]}. Build model and guide as for the saved run; "
-            "functions must be saved with history=, the result of fit, or loaded with example=, one batch."
+            f"The checkpoint and the target differ in {missing[:5]}. Build model and guide as for the saved run; if "
+            "they are functions, pass the result of fit as history= to save, or one batch as example= to load."
         )
     _check_state("parameter store", existing, saved["store"])
     for role in states.keys() - {"guide"}:
@@ -230,8 +232,8 @@ def _load_weights(saved: Mapping[str, Any], route: Route) -> None:
             modules[role].load_state_dict(states[role])
         except (RuntimeError, KeyError, GuideError) as error:
             raise CheckpointError(
-                f"The checkpoint does not fit the {role}: {first_line(error)}. Build it as for the saved run; a guide "
-                "without parameters before its first call needs example=, one batch of the loader."
+                f"The checkpoint does not fit the {role}: {first_line(error)}. Build it as for the saved run; for a "
+                "guide without parameters before its first call, pass one batch of the loader as example=."
             ) from error
     with torch.no_grad():
         for name, value in existing.items():
@@ -246,9 +248,9 @@ def _load_weights(saved: Mapping[str, Any], route: Route) -> None:
         route.set_weights(before)
         raise CheckpointError(
             f"The checkpoint belongs to another model: {differences} (saved → now, in evaluation mode, at the "
-            "centre of the posterior). Build the model as for the saved run, with attributes that change in training "
-            "(annealed noise, a growing plate) as they were when it was saved; or load only the weights: "
-            "guide.load_state_dict(...)."
+            "centre of the posterior). Build the model as for the saved run; attributes that change in training "
+            "(annealed noise, a growing plate) must have the values at the time of saving. To load only the weights, "
+            "call guide.load_state_dict(...)."
         )
 
 
@@ -257,7 +259,7 @@ def _check_state(role: str, current: Mapping[str, Any], saved: Mapping[str, Any]
     if missing or unexpected:
         raise CheckpointError(
             f"The checkpoint does not fit the {role}: missing keys {missing[:5]}, unexpected keys {unexpected[:5]} "
-            f"({len(missing)} and {len(unexpected)} in all). Build the {role} as for the saved run."
+            f"({len(missing)} and {len(unexpected)} in total). Build the {role} as for the saved run."
         )
     for name, value in saved.items():
         own = current[name]
@@ -274,7 +276,7 @@ def _write(path: Path, content: dict[str, Any]) -> None:
     """Write a checkpoint atomically, so that a crash leaves the previous file intact.
 
     Raises:
-        CheckpointError: it cannot be written.
+        CheckpointError: if the file cannot be written.
     """
     versions = {
         "pyro-dvi": version("pyro-dvi"),
@@ -309,13 +311,13 @@ def _read(path: Path, map_location: Any) -> dict[str, Any]:
         content = torch.load(path, map_location=map_location, weights_only=True)
     except Exception as error:
         raise CheckpointError(
-            f"{str(path)!r} is not a checkpoint, is damaged or truncated, or holds objects that a safe load does not "
-            f"build (see torch.serialization.add_safe_globals): {first_line(error)}"
+            f"{str(path)!r} is not a checkpoint, is damaged or truncated, or contains objects that torch does not load "
+            f"safely (see torch.serialization.add_safe_globals): {first_line(error)}"
         ) from error
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise CheckpointError(
-            f"{str(path)!r} was not written by pyro_dvi.save: it holds {list(content)[:5]}. Load a plain state_dict "
-            "with load_state_dict, a store with its own load."
+            f"{str(path)!r} was not written by pyro_dvi.save: it contains {list(content)[:5]}. Load a plain state_dict "
+            "with load_state_dict, and a parameter store with its own load."
         )
     check_format_version(f"{str(path)!r} of pyro-dvi {content['versions']['pyro-dvi']}", content["version"])
     return content

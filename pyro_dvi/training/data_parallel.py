@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Training with several processes, each with its part of every minibatch, over ``torch.distributed``.
+r"""Training with several processes over ``torch.distributed``; each process has its part of every minibatch.
 
 Process k evaluates the objective on its :math:`m_k` examples, with the plate's scale :math:`N/m_k`. The sum over
 processes, weighted by :math:`m_k/\sum_j m_j`, is the objective of the joint minibatch: log-likelihoods, their gradients
-and other sums over examples get the scale :math:`N/\sum_j m_j`, and the KL divergence is included once.
+and other sums over examples have the scale :math:`N/\sum_j m_j`, and the KL divergence is included once.
 """
 
 import functools
@@ -40,7 +40,7 @@ class DataParallel(WrappedObjective):
 
     .. math:: \mathrm{loss} = \sum_k w_k\, \mathrm{loss}_k, \qquad w_k = \frac{m_k}{\sum_j m_j}
 
-    Every process builds the same model, guide and optimizer, and gets its own part of the data, as from torch's
+    Every process builds the same model, guide and optimizer, and receives its own part of the data, as from torch's
     ``DistributedSampler``. After each evaluation, all processes have the loss and the gradients of the joint minibatch,
     and the curvature for natural-gradient optimizers, so all optimizers take the same step. Any optimizer works: Pyro's
     in ``SVI``, torch's for ``elbo(model, guide)``. Without a process group, or with a single process, the objective is
@@ -54,9 +54,9 @@ class DataParallel(WrappedObjective):
 
     *Batch normalisation* in training mode uses the statistics of each part, as in torch's data parallelism, so the
     result differs from one process with the joint minibatch. Running statistics are averaged after every evaluation,
-    weighted by the parts, so that all processes keep one model. ``torch.nn.SyncBatchNorm`` raises an error, because it
-    would wait for the other processes inside the model. Use large parts, group or layer normalisation, or fixed
-    statistics (``eval()``).
+    weighted by the parts, so that all processes keep the same model. ``torch.nn.SyncBatchNorm`` raises an error,
+    because it would wait for the other processes inside the model. Use large parts, group or layer normalisation, or
+    fixed statistics (``eval()``).
 
     *Uneven parts* are weighted by their size. All processes must take the same number of steps: ``fit`` compares the
     lengths of the loaders.
@@ -66,8 +66,9 @@ class DataParallel(WrappedObjective):
 
     Args:
         elbo: the objective.
-        own_draws: draw different weights in each process, so that gradients and curvature are averages over one draw
-            per process. All processes may then have the whole data set. By default, all draw the same weights.
+        own_draws: True to draw different weights in each process, so that gradients and curvature are averages over one
+            draw per process. Each process may then use the complete data set. By default, all processes draw the same
+            weights.
         group: process group; by default the global one.
 
     Attributes:
@@ -77,8 +78,8 @@ class DataParallel(WrappedObjective):
     Raises:
         ArgumentError: if the objective is not from this library.
         PyroDviError: in a step, if another process failed, or the processes do not have the same parameters.
-        UnsupportedError: several processes but no process group; sites that are split in different proportions; or
-            synchronised batch normalisation.
+        UnsupportedError: if there are several processes but no process group, if observed sites are split in different
+            proportions, or if the model has synchronised batch normalisation.
         DataError: for a minibatch without a plate that gives the size of the data set.
         NonFiniteError: if the loss of a process is NaN or infinite; no process then updates its parameters.
 
@@ -94,12 +95,11 @@ class DataParallel(WrappedObjective):
     def __init__(self, elbo: Any, *, own_draws: bool = False, group: Any = None) -> None:
         if isinstance(elbo, DataParallel) or not hasattr(elbo, "current_kl_weight"):
             raise ArgumentError(
-                "DataParallel takes an objective of this library, such as TaylorELBO(), got "
-                f"{type(elbo).__name__}"
+                f"DataParallel needs an objective of this library, such as TaylorELBO(), not {type(elbo).__name__}"
             )
         self.elbo = elbo
         self.own_draws, self.group = own_draws, group
-        self._seed: Any = None  # a number from the first step on
+        self._seed: Any = None  # set in the first step
         self._prepared: tuple[Any, Any] | None = None
 
     def loss_and_grads(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
@@ -112,7 +112,8 @@ class DataParallel(WrappedObjective):
     def differentiable_loss(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> Tensor:
         """Return the joint loss, whose backward pass gives the joint gradients.
 
-        Processes are synchronised here, not in the backward pass: all must call it, with gradients enabled.
+        Processes are synchronised here, not in the backward pass: all processes must call this method, with gradients
+        enabled.
         """
         if not torch.is_grad_enabled() or not several(self.group):
             return self.elbo.differentiable_loss(model, guide, *args, **kwargs)  # type: ignore[no-any-return]
@@ -139,8 +140,8 @@ class DataParallel(WrappedObjective):
         bad = [k for k, message in enumerate(messages) if not math.isfinite(message.terms["loss"])]
         if bad:
             raise NonFiniteError(
-                f"the loss of process {bad[0]} is not finite ({messages[bad[0]].terms}; {len(bad)} of {len(messages)} "
-                "processes). Lower the learning rate, look for extreme inputs, or train in float64."
+                f"the loss of process {bad[0]} is not finite ({messages[bad[0]].terms}); this affects {len(bad)} of "
+                f"{len(messages)} processes. Lower the learning rate, check for extreme inputs, or train in float64."
             )
         names = sorted({name for message in messages for name in message.leaves})
         return self._joint(losses[0], terms["loss"], names, model, guide, weights[rank])
@@ -149,7 +150,7 @@ class DataParallel(WrappedObjective):
         """Check that all processes have the same number of batches in a pass over the data.
 
         Raises:
-            DataError: if the numbers differ, so that some processes would wait for ever; raised in all processes.
+            DataError: if the numbers differ, so that some processes would wait forever; raised in all processes.
         """
         counts = exchange(number, self.group) if several(self.group) else [number]
         if len(set(counts)) > 1:
@@ -158,7 +159,7 @@ class DataParallel(WrappedObjective):
             )
 
     def agreed(self, value: Any) -> Any:
-        """Return the value of process 0 in all processes, which may have measured different values."""
+        """Return the value of process 0; other processes may have measured different values."""
         return exchange(value, self.group)[0] if several(self.group) else value
 
     def state_dict(self) -> dict[str, Any]:
@@ -166,7 +167,7 @@ class DataParallel(WrappedObjective):
         return {**self.elbo.state_dict(), "draws_seed": self._seed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned, here or in the objective."""
+        """Restore a state returned by :meth:`state_dict` of this class or of the objective."""
         self.elbo.load_state_dict(state)
         self._seed = state.get("draws_seed")
 
@@ -223,7 +224,7 @@ class DataParallel(WrappedObjective):
 
 
 class _GuideModule(nn.Module):
-    """A guide that is a function, as a module, which takes hooks."""
+    """A module around a guide that is a function, because only modules have hooks."""
 
     def __init__(self, guide: Callable[..., Any]) -> None:
         super().__init__()
@@ -232,7 +233,7 @@ class _GuideModule(nn.Module):
 
 
 class _Evaluation(NamedTuple):
-    """The message of a process to the others about its evaluation."""
+    """The message of a process to the others about its evaluation of the objective."""
 
     fractions: dict[str, float]
     terms: dict[str, float]

@@ -33,7 +33,7 @@ class TrainedPosterior:
     Attributes:
         model: the Pyro model.
         guide: its posterior.
-        store: state of the store; empty if the parameters live in the modules.
+        store: state of the parameter store; empty if the parameters belong to the modules.
     """
 
     model: Any
@@ -42,12 +42,12 @@ class TrainedPosterior:
 
     @contextmanager
     def in_store(self) -> Iterator[None]:
-        """Let Pyro's store hold only the parameters of this posterior while the block runs."""
+        """Make Pyro's store contain only the parameters of this posterior within the context."""
         with pyro.get_param_store().scope(self.store):
             yield
 
     def put_back(self) -> None:
-        """Put the parameters into Pyro's store, where they replace others of the same names."""
+        """Copy the parameters into Pyro's store, where they replace others of the same names."""
         pyro.get_param_store().set_state(self.store)
 
     def trainable(self) -> dict[int, tuple[str, Tensor]]:
@@ -60,17 +60,18 @@ class TrainedPosterior:
 def train_apart(
     train: Callable[[], Any], seed: int, others: Iterable[TrainedPosterior] = ()
 ) -> TrainedPosterior:
-    """Run a training with a seed and an empty parameter store, and return its result together with this store.
+    """Run a training function with a seed and an empty parameter store, and return its result with this store.
 
-    Global random numbers and Pyro's store are restored afterwards.
+    The global random state and Pyro's store are restored afterwards.
 
     Args:
-        train: builds and trains a model and its guide, and returns the two.
-        seed: of the generators of torch, NumPy and Python.
-        others: posteriors trained before, which it must not have changed.
+        train: builds and trains a model and its guide, and returns both.
+        seed: seed of the generators of torch, NumPy and Python.
+        others: posteriors trained earlier, whose parameters ``train`` must not change.
 
     Raises:
-        ArgumentError: ``train`` returns something else, or trains parameters of one of the others.
+        ArgumentError: if ``train`` does not return a pair ``(model, guide)``, or trains parameters of another
+            posterior.
 
     Example:
         >>> import pyro.distributions as dist
@@ -96,13 +97,13 @@ def train_apart(
         for key, (name, _) in other.trainable().items():
             if key in own:
                 raise ArgumentError(
-                    f"two trainings have moved the same parameter, {name!r}: build network, model and guide inside "
-                    "train, and freeze shared parameters with requires_grad_(False)"
+                    f"two training runs have changed the same parameter, {name!r}: build network, model and guide "
+                    "inside train, and freeze shared parameters with requires_grad_(False)"
                 )
     return posterior
 
 
-MEMBER = "member"  # the site that says which member it is
+MEMBER = "member"  # the site whose value is the index of the member
 
 
 def train_ensemble(
@@ -113,23 +114,24 @@ def train_ensemble(
     .. math:: p(y \mid x) \approx \frac1K \sum_{k=1}^K p_k(y \mid x)
 
     where :math:`p_k` is the predictive distribution of member k with its own prediction rule. MAP training of an
-    ``AutoDelta`` gives the deep ensemble of the literature; ensembles of variational posteriors, of VOGN or of Laplace
-    approximations work in the same way. Each training run has an empty parameter store and its own seed. The global
-    random state and Pyro's store are restored afterwards.
+    ``AutoDelta`` gives the deep ensemble of the literature; ensembles of variational posteriors, of VOGN posteriors or
+    of Laplace approximations work in the same way. Each training run has an empty parameter store and its own seed. The
+    global random state and Pyro's store are restored afterwards.
 
     Args:
         train: builds network, model and guide, trains them, and returns ``(model, guide)``. It must not set a seed.
-        num_members: :math:`K`.
+        num_members: number of members, K.
         seed: determines the seeds of all members.
-        progress: show a progress bar over members, where there is a terminal or notebook.
+        progress: show a progress bar over members in a terminal or notebook.
 
     Returns:
         Model and guide of the ensemble, for :func:`~pyro_dvi.predict`, :func:`~pyro_dvi.to_arviz` and Pyro's
         ``Predictive``; ``guide.members`` are its members.
 
     Raises:
-        ArgumentError: less than one member; ``train`` returns something else, or trains the same network repeatedly.
-        DviWarning: two members are the same.
+        ArgumentError: if ``num_members`` is less than one, or ``train`` does not return a pair ``(model, guide)`` or
+            trains the same network repeatedly.
+        DviWarning: if two members have the same parameters.
 
     Source: Lakshminarayanan, Pritzel & Blundell (2017), Algorithm 1, without adversarial examples.
 
@@ -165,10 +167,10 @@ def train_ensemble(
 
 
 class EnsembleModel(nn.Module):
-    """Model of an ensemble, which draws the site ``member`` and runs the model of this member.
+    """The model of an ensemble, which draws the site ``member`` and runs the model of this member.
 
     Args:
-        members: model, guide and parameters of each.
+        members: model, guide and parameters of each member.
     """
 
     def __init__(self, members: Iterable[TrainedPosterior]) -> None:
@@ -202,11 +204,11 @@ class EnsembleGuide(nn.Module):
 
     Attributes:
         model: the model of the ensemble.
-        members: model, guide and parameters of each.
+        members: model, guide and parameters of each member.
 
     Raises:
-        ArgumentError: no members, or members that are not such pairs.
-        DviWarning: two members are the same.
+        ArgumentError: if there are no members, or a member is not such a pair.
+        DviWarning: if two members have the same parameters.
 
     Example:
         >>> import pyro_dvi as dvi
@@ -227,21 +229,23 @@ class EnsembleGuide(nn.Module):
         (tensor([2.]), tensor([1.2500]))
     """
 
-    factorised = None  # a mixture is no product of Gaussians
+    factorised = None  # a mixture is not a product of Gaussians
 
     def __init__(self, members: Iterable[TrainedPosterior | tuple[Any, Any]]) -> None:
         super().__init__()
         self.members = tuple(map(_as_member, members))
         if not self.members:
-            raise ArgumentError("an ensemble needs at least one member: give pairs (model, guide)")
+            raise ArgumentError("an ensemble needs at least one member: pass pairs (model, guide)")
         self.guides = nn.ModuleList(m.guide for m in self.members if isinstance(m.guide, nn.Module))
-        self._model = (EnsembleModel(self.members),)  # no submodule, as in Pyro's guides
+        self._model = (
+            EnsembleModel(self.members),
+        )  # in a tuple, so that it is not a submodule, as in Pyro's guides
         pairs = combinations(enumerate(self.members), 2)
         same = [f"{i} and {k}" for (i, first), (k, second) in pairs if _are_same(first, second)]
         if same:
             warn(
-                f"members {', '.join(same)} of the ensemble have the same parameters: each training must start from "
-                "random weights and must not set a seed itself"
+                f"members {', '.join(same)} of the ensemble have the same parameters: each training run must start "
+                "from random weights and must not set a seed itself"
             )
 
     @property
@@ -250,16 +254,16 @@ class EnsembleGuide(nn.Module):
         return self._model[0]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Draw a member, then its latents; what its guide returns."""
+        """Draw a member, run its guide, and return the result."""
         member = self.members[_drawn_member(len(self.members))]
         with member.in_store():
             return member.guide(*args, **kwargs)
 
     def check_model(self, model: Callable[..., Any]) -> None:
-        """Refuse another model, since predictions run the models of the members.
+        """Raise an error for another model, because predictions run the models of the members.
 
         Raises:
-            GuideError: it is not :attr:`model`.
+            GuideError: if ``model`` is not :attr:`model`.
         """
         if model is not self.model:
             raise GuideError(
@@ -276,7 +280,7 @@ class EnsembleGuide(nn.Module):
 
 
 def _drawn_member(count: int) -> int:
-    """Draw the number of a member, on the CPU, where it is read without waiting for an accelerator."""
+    """Draw the index of a member, on the CPU, where reading it does not wait for an accelerator."""
     return int(pyro.sample(MEMBER, dist.Categorical(torch.full((count,), 1 / count, device="cpu"))))
 
 
@@ -285,13 +289,13 @@ def _is_pair(value: Any) -> TypeGuard[tuple[Any, Any]]:
 
 
 def _as_member(given: Any) -> TrainedPosterior:
-    """Return a trained posterior with its parameters, given as such or as a pair."""
+    """Return a member as a trained posterior with its parameters."""
     if isinstance(given, TrainedPosterior):
         return given
     if not _is_pair(given):
         raise ArgumentError(f"a member of an ensemble is a pair (model, guide) of callables, not {given!r}")
     modules = [part for part in given if isinstance(part, nn.Module)]
-    # What another posterior has there now.
+    # Names in the store that now belong to another posterior.
     others = {name for part in modules for name, *_ in supplanted(part)}
     state: Any = pyro.get_param_store().get_state()
     kept: Any = {
@@ -302,7 +306,7 @@ def _as_member(given: Any) -> TrainedPosterior:
 
 
 def _are_same(one: TrainedPosterior, other: TrainedPosterior) -> bool:
-    """Return True if two guides have the same parameters; they may have none yet."""
+    """Return True if two guides have parameters, and these are the same."""
     modules = isinstance(one.guide, nn.Module) and isinstance(other.guide, nn.Module)
     first, second = (dict(m.guide.named_parameters()) if modules else m.store["params"] for m in (one, other))
     return first.keys() == second.keys() != set() and all(map(torch.equal, first.values(), second.values()))

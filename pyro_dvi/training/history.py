@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The record of a training, in columns."""
+"""The record of a training run, in columns."""
 
 import math
 import re
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
     from pyro_dvi.training.routes import Route
 
-_PRECISION = re.compile(r"(^|\.)([A-Z]\w*|guide)(\.\d+)*\.precisions\.")  # as of NaturalGradientGuide
+_PRECISION = re.compile(r"(^|\.)([A-Z]\w*|guide)(\.\d+)*\.precisions\.")  # as in NaturalGradientGuide
 
 
 class Table(dict[str, list[float]], InNotebook):
-    """Columns of equal length, with NaN where a row has no value.
+    """Columns of equal length, with NaN for missing values.
 
     Example:
         >>> table = Table()
@@ -64,15 +64,15 @@ class History(InNotebook):
     """The record that :func:`~pyro_dvi.training.fit` returns.
 
     Attributes:
-        steps: one row per training step: ``epoch``, ``step`` (both from 1), ``loss`` (the objective that was
-            optimised, summed over the data set), where the ELBO reports them ``log_likelihood``, ``penalty``,
-            ``kl`` (unweighted) and ``kl_weight``, and ``lr``, the learning rate of the means as of that step.
-        epochs: one row per epoch: ``epoch``, ``step`` (of its end), the same terms averaged over the epoch,
+        steps: one row per training step: ``epoch``, ``step`` (both from 1), ``loss`` (the optimised objective, summed
+            over the data set), ``lr`` (the learning rate of the means in this step), and, if the ELBO reports them,
+            ``log_likelihood``, ``penalty``, ``kl`` (unweighted) and ``kl_weight``.
+        epochs: one row per epoch: ``epoch``, ``step`` (at its end), the same terms averaged over the epoch,
             ``kl_weight`` and ``lr`` of its last step, ``seconds``, ``posterior_scale`` (the mean of all
-            posterior scales, where the guide has some) and one ``validation_<name>`` per metric.
-        stopped: why training ended: ``"epochs"``, ``"early stopping"``, ``"callback"``, ``"interrupted"``,
-            ``"non-finite"``; None before.
-        best_epoch: the epoch with the best validation metric, where early stopping watched one.
+            posterior scales, if the guide has any) and one ``validation_<name>`` per metric.
+        stopped: why training ended: ``"epochs"``, ``"early stopping"``, ``"callback"``, ``"interrupted"`` or
+            ``"non-finite"``; None before the end.
+        best_epoch: the epoch with the best value of the metric that early stopping monitors; otherwise None.
 
     Indexing gives a column of the epochs, ready to plot: ``plt.plot(history["epoch"], history["loss"])``.
 
@@ -92,7 +92,7 @@ class History(InNotebook):
         self.best_epoch: int | None = None
         # The weights of the best epoch, by name; kept for a resumed run and for load(..., best=True).
         self.best_weights: dict[str, Any] | None = None
-        # Shapes and dtypes of the arguments in the first batch, which initialise a guide that is loaded.
+        # Shapes and dtypes of the arguments in the first batch, which initialise a loaded guide.
         self.inputs: tuple[Any, Any] | None = None
 
     @property
@@ -106,7 +106,7 @@ class History(InNotebook):
         return int(self.steps["step"][-1]) if self.steps.rows else 0
 
     def epoch_of(self, steps: int) -> dict[str, float]:
-        """Average the last ``steps`` steps to the row of an epoch, with rate and KL weight of the last step."""
+        """Return the row of an epoch: averages over its steps, with learning rate and KL weight of the last step."""
         columns = {name: column[-steps:] for name, column in self.steps.items()}
         last = ("epoch", "step", "kl_weight", "lr")
         return {
@@ -133,7 +133,7 @@ class History(InNotebook):
         return [repr(self), self.to_dataframe()]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain lists and numbers, for JSON for instance, without the weights of the best epoch."""
+        """Return plain lists and numbers, for example for JSON, without the weights of the best epoch."""
         return {
             "epochs": {name: list(column) for name, column in self.epochs.items()},
             "steps": {name: list(column) for name, column in self.steps.items()},
@@ -151,7 +151,7 @@ class History(InNotebook):
 
 
 def posterior_scale(route: "Route") -> float | None:
-    """Return the mean of all posterior scales, where the guide's parameters are recognised as such."""
+    """Return the mean of all posterior scales among the guide's parameters; None if none are recognised."""
     store = pyro.get_param_store()
     constraints = {id(value): store._constraints[name] for name, value in store.named_parameters()}
     for module in nn.ModuleDict(route.modules()).modules():

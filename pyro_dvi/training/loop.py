@@ -36,12 +36,14 @@ from pyro_dvi.training.parameter_checks import check_parameters, claim_parameter
 from pyro_dvi.training.rollback import Rollback
 from pyro_dvi.training.routes import Route, route_of
 
-_CAPTURED_STEPS = 50  # of a call, at least: to record one kind takes as long as some ten ordinary steps
+_CAPTURED_STEPS = (
+    50  # fewest steps of a call with recordings; each recording takes as long as about ten ordinary steps
+)
 
 
 @dataclass
 class TrainingState:
-    """Argument of callbacks after an epoch.
+    """The state of training, passed to callbacks after every epoch.
 
     Attributes:
         epoch: number of completed epochs, over all calls that share the history.
@@ -76,7 +78,7 @@ def fit(
     history: History | None = None,
     capture: bool = True,
 ) -> History:
-    r"""Train for a number of epochs and return the history.
+    r"""Train for a number of epochs, and return the history.
 
     Every step minimises the loss of one minibatch,
 
@@ -85,7 +87,7 @@ def fit(
 
     as ``svi.step`` or ``loss.backward(); optimizer.step()`` do.
 
-    Status: adds no approximation.
+    Status: exact; ``fit`` adds no approximation to the objective.
 
     *Batches*: a tuple or list becomes positional arguments of model and guide, a mapping becomes keyword arguments, and
     anything else becomes the only argument. Tensors move to the device of the parameters. If the ELBO has
@@ -96,48 +98,51 @@ def fit(
     *Modes*: a model in evaluation mode is switched to training mode, and back afterwards. A module in evaluation mode
     inside a model in training mode (frozen BatchNorm) stays in evaluation mode.
 
-    *Divergence*: a non-finite loss, or a distribution that rejects parameters because training has made them far too
-    large, is detected before the optimizer steps. Parameters, buffers, optimizer and ELBO return to the end of the last
-    good epoch, and the error contains the history. Errors that do not recur at these weights are raised unchanged.
+    *Divergence*: a loss that is not finite, or a distribution that rejects parameters because training has made them
+    far too large, is detected before the optimizer takes its step. Parameters, buffers, optimizer and ELBO return to
+    the end of the last good epoch, and the error contains the history. Errors that do not recur at these weights are
+    raised unchanged.
 
-    *Ctrl-C*, and SIGTERM as cluster schedulers send it, end training but not the program: the state after the current
+    *Ctrl-C*, and SIGTERM as sent by cluster schedulers, end training but not the program: the state after the current
     step is kept and saved, and the history is returned with ``stopped == "interrupted"``. The next call with this
     history restarts the unfinished epoch. A second signal takes effect immediately.
 
     Args:
         svi: a :class:`pyro.infer.SVI` with any Pyro optimizer or scheduler; or ``elbo(model, guide)`` with
             ``optimizer``, which also works under ``pyro.settings.set(module_local_params=True)``.
-        loader: a DataLoader, a list of batches, or any iterable that can be read again and again.
+        loader: a DataLoader, a list of batches, or any iterable that can be iterated repeatedly.
         epochs: number of additional epochs. With ``history``, it may be 0.
         optimizer: torch optimizer of an ``ELBOModule``; see :func:`~pyro_dvi.optim.parameter_groups`.
         validate: a loader, whose mean loss is recorded as ``validation_loss``, or a callable without arguments that
-            returns a number or a mapping of metrics. Runs after every epoch in evaluation mode, and changes neither
-            running statistics nor the random numbers of training.
+            returns a number or a mapping of metrics. Validation runs after every epoch in evaluation mode, and changes
+            neither running statistics nor the random numbers of training.
         callbacks: called with a :class:`TrainingState` after every epoch.
         progress: show a progress bar in a terminal or notebook.
         lr_schedule: a torch scheduler of ``optimizer``, stepped after every epoch; wrap it in :class:`EveryStep` for
             every step. A ``PyroLRScheduler`` in the SVI is stepped after every epoch automatically.
             ``ReduceLROnPlateau`` monitors ``validation_loss``, or the training loss without validation.
-        early_stopping: stop early, with the weights of the best epoch. Needs ``validate``. A history whose patience is
-            already exhausted is not continued.
-        checkpoint: file to save to after every epoch. :func:`load` resumes from it; call :func:`save` in a callback to
-            save less often.
-        device: move model and guide there first.
+        early_stopping: stops training early, with the weights of the best epoch; needs ``validate``. A history whose
+            patience is already exhausted is not continued.
+        checkpoint: path of a checkpoint, written after every epoch. :func:`load` reads it; call :func:`save` in a
+            callback to save less often.
+        device: device to which model and guide are moved first.
         history: the history of an earlier call, to continue. Pass your own ``History()`` to keep the record if the
             model, a callback or the loader raises an error.
-        capture: replay the steps of an objective of this library from recordings, as
-            :class:`~pyro_dvi.objectives.Captured` does, and call model and guide only occasionally. On the CPU, results
-            are bitwise equal. Calls with few steps take ordinary steps, and so do all calls with False.
+        capture: True to replay the steps of an objective of this library from recordings, as
+            :class:`~pyro_dvi.objectives.Captured` does, and to call model and guide only occasionally. On the CPU,
+            results are bitwise equal. Calls with few steps take ordinary steps, as do all calls with False.
 
     Returns:
         The history, ready to plot.
 
     Raises:
-        NonFiniteError: a loss or parameter is NaN or infinite. Its ``history``, ``epoch`` and ``step`` say where.
-        DataError: the loader is empty, ends after one pass, disagrees with the plate of the model, or has another
+        NonFiniteError: if a loss or parameter is NaN or infinite; the attributes ``history``, ``epoch`` and ``step``
+            of the error state where.
+        DataError: if the loader is empty, ends after one pass, disagrees with the plate of the model, or has another
             number of batches than the loader of another process.
-        ArgumentError: an option is out of range, or incompatible with the way of training.
-        GuideError: the optimizer lacks parameters, or Pyro's store holds another model's under the same names.
+        ArgumentError: if an option is out of range, or does not fit ``svi``.
+        GuideError: if the optimizer lacks parameters, or Pyro's store contains parameters of another model under the
+            same names.
 
     Example:
         >>> import pyro, pyro.distributions as dist
@@ -165,7 +170,7 @@ def fit(
         check_choice("early_stopping", early_stopping, EarlyStopping, "EarlyStopping(patience=10)")
         if validate is None:
             raise ArgumentError(
-                "early_stopping needs validate=: a loader or a callable that returns the metric."
+                "early_stopping needs validate=, a loader or a callable that returns the metric."
             )
     if device is not None:
         for part in route.modules().values():
@@ -203,7 +208,7 @@ class _Run:
         if capture and (steps is None or epochs * steps >= _CAPTURED_STEPS):
             self.route.capture()
         if steps is not None:
-            if hasattr(self.route.elbo, "check_number_of_batches"):  # several processes
+            if hasattr(self.route.elbo, "check_number_of_batches"):  # there may be several processes
                 self.route.elbo.check_number_of_batches(steps)
             if self.schedule.scheduler is None and hasattr(self.route.steered, "set_total_steps"):
                 self.route.steered.set_total_steps(last * steps)
@@ -219,7 +224,7 @@ class _Run:
         return self.history
 
     def _train_until(self, last: int) -> None:
-        """Train epochs until the last, or until there is a reason to stop, and record the reason in the history."""
+        """Train up to the last epoch or until there is a reason to stop, and record the reason in the history."""
         history, stopping = self.history, self.early_stopping
         stopped_before = stopping is not None and stopping.exhausted(stopping.monitored(history))
         history.stopped = "early stopping" if stopped_before else None
@@ -234,7 +239,7 @@ class _Run:
         history.stopped = history.stopped or "epochs"
 
     def _epoch(self, epoch: int) -> str | None:
-        """Train an epoch; return the reason to stop, if there is one."""
+        """Train one epoch; return the reason to stop, if there is one."""
         started, first = time.perf_counter(), self.history.step
         for batch in self.loader:
             self._step(epoch, *arguments(batch, self._target_device()))
@@ -280,7 +285,7 @@ class _Run:
         return self.route.agreed("early stopping" if exhausted else "callback" if state.stop else None)
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Create the parameters before the first step, and remember their start."""
+        """Create the parameters before the first step, and store their initial values."""
         with explained_errors(self.route.model, (), args, kwargs):
             self.route.initialise(args, kwargs)
         for module in self.route.loose_modules:
@@ -326,11 +331,12 @@ class _Run:
 
 @contextmanager
 def _informed(route: Route, loader: Iterable[Any]) -> Iterator[Any]:
-    """Let the objective see the optimizer, and tell it the size of the data set while training lasts.
+    """Give the objective access to the optimizer and, during training, to the size of the data set.
 
     Yields:
-        A context for the first step, which compares the size with the plate of the model where the objective does not:
-        objectives without ``num_data``, and lists of batches. Of several processes each may have a list of its share.
+        A context for the first step, which compares the size of the data set with the plate of the model if the
+        objective does not: for objectives without ``num_data``, and for lists of batches. With several processes, each
+        may have a list of its own part.
     """
     elbo, size = route.elbo, dataset_size(loader)
     check: Any = nullcontext()
@@ -353,14 +359,14 @@ def _informed(route: Route, loader: Iterable[Any]) -> Iterator[Any]:
 
 @contextmanager
 def _checked(route: Route, check: Any) -> Iterator[None]:
-    """Check the plates of the first step, and the options of the optimizer, which has groups only after it."""
+    """Check the plates of the first step and, after it, the options of the optimizer, which then has groups."""
     with check:
         yield
     warn_of_decaying_scales(route)
 
 
 class _SitesSeen(Messenger):
-    """Hand the sites of a step to a check after the step."""
+    """Collect the sites of a step, and check them afterwards."""
 
     def __init__(self, check: Callable[[list[Any]], None]) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters that belong to another training.
+"""Checks for parameters that belong to another training run.
 
-Pyro's store knows parameters by name only. A second model or guide with the same names, a new one made in the same
-session for instance, takes over the parameters of the first without a word, and training one then changes the other.
+Pyro's store identifies parameters by name only. A second model or guide with the same names, such as a new one in the
+same session, silently takes over the parameters of the first, and training one then changes the other.
 """
 
 import re
@@ -21,11 +21,11 @@ from pyro_dvi.optim.learning_rates import SCALE_PATTERN, is_uninitialised, param
 from pyro_dvi.runs.posterior_prior import without_posterior_prior
 from pyro_dvi.training.routes import Route
 
-# Parameter -> the model or guide that was trained with it. Weak on both sides: garbage has no claim.
+# The model or guide with which each parameter was trained; weak references on both sides, so nothing is kept alive.
 _owners: Any = WeakIdKeyDictionary()
 
 _WAY_OUT = (
-    "Call pyro.clear_param_store() before model and guide are built, or keep models apart with "
+    "Call pyro.clear_param_store() before you build model and guide, or separate models with "
     "pyro.get_param_store().scope(); if you loaded the store from a file, call model and guide before training."
 )
 
@@ -34,8 +34,8 @@ def check_parameters(route: Route) -> None:
     """Raise an error if the names of model or guide in the store belong to another model or guide.
 
     Raises:
-        GuideError: if the guide, or the model, would share parameters with another.
-        ModelError: if the store holds a copy because a parameter is not contiguous in memory.
+        GuideError: if the guide or the model would share parameters with another one.
+        ModelError: if the store contains a copy of a parameter, because it is not contiguous in memory.
     """
     if pyro.settings.get("module_local_params"):
         return
@@ -44,7 +44,7 @@ def check_parameters(route: Route) -> None:
         taken = [name for name in _stored() if name.startswith(f"{guide._pyro_name}.")]
         if taken:
             raise GuideError(
-                f"Pyro's parameter store already holds {taken[0]!r} of another {guide._pyro_name}. {_WAY_OUT}"
+                f"Pyro's parameter store already contains {taken[0]!r} of another {guide._pyro_name}. {_WAY_OUT}"
             )
     for role, part in route.modules().items():
         for name, parameter, _ in supplanted(part):
@@ -54,17 +54,18 @@ def check_parameters(route: Route) -> None:
                     "train a copy of it: make the parameters of the module .contiguous()."
                 )
             raise GuideError(
-                f"Pyro's parameter store holds another parameter under the name {name!r} of this {role}. {_WAY_OUT}"
+                f"Pyro's parameter store contains another parameter under the name {name!r}, which this {role} uses. "
+                f"{_WAY_OUT}"
             )
     for name, tensor in route.parameters().items():
         if _owner_of(tensor) not in (None, id(without_posterior_prior(route.model)), id(guide)):
             raise GuideError(
-                f"Parameter {name!r} belongs to another model or guide that was trained before. {_WAY_OUT}"
+                f"Parameter {name!r} belongs to another model or guide that was trained earlier. {_WAY_OUT}"
             )
 
 
 def claim_parameters(route: Route) -> None:
-    """Record that these parameters are trained with this model and guide."""
+    """Record that the parameters are trained with this model and guide."""
     in_model = set(route.model_parameters)
     if isinstance(route.model, nn.Module):
         in_model |= {id(parameter) for parameter in route.model.parameters()}
@@ -77,10 +78,10 @@ def claim_parameters(route: Route) -> None:
 def check_still_own(model: Any, guide: Any) -> None:
     """Raise an error if another model or guide has since been trained under the same names in the store.
 
-    Pyro would use the values of the other. Values that were loaded into the store have no owner and are accepted.
+    Pyro would use the values of the other one. Values that were loaded into the store have no owner and are accepted.
 
     Raises:
-        GuideError: naming the parameter.
+        GuideError: if a parameter has another owner; the message names it.
     """
     if pyro.settings.get("module_local_params"):
         return
@@ -89,14 +90,15 @@ def check_still_own(model: Any, guide: Any) -> None:
         for name, _, stored in supplanted(part) if isinstance(part, nn.Module) else ():
             if stored in _owners and _owner_of(stored) not in own:
                 raise GuideError(
-                    f"Pyro's parameter store holds another parameter under the name {name!r} of this {role}: another "
-                    "model or guide with the same names has been trained since. Predict before training the next, keep "
-                    "them apart with pyro.get_param_store().scope(), or reload this one with pyro_dvi.load."
+                    f"Pyro's parameter store contains another parameter under the name {name!r}, which this {role} "
+                    "uses: another model or guide with the same names has been trained since. Predict before you train "
+                    "another one, separate them with pyro.get_param_store().scope(), or reload this one with "
+                    "pyro_dvi.load."
                 )
 
 
 def supplanted(part: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield names of a module's parameters under which the store holds others, and both parameters."""
+    """Yield the names of a module's parameters under which the store contains others, and both parameters."""
     store = _stored()
     for name, parameter in parameter_names(part):
         if store.get(name, parameter) is not parameter:
@@ -104,12 +106,12 @@ def supplanted(part: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
 
 
 def _stored() -> dict[str, Tensor]:
-    """Return the parameters in Pyro's store, under names with dots."""
+    """Return the parameters in Pyro's store, with dots in their names."""
     return {name.replace("$$$", "."): value for name, value in pyro.get_param_store().named_parameters()}
 
 
 def _owner_of(parameter: Tensor) -> int | None:
-    """Return the id of the model or guide with which a parameter was trained; None if deleted."""
+    """Return the id of the model or guide with which a parameter was trained; None if it no longer exists."""
     owner = _owners.get(parameter, lambda: None)()
     return None if owner is None else id(owner)
 
@@ -120,7 +122,8 @@ def warn_of_decaying_scales(route: Route) -> None:
     for name, optimizer, place in sorted(route.optimizer_groups(), key=lambda group: group[0]):
         if optimizer.param_groups[place].get("weight_decay") and re.search(SCALE_PATTERN, name):
             warn(
-                f"the weight decay of {route.optimizer_name()} acts on {name!r}, posterior scales on a logarithmic "
-                "axis, and pulls them to a value near 1. The prior decays the weights already: train without it."
+                f"the weight decay of {route.optimizer_name()} acts on {name!r}, the logarithm of posterior scales, "
+                "and pulls the scales towards a value near 1. Train without weight decay: the prior already "
+                "regularises the weights."
             )
             break

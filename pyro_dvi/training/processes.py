@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Communication between processes: shares of the joint minibatch, parameters, and seeds of draws."""
+"""Communication between processes: fractions of the joint minibatch, parameters, and seeds of draws."""
 
 import math
 import os
@@ -25,10 +25,10 @@ T = TypeVar("T")
 
 
 def several(group: Any) -> bool:
-    """Return whether there is a process group.
+    """Return True if there is a process group.
 
     Raises:
-        UnsupportedError: torchrun has started several processes, but there is no process group.
+        UnsupportedError: if torchrun has started several processes, but there is no process group.
     """
     if td.is_available() and td.is_initialized():
         return True
@@ -41,7 +41,7 @@ def several(group: Any) -> bool:
 
 
 def exchange(message: T, group: Any) -> list[T]:
-    """Return the messages of all processes, in their order.
+    """Return the messages of all processes, in the order of the processes.
 
     Raises:
         PyroDviError: if a process sends nothing within the timeout of the process group.
@@ -51,19 +51,19 @@ def exchange(message: T, group: Any) -> list[T]:
         td.all_gather_object(messages, message, group=group)
     except RuntimeError as error:
         raise PyroDviError(
-            f"process {td.get_rank(group)} waited for the others, but one has ended or failed, or has no batch left: "
-            "give all processes the same number of batches, as torch's DistributedSampler does "
-            f"({str(error).splitlines()[0]})"
+            f"process {td.get_rank(group)} waited for the others, but one has ended or failed, or has no batch left "
+            f"({str(error).splitlines()[0]}). All processes need the same number of batches, as with torch's "
+            "DistributedSampler"
         ) from error
     return messages
 
 
 def exchange_results(work: Callable[[], T], group: Any) -> list[T]:
-    """Do some work in each process, and return the results of all processes in their order.
+    """Call ``work`` in each process, and return the results of all processes, in the order of the processes.
 
     Raises:
-        Exception: the work failed in this process.
-        PyroDviError: the work failed in another process.
+        Exception: if ``work`` failed in this process.
+        PyroDviError: if ``work`` failed in another process.
     """
     result: Any = None
     failure: Exception | None = None
@@ -94,21 +94,22 @@ def weights_of(fractions: list[dict[str, float]], whole_data: bool) -> list[floa
         if whole_data:
             return [1 / len(fractions)] * len(fractions)
         raise DataError(
-            f"observed site {next(iter(sites))!r} does not specify the size of the data set: use pyro.plate('data', "
-            "size=N, subsample_size=len(x)), or own_draws=True if every process has all N examples"
+            f"observed site {next(iter(sites))!r} is not in a plate that gives the size of the data set: use "
+            "pyro.plate('data', size=N, subsample_size=len(x)), or own_draws=True if every process has all N examples"
         )
     totals = {site: math.fsum(other[site] for other in fractions) for site in split}
     first, *others = ([other[site] / totals[site] for other in fractions] for site in split)
     for site, weights in zip(split[1:], others, strict=True):
         if not np.allclose(weights, first, rtol=0.0, atol=1e-9):
             raise UnsupportedError(
-                f"give each process the same share of the observed sites {split[0]!r} and {site!r}"
+                f"the observed sites {split[0]!r} and {site!r} are split between processes in different proportions: "
+                "give each process the same fraction of both"
             )
     return first
 
 
 def weighted_sums(tensors: list[Any], weight: float, group: Any) -> list[Tensor]:
-    """Sum tensors times weights over processes, in one message for each type and device."""
+    """Return the weighted sums of tensors over processes, with one message for each dtype and device."""
     results: list[Any] = [None] * len(tensors)
     kinds: dict[Any, list[int]] = {}
     for k, tensor in enumerate(tensors):
@@ -135,7 +136,7 @@ def refuse_synchronised(model: Any) -> None:
     """Raise an error for batch normalisation that communicates with other processes.
 
     Raises:
-        UnsupportedError: naming the layer and what to use instead.
+        UnsupportedError: if there is such a layer; the message names it and an alternative.
     """
     for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
         if isinstance(module, nn.SyncBatchNorm):
@@ -146,7 +147,7 @@ def refuse_synchronised(model: Any) -> None:
 
 
 def modules_of(model: Any, guide: Any) -> nn.ModuleDict:
-    """Return model and guide, as far as they are modules."""
+    """Return those of model and guide that are modules."""
     parts = {"model": model, "guide": guide}
     return nn.ModuleDict({role: part for role, part in parts.items() if isinstance(part, nn.Module)})
 
@@ -225,5 +226,5 @@ class JointRun(Messenger):
         scale = msg["scale"]
         if fraction == 1.0 and not (torch.is_tensor(scale) and scale.numel() > 1):
             fraction = 1.0 / float(scale)
-        # The first run of a step sees all rows; a curvature may look at some of them again.
+        # The first run of a step has all rows; a curvature may run the model again on some of them.
         self.fractions.setdefault(msg["name"], fraction)

@@ -15,10 +15,10 @@ from pyro_dvi.errors import CheckpointError
 
 
 def random_state(loader: Any = None) -> dict[str, Any]:
-    """Return the states of torch (CPU and accelerators), NumPy, Python and of a loader's own generators.
+    """Return the states of torch (CPU and accelerators), NumPy, Python, and a loader's own generators.
 
-    Pyro has no generator of its own: it draws from these three. The result holds tensors, numbers and tuples
-    only, so that ``torch.load(weights_only=True)`` can read it.
+    Pyro draws from the first three. The result contains only tensors, numbers and tuples, so that
+    ``torch.load(weights_only=True)`` can read it.
     """
     kind, keys, *rest = np.random.get_state()
     return {
@@ -31,16 +31,16 @@ def random_state(loader: Any = None) -> dict[str, Any]:
 
 
 def check_generators(state: dict[str, Any], loader: Any) -> None:
-    """Compare a loader with the loader of ``state``.
+    """Check that a loader has as many generators as the loader of ``state``.
 
     Raises:
-        CheckpointError: if it has another number of generators.
+        CheckpointError: if the numbers of generators differ.
     """
     saved, given = len(state["loader"]), len(_generators(loader))
     if given != saved:
         raise CheckpointError(
-            f"The state holds {saved} generators of the data loader, but the given loader has {given}. Pass the same "
-            "kind of loader to save and load, or restore_random=False."
+            f"The checkpoint contains {saved} generators of the data loader, but the given loader has {given}. Pass "
+            "the same kind of loader to save and load, or restore_random=False."
         )
 
 
@@ -60,7 +60,7 @@ def restore_random_state(state: dict[str, Any], loader: Any = None) -> None:
 
 @contextmanager
 def preserve_random_state(loader: Any = None) -> Iterator[None]:
-    """Restore all random states when the block ends.
+    """Restore all random states at the end of the context.
 
     Example:
         >>> with preserve_random_state():

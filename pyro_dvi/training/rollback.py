@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Diverged training: restore the last good state, and report what is not finite."""
+"""Rollback of diverged training to the last good state, with a report of what is not finite."""
 
 import copy
 import math
@@ -22,7 +22,7 @@ _NUMERICAL = (ValueError, ArithmeticError, linalg.LinAlgError)  # type: ignore[a
 
 
 class _Snapshot:
-    """Weights, optimizer and ELBO at the end of an epoch; epoch 0 is the start."""
+    """Weights, optimizer and ELBO at the end of an epoch; epoch 0 is the start of training."""
 
     def __init__(self, route: Route, epoch: int) -> None:
         self.epoch = epoch
@@ -41,7 +41,7 @@ class _Snapshot:
 
 
 class Rollback:
-    """Snapshots after the last epoch and, until the next step has a finite loss, after the epoch before.
+    """Snapshots of the last epoch and, until the next step has a finite loss, of the epoch before it.
 
     Args:
         route: the training.
@@ -57,7 +57,7 @@ class Rollback:
         self.snapshots = [_Snapshot(self.route, self.history.epoch), *self.snapshots[:1]]
 
     def trust(self) -> None:
-        """Keep only the newest snapshot, from which a step has succeeded."""
+        """Keep only the newest snapshot, because a step from it has succeeded."""
         del self.snapshots[1:]
 
     def after(
@@ -65,12 +65,12 @@ class Rollback:
     ) -> NonFiniteError | None:
         """Roll back after an error in a step and return the report; None if training has not diverged.
 
-        Pyro's validation, or a factorisation, may fail on a NaN before the loss does, and parameters that are finite
-        but far too large make distributions invalid. The batch then has a loss at earlier weights, but not at the
-        current ones. Errors of this library already describe problems with the data.
+        Pyro's validation or a factorisation may fail on a NaN before the loss is computed, and parameters that are
+        finite but far too large make distributions invalid. The batch then has a finite loss at earlier weights, but
+        not at the current weights. Errors of this library already describe problems with the data.
         """
         diverged = isinstance(error, NonFiniteError)
-        # Before the first snapshot, the guide inspects the model, and may have received bad inputs.
+        # Before the first snapshot, the guide runs the model, and may have received bad inputs.
         ours = isinstance(error, PyroDviError) and not isinstance(error, ArithmeticError)
         inputs = non_finite_inputs(args, kwargs) if diverged or not (ours and self.snapshots) else []
         certain = bool(diverged or inputs or non_finite_tensors(self.route))
@@ -84,14 +84,14 @@ class Rollback:
         for snapshot in self.snapshots:
             if self._is_finite_at(snapshot.weights, args, kwargs):
                 return self.report(epoch, finding, snapshot)
-        # Otherwise the batch or the model is wrong, whatever the parameters.
+        # Otherwise, the batch or the model causes the error, whatever the parameters.
         return self.report(epoch, finding, *self.snapshots[-1:]) if certain else None
 
     def check_after_epoch(self, epoch: int) -> None:
         """Roll back if the last step of an epoch has made parameters non-finite.
 
         Raises:
-            NonFiniteError: the report.
+            NonFiniteError: if a parameter is not finite.
         """
         if non_finite_tensors(self.route):
             raise self.report(
@@ -108,7 +108,7 @@ class Rollback:
         self.history.stopped = "non-finite"
         error = NonFiniteError(
             f"Training diverged in epoch {epoch}, step {step}: {finding} Parameters, buffers and optimizer are "
-            f"{kept}; the record until then is this error's .history."
+            f"{kept}; the record until then is the attribute history of this error."
         )
         error.history, error.epoch, error.step = self.history, epoch, step
         return error
@@ -116,7 +116,7 @@ class Rollback:
     def _is_finite_at(
         self, weights: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
-        """Return whether this batch has a finite loss at these weights, or at the current ones for an empty mapping."""
+        """Return True if the loss of this batch is finite at these weights (the current ones for an empty mapping)."""
         now = self.route.weights()
         try:
             self.route.set_weights(weights)
@@ -129,7 +129,7 @@ class Rollback:
 
 def non_finite_tensors(route: Route) -> list[str]:
     """Return the names of parameters and buffers that should be finite but are not."""
-    # Detached copies of weights do not show requires_grad.
+    # Detached copies of weights have lost requires_grad.
     parameters = {f"parameter {name}": value for name, value in route.parameters().items()}
     return non_finite({**route.tensors(), **parameters})
 
@@ -144,7 +144,7 @@ def _diagnosis(route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> s
         "parameters": [name for kind, name in state if kind == "parameter"],
         "terms of the loss": [f"{name}={v:g}" for name, v in terms.items() if not math.isfinite(v)],
     }
-    if not any(found.values()):  # gradients, only if nothing else explains them
+    if not any(found.values()):  # report gradients only if nothing else explains the divergence
         gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
         found["gradients"] = [name for name, g in gradients.items() if not bool(torch.isfinite(g).all())]
     found["buffers"] = [name for kind, name in state if kind == "buffer"]

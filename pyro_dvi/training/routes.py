@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model, guide, ELBO and optimizer for training, given as Pyro's SVI or as an ELBOModule with a torch optimizer."""
+"""Model, guide, ELBO and optimizer of a training run, from Pyro's SVI or an ELBOModule with a torch optimizer."""
 
 import copy
 import math
@@ -31,19 +31,20 @@ _SCALE = re.compile(SCALE_PATTERN)
 
 
 class Route(ABC):
-    """A model, a guide, an ELBO and an optimizer, and one way to take a step with them.
+    """A model, a guide, an ELBO and an optimizer, and the way to take a step with them.
 
     Args:
         model: the Pyro model, a module or a function.
         guide: the guide, a module or a function.
         elbo: the ELBO, or None if the loss is a plain function.
         loss: the function of model, guide and a batch that evaluates the objective.
-        steered: the optimizer object that the user gave, or None to predict only.
+        steered: the optimizer object that the user passed, or None for predictions only.
 
     Attributes:
-        loose_modules: modules that are called by a model or guide that is a function; found by :meth:`initialise`.
-        model_parameters: identities of the store parameters of a model that is a function; also found there.
-        captured: the objective around ``elbo`` that takes the steps, or None.
+        loose_modules: modules that a function, used as model or guide, calls; found by :meth:`initialise`.
+        model_parameters: identities of the store's parameters of a model that is a function; also found by
+            :meth:`initialise`.
+        captured: the objective that wraps ``elbo`` and replays steps, or None.
     """
 
     kind: str
@@ -74,20 +75,20 @@ class Route(ABC):
 
     @abstractmethod
     def optimizer_groups(self) -> Iterator[tuple[str, Optimizer, int]]:
-        """Yield names of parameters, the optimizer of each and the position of its group there."""
+        """Yield the name of each parameter, its optimizer, and the index of its group in the optimizer."""
 
     def optimizer_name(self) -> str:
-        """Return the torch classes of optimizer and scheduler, to detect checkpoints of others."""
+        """Return the torch classes of optimizer and scheduler, to detect checkpoints of other classes."""
         parts = (getattr(self.steered, f"pt_{part}_constructor", None) for part in ("scheduler", "optim"))
         names = [getattr(part, "__name__", type(part).__name__) for part in parts if part]
         return " of ".join(names or [type(self.steered).__name__])
 
     def store_parameters(self) -> dict[str, Tensor]:
-        """Return parameters that live in Pyro's store only, under the names that they have there."""
+        """Return parameters that exist only in Pyro's store, under their names in the store."""
         return {}
 
     def agreed(self, value: Any) -> Any:
-        """Return the value of the first process, if several train."""
+        """Return the value of the first process, if there are several."""
         return getattr(self.elbo, "agreed", lambda own: own)(value)
 
     def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
@@ -96,24 +97,24 @@ class Route(ABC):
             return float(self.loss(self.model, self.guide, *args, **kwargs))
 
     def modules(self) -> dict[str, nn.Module]:
-        """Return model and guide, as far as they are modules."""
+        """Return those of model and guide that are modules."""
         parts = {"model": self.model, "guide": self.guide}
         return {role: part for role, part in parts.items() if isinstance(part, nn.Module)}
 
     def all_modules(self) -> dict[str, nn.Module]:
-        """Return model and guide, as far as they are modules, and the modules that functions call."""
+        """Return those of model and guide that are modules, and the modules that functions call."""
         return {**self.modules(), **{f"called {i}": module for i, module in enumerate(self.loose_modules)}}
 
     def parameters(self) -> dict[str, Tensor]:
-        """Return every unconstrained parameter once, by its name for error messages."""
+        """Return every unconstrained parameter once, by its name in error messages."""
         named: dict[str, Tensor] = {}
         seen: set[int] = set()
-        # The model first: a guide that holds its model shares parameters with it.
+        # The model comes first, because a guide that contains its model shares parameters with it.
         for role, part in self.modules().items():
             for name, parameter in parameter_names(part):
                 if id(parameter) not in seen:
                     seen.add(id(parameter))
-                    # Outside the global store model and guide may both own a parameter of this name.
+                    # Outside the global store, model and guide may both have a parameter of this name.
                     named[f"{role}.{name}" if name in named else name] = parameter
         for name, stored in self.store_parameters().items():
             named.setdefault(name.replace("$$$", "."), stored)
@@ -127,25 +128,25 @@ class Route(ABC):
         return named
 
     def weights(self) -> dict[str, Tensor]:
-        """Copy parameters and buffers, by name."""
+        """Return copies of parameters and buffers, by name."""
         return {name: tensor.clone() for name, tensor in self.tensors().items()}
 
     @torch.no_grad()
     def set_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Write ``weights`` into the tensors that exist, so that optimizers and Pyro's store still hold them."""
+        """Write ``weights`` into the existing tensors, to which optimizers and Pyro's store refer."""
         current = self.tensors()
         for name in weights.keys() & current.keys():
             current[name].copy_(weights[name])
 
     def device(self) -> torch.device | None:
-        """Return the device of the first parameter or buffer, or None while there are none."""
-        # A network whose weights are all latent has no parameters before its guide has run, but buffers.
+        """Return the device of the first parameter or buffer, or None if there are none yet."""
+        # Before its guide has run, a network whose weights are all latent has no parameters, but it has buffers.
         buffers = (buffer for part in self.modules().values() for buffer in part.buffers())
         return next((tensor.device for tensor in chain(self.parameters().values(), buffers)), None)
 
     def learning_rate(self) -> float:
         """Return the learning rate of the means (of the first parameter that is not a posterior scale)."""
-        if self._rate is None:  # found once, since this is read after every step
+        if self._rate is None:  # computed once, because it is read after every step
             groups = list(self.optimizer_groups())
             means = [group for group in groups if not _SCALE.search(group[0])] or groups
             if not means:
@@ -157,19 +158,20 @@ class Route(ABC):
     def initialise(self, args: tuple[Any, ...], kwargs: dict[str, Any], always: bool = False) -> None:
         """Create the parameters that exist only after a first call, and find the modules that functions call.
 
-        Buffers stay as they are. Automatic guides run the model here instead of inside the first step, so that their
-        state before the step is known.
+        Buffers do not change. Automatic guides run the model here instead of inside the first step, so that their state
+        before the step is known.
 
         Args:
             args: positional arguments of model and guide.
             kwargs: their keyword arguments.
-            always: also run modules that have all their parameters, which may ask for more in Pyro's store.
+            always: True to run also modules that have all their parameters, because they may create others in Pyro's
+                store.
         """
         looks = isinstance(self.guide, AutoGuide) and self.guide.prototype_trace is None
         if len(self.modules()) == 2 and not looks and not always:
             return
-        # This run must not change the random numbers of a resumed training, except where an automatic guide draws its
-        # start, as part of the training.
+        # This run must not change the random numbers of resumed training, except if an automatic guide draws its
+        # initial values, which is part of training.
         draws_start = looks and is_uninitialised(self.guide)
         called: list[nn.Module] = []
         with (
@@ -185,7 +187,7 @@ class Route(ABC):
                 replayed = poutine.trace(poutine.replay(self.model, trace=trace), param_only=True)
                 sites = replayed.get_trace(*args, **kwargs).nodes.values()
                 self.model_parameters = {id(site["value"].unconstrained()) for site in sites}
-        if len(self.modules()) == 2:  # modules list the networks that they call
+        if len(self.modules()) == 2:  # modules register the networks that they call
             return
         inner = {id(module) for part in self.modules().values() for module in part.modules()}
         inner |= {id(child) for module in called for child in module.modules() if child is not module}
@@ -209,24 +211,24 @@ class SVIRoute(Route):
         super().__init__(svi.model, svi.guide, elbo, svi.loss, svi.optim)
 
     def step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-        """Take a step as ``svi.step`` does, but check the loss before the update.
+        """Take a step like ``svi.step``, but check the loss before the update.
 
-        After the update, a NaN would have spread to all parameters, and the report could not name its cause.
+        After the update, a NaN would have spread to all parameters, so its cause could not be reported.
         """
         svi = self.svi
-        if type(svi).step is not SVI.step:  # a subclass that takes steps of its own
+        if type(svi).step is not SVI.step:  # a subclass with its own steps
             return _finite(svi.step(*args, **kwargs))
         loss_and_grads = svi.loss_and_grads
         if self.captured is not None and loss_and_grads == self.elbo.loss_and_grads:
             loss_and_grads = self.captured.loss_and_grads
         with poutine.trace(param_only=True) as capture:
             loss = loss_and_grads(svi.model, svi.guide, *args, **kwargs)
-        # Pyro differentiates a loss that is not an ELBO if possible, and otherwise changes nothing.
+        # Pyro differentiates a loss that is not an ELBO if it has a gradient, and otherwise silently does nothing.
         by_pyro = getattr(svi.loss_and_grads, "__qualname__", "").startswith("SVI.")
         if by_pyro and not getattr(loss, "requires_grad", False):
             raise ArgumentError(
-                f"The loss of the SVI, {svi.loss!r}, has no gradient. Write loss=elbo instead of loss=elbo.loss; a "
-                "function of your own must return a tensor that depends on the parameters."
+                f"The loss of the SVI, {svi.loss!r}, has no gradient. Write loss=elbo instead of loss=elbo.loss; your "
+                "own loss function must return a tensor that depends on the parameters."
             )
         value = _finite(loss)
         sites: Any = capture.trace.nodes.values()
@@ -236,11 +238,11 @@ class SVIRoute(Route):
         return value
 
     def optimizer_state(self) -> dict[str, Any]:
-        """Return the state by parameter name, with loaded states of parameters that have not been stepped yet."""
+        """Return the state by parameter name, including loaded states of parameters that have not been stepped yet."""
         return {**self.svi.optim._state_waiting_to_be_consumed, **self.svi.optim.get_state()}
 
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
-        """Load immediately for parameters that were already stepped, which Pyro's own ``set_state`` does not update."""
+        """Load the state, also for parameters that were already stepped, which Pyro's ``set_state`` does not update."""
         optim, state, store = self.svi.optim, copy.deepcopy(state), pyro.get_param_store()
         self._rate = None
         for parameter, held in () if isinstance(optim, JointOptim) else optim.optim_objs.items():
@@ -250,14 +252,14 @@ class SVIRoute(Route):
         optim.set_state(state)
 
     def optimizer_groups(self) -> Iterator[tuple[str, Optimizer, int]]:
-        """Yield the groups of the torch optimizers of parameters that were stepped."""
+        """Yield the groups of the torch optimizers, for parameters that were stepped."""
         store = pyro.get_param_store()
         for parameter, optimizer in self.svi.optim.optim_objs.items():
             name = (store.param_name(parameter) or "").replace("$$$", ".")
             yield name, torch_optimizer(optimizer), 0
 
     def store_parameters(self) -> dict[str, Tensor]:
-        """Return the parameters that this SVI has stepped, or the whole store before the first step of functions."""
+        """Return the parameters that this SVI has stepped; before the first step of functions, all in the store."""
         modules = self.modules()
         owned = {id(parameter) for part in modules.values() for parameter in part.parameters()}
         stepped = {id(parameter) for parameter in self.svi.optim.optim_objs}
@@ -270,10 +272,10 @@ class SVIRoute(Route):
 
 
 class ModuleRoute(Route):
-    """Training of an :class:`~pyro.infer.elbo.ELBOModule` with a torch optimizer, under either setting.
+    """Training of an :class:`~pyro.infer.elbo.ELBOModule` with a torch optimizer.
 
     Raises:
-        GuideError: the optimizer does not hold all parameters to be trained.
+        GuideError: if the optimizer lacks parameters that are to be trained.
     """
 
     kind = "ELBOModule"
@@ -286,10 +288,11 @@ class ModuleRoute(Route):
         missing = [name for name, p in self.parameters().items() if p.requires_grad and name not in held]
         uninitialised = isinstance(self.guide, AutoGuide) and is_uninitialised(self.guide)
         if train and (missing or uninitialised):
-            what = ", ".join(missing[:5]) or f"{type(self.guide).__name__}, which has none yet"
+            what = ", ".join(missing[:5]) or f"those of {type(self.guide).__name__}, which has none yet"
             raise GuideError(
-                f"The optimizer does not hold {len(missing) or 'the'} parameters of the model and guide: {what}. Call "
-                "guide(*batch) before you build it, and freeze other parameters with requires_grad_(False)."
+                f"The optimizer lacks {len(missing) or 'the'} parameters of the model and guide: {what}. Call "
+                "guide(*batch) before you build the optimizer, and freeze parameters that are not trained with "
+                "requires_grad_(False)."
             )
 
     def step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
@@ -322,11 +325,11 @@ class ModuleRoute(Route):
 
 
 def route_of(target: Any, optimizer: Optimizer | None = None, *, train: bool = True) -> Route:
-    """Return the route of an SVI or ELBOModule; a route is returned as it is.
+    """Return the route of an SVI or ELBOModule; a route is returned unchanged.
 
     Raises:
-        ArgumentError: it is neither an SVI nor an ELBOModule, the loss of the SVI is a class, or the optimizer is
-            missing or superfluous.
+        ArgumentError: if ``target`` is neither an SVI nor an ELBOModule, the loss of the SVI is a class, or the
+            optimizer is missing or superfluous.
     """
     if isinstance(target, Route):
         return target
@@ -336,16 +339,19 @@ def route_of(target: Any, optimizer: Optimizer | None = None, *, train: bool = T
     if not isinstance(target, SVI | ELBOModule):
         raise ArgumentError(
             f"Expected SVI(model, guide, dvi.optim.Adam({{'lr': 1e-2}}), loss=dvi.TaylorELBO()), or elbo(model, guide) "
-            f"together with optimizer=, got {type(target).__name__}"
+            f"with optimizer=, not {type(target).__name__}"
         )
     if isinstance(target, SVI):
         if optimizer is not None:
-            raise ArgumentError("An SVI has its own optimizer; optimizer= is for elbo(model, guide).")
+            raise ArgumentError(
+                "An SVI has its own optimizer; optimizer= can only be passed for elbo(model, guide)."
+            )
         return SVIRoute(target)
     if not isinstance(optimizer, Optimizer) and (train or optimizer is not None):
         raise ArgumentError(
             f"An ELBOModule needs a torch optimizer, not {type(optimizer).__name__}, such as "
-            "torch.optim.Adam(parameter_groups(elbo(model, guide), base=1e-3)). Pyro's work with pyro.infer.SVI."
+            "torch.optim.Adam(parameter_groups(elbo(model, guide), base=1e-3)). Pyro's optimizers work with "
+            "pyro.infer.SVI."
         )
     return ModuleRoute(target, optimizer, train)
 

@@ -391,7 +391,7 @@ RUNS: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
         "NaN targets",
         lambda: train_on(torch.full((6,), float("nan")), regressor(nn.Linear(4, 1), 6)),
         D,
-        "'obs' holds 6 NaN or infinite values",
+        "'obs' contains 6 NaN or infinite values",
     ),
     ("images as means", lambda: regress(Y, nn.Unflatten(1, (2, 2))), M, r"\(6, 2, 2\).*regression needs"),
     ("odd outputs", lambda: regress(Y.float(), noise_scale=Heteroscedastic()), M, "1 outputs.*even number"),

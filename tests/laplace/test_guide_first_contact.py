@@ -61,7 +61,11 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         DataError,
         r"\['image'\]\) do not fit the network: missing .*'input'; it takes \(input\)",
     ),
-    "arrays": (lambda: [(X.numpy(), LABELS.numpy())], DataError, "argument 1 .*ndarray: torch.as_tensor"),
+    "arrays": (
+        lambda: [(X.numpy(), LABELS.numpy())],
+        DataError,
+        "argument 1 .*ndarray: convert.*torch.as_tensor",
+    ),
     "no labels": (lambda: [(X,)], ModelError, "'obs' .*pass the observed values"),
     "no batches": (list, DataError, "no batches"),
     "a tensor": (lambda: X, ArgumentError, r"is a tensor.*\[\(x, y\)\]"),

@@ -132,7 +132,7 @@ class TestMistakes:
 
         guide = LaplaceGuide(local)
         guide.initialize(X, Y)
-        with pytest.raises(UnsupportedError, match="all the data in one batch"):
+        with pytest.raises(UnsupportedError, match="all data in one batch"):
             guide.fit(ragged(X, Y, 4), Dense())
         guide.fit([(X, Y)], Dense(), unconverged="accept")
         torch.testing.assert_close(guide.predictive(X).variance, torch.full((10,), 0.5).double())

@@ -237,7 +237,7 @@ def test_what_cannot_be_tuned_is_refused():
     with pytest.raises(ModelError, match="one observed site"):
         problem.guide().tune(problem.batches, NoiseScale("z"), **QUIET)
     guide = guide_at(hierarchical, (problem.x, problem.y), {"scale": torch.zeros(()), "w": problem.mode()})
-    with pytest.raises(UnsupportedError, match="'scale' has a LogNormal"):
+    with pytest.raises(UnsupportedError, match="'scale' is LogNormal"):
         guide.tune([(problem.x, problem.y)], PriorPrecision("scale"), **QUIET)
     tempered = guide_at(problem.model, problem.batches[0], {"weight": problem.mode()}, kl_weight=0.5)
     with pytest.raises(ArgumentError, match="tempered posterior"):

@@ -334,7 +334,7 @@ def test_constrained_sites_and_parents_of_priors_are_refused(data):
         with pyro.plate("data", len(x)):
             return pyro.sample("y", dist.Normal(F.linear(x, w)[:, 0], 1.0), obs=y)
 
-    with pytest.raises(GuideError, match=r"'scale' covariances.*is constrained"):
+    with pytest.raises(GuideError, match=r"'scale' has covariances.*is constrained"):
         guided(noisy, *data)(dvi.MomentPropagationELBO())
     with pytest.raises(GuideError, match=r"covariances.*sets the prior"):
         guided(hierarchical, *data)(dvi.MomentPropagationELBO())

@@ -78,12 +78,12 @@ def to_numpy(f, x, y):
 
 MISTAKES = {
     "unknown function": (lambda f, x, y: observed(dist.Normal(torch.erfinv(f), 1.0), y), r"erfinv.*moment_rule"),
-    "control flow": (control_flow, "only a probability"),
-    "conversion": (to_numpy, r"value of something uncertain.*\.item\(\)"),
+    "control flow": (control_flow, "a probability instead"),
+    "conversion": (to_numpy, r"value of an uncertain tensor.*\.item\(\)"),
     "mixture": (mixture, "MixtureSameFamily.*mixture"),
     "uncertain transform": (uncertain_transform, "AffineTransform has uncertain parameters"),
-    "torch distribution": (plain_torch, "pyro.distributions|value of something uncertain"),
-    "torch log_prob": (plain_torch_without_checks, "pyro.distributions|value of something uncertain"),
+    "torch distribution": (plain_torch, "pyro.distributions|value of an uncertain tensor"),
+    "torch log_prob": (plain_torch_without_checks, "pyro.distributions|value of an uncertain tensor"),
 }  # fmt: skip
 
 

@@ -157,7 +157,7 @@ def test_the_covariance_that_is_dropped_is_as_large_as_the_warning_says():
     x = torch.cat([X[:, :2], X[:, :2] + 1e-3], -1)
     model, guide = started(Siamese())
     sampled = dvi.predict(model, guide, x, method=dvi.Samples(200), seed=0)
-    with pytest.warns(DviWarning, match=r"too wide in differences f\(a\) - f\(b\)"):
+    with pytest.warns(DviWarning, match=r"too large for differences f\(a\) - f\(b\)"):
         propagated = dvi.predict(model, guide, x, method=dvi.Moments())
     assert (propagated.variance - 1 > 100 * sampled.epistemic).all()
 

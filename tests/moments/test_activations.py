@@ -120,7 +120,7 @@ def test_modules_find_their_rule(module: nn.Module) -> None:
 
 
 def test_clamp_refuses_bounds_that_are_tensors() -> None:
-    with pytest.raises(UnsupportedError, match="numbers as bounds"):
+    with pytest.raises(UnsupportedError, match="bounds of a clamp of moments must be numbers"):
         x_of(3).clamp(torch.zeros(3))
 
 

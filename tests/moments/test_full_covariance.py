@@ -299,7 +299,7 @@ def test_what_loses_covariances_is_refused_by_name(case):
     weights = layers(3, 6, 5, 2)
     with full_covariances(), pytest.raises(UnsupportedError, match=message) as error:
         function(X, weights) if case == "an activation" else function(weights)
-    assert "The default, without full covariances" in str(error.value)
+    assert "Without full covariances (the default)" in str(error.value)
 
 
 def test_weights_with_covariances_are_refused():

@@ -106,7 +106,7 @@ def test_a_prior_that_is_no_normal_is_named_when_the_guide_is_made(prior, name):
         w = pyro.sample("w", prior).sum()
         pyro.sample("y", dist.Normal(w * x, 1.0).to_event(1), obs=x)
 
-    with pytest.raises(ModelError, match=f"prior of site 'w' is {name};.*MeanFieldGuide"):
+    with pytest.raises(ModelError, match=f"prior of site 'w' is {name}, but.*MeanFieldGuide"):
         dvi.NaturalGradientGuide(with_prior)(X)
 
 

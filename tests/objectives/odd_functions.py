@@ -79,7 +79,7 @@ def checkpointed_reentrant():
     return labels(outer, bayesian=outer.last)
 
 
-@odd("differs|it writes to a tensor", objectives="map")
+@odd("differs|the step writes to a tensor", objectives="map")
 def checkpointed_dropout():
     def forward(net, x):
         return checkpoint(lambda z: F.dropout(torch.tanh(net.first(z)), 0.3), x, use_reentrant=False)
@@ -281,7 +281,7 @@ class Record:
         return len(self.a)
 
 
-@odd("an argument is a Record", objectives="map")
+@odd("arguments of type Record", objectives="map")
 def object_input():
     return labels(Calls(lambda net, x: net.first(x.a)), batches=[(Record(x), y) for x, y in rows(4)])
 

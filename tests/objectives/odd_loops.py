@@ -62,7 +62,7 @@ def cached_function():
     return labels(net, between=every(17, change))
 
 
-@odd("moves, as", objectives="map")
+@odd("has a state that changes", objectives="map")
 def count_of_itertools():
     calls = itertools.count(1)
     return labels(Calls(lambda net, x: net.first(x) * (2.0 if next(calls) % 20 == 0 else 1.0)))
@@ -97,7 +97,7 @@ def conditioned():
     return Odd(conditioned, numbers(), between=every(17, lambda k, elbo: data.update(z=torch.tensor(-0.5))))
 
 
-@odd("each step has another", objectives="sampled")
+@odd("is replaced in each step", objectives="sampled")
 def seeded_by_a_handler():
     made = statements(lambda f, y: pyro.sample("y", dist.Normal(f + torch.randn(()), 0.3), obs=y))
     made.model = poutine.seed(made.model, 7)

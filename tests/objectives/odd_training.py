@@ -174,7 +174,7 @@ def verdict(plain: Trained, captured: Trained) -> str:
             what = [name for name in a if not same(a[name], b.get(name))] if isinstance(a, dict) else ""
             return f"WRONG: state {k} {what}"
     if captured.elbo._given_up and len(captured.warned) == 1:
-        return captured.warned[0].partition("ordinary ones: ")[2]
+        return captured.warned[0].partition("taken instead: ")[2]
     if captured.warned:
         return f"WRONG: warnings {captured.warned}"
     replays = sum(r.uses for r in captured.elbo._recordings)

@@ -65,5 +65,5 @@ def test_second_derivatives_of_a_captured_loss_are_refused():
     guide, elbo = AutoDelta(odd.model), Captured(SampledELBO())
     for k in range(12):
         loss = elbo.differentiable_loss(odd.model, guide, *odd.batches[k % 4])
-    with pytest.raises(UnsupportedError, match="create_graph=True needs"):
+    with pytest.raises(UnsupportedError, match="create_graph=True is not supported"):
         torch.autograd.grad(loss, list(guide.parameters()), create_graph=True)

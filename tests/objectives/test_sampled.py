@@ -183,7 +183,7 @@ def test_a_guide_of_discrete_sites_is_refused():
         pyro.sample("z", dist.Bernoulli(0.5))
         pyro.sample("y", dist.Normal(0.0, 1.0), obs=torch.tensor(0.0))
 
-    with pytest.raises(GuideError, match="'z' is Bernoulli, through whose draws no gradient"):
+    with pytest.raises(GuideError, match="'z' is Bernoulli, whose draws have no gradient"):
         SampledELBO().loss(model, lambda: pyro.sample("z", dist.Bernoulli(0.3)))
 
 

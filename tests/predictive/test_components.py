@@ -98,5 +98,5 @@ def test_the_random_numbers_of_the_prediction_are_the_same_with_the_check():
 
 
 def test_without_a_choice_the_error_knows_of_sites_that_are_left_to_the_model():
-    with pytest.raises(ModelError, match=r"\['z', 'obs'\].*leaves the variable to the model.*Samples\(n\)"):
+    with pytest.raises(ModelError, match=r"\['z', 'obs'\].*omits the variable.*Samples\(n\)"):
         predict(clusters, guide, X)

@@ -12,9 +12,13 @@ P, Y = [[0.9, 0.1], [0.4, 0.6]], [0, 1]
 
 
 MISTAKES = [
-    (lambda: metrics.accuracy([[0.9, 0.2], [0.4, 0.6]], Y), DataError, "sum to one.*off by 0.1"),
+    (lambda: metrics.accuracy([[0.9, 0.2], [0.4, 0.6]], Y), DataError, "sum to one.*differs by 0.1"),
     (lambda: metrics.brier([[2.0, -1.0], [0.4, 0.6]], Y), DataError, "between -1 and 2.*softmax"),
-    (lambda: metrics.accuracy([[math.nan, 0.1], [0.4, 0.6]], Y), DataError, "probabilities holds 1 NaN of 4"),
+    (
+        lambda: metrics.accuracy([[math.nan, 0.1], [0.4, 0.6]], Y),
+        DataError,
+        "1 of the 4 values of probabilities are NaN",
+    ),
     (lambda: metrics.accuracy(P, [0, 2]), DataError, "from 0 to 1.*0 to 2"),
     (lambda: metrics.accuracy(P, [0, -1]), DataError, "found values from -1"),
     (lambda: metrics.accuracy(P, [0.5, 1]), DataError, "whole numbers"),
@@ -24,7 +28,7 @@ MISTAKES = [
     (lambda: metrics.reliability_table(P, Y, 0), ArgumentError, "num_bins must be a positive whole number"),
     (lambda: metrics.expected_calibration_error(P, Y, 1.5), ArgumentError, "not 1.5"),
     (lambda: metrics.rejection_curve(P, Y, [1.0]), DataError, "uncertainty has 1 values for 2 examples"),
-    (lambda: metrics.aumrc(P, Y, [1.0, math.nan]), DataError, "uncertainty holds 1 NaN"),
+    (lambda: metrics.aumrc(P, Y, [1.0, math.nan]), DataError, "1 of the 2 values of uncertainty"),
     (lambda: metrics.misclassification_auroc(P, Y), DataError, "all predictions are right"),
     (lambda: metrics.misclassification_auroc(P, [1, 0]), DataError, "all predictions are wrong"),
     (lambda: metrics.misclassification_auroc(P, Y, [1.0]), DataError, "uncertainty has 1 values"),
@@ -34,7 +38,7 @@ MISTAKES = [
         DataError,
         "log_likelihood is plus infinity.*density is infinite",
     ),
-    (lambda: metrics.nll([math.nan]), DataError, "log_likelihood holds 1 NaN"),
+    (lambda: metrics.nll([math.nan]), DataError, "1 of the 1 values of log_likelihood"),
 ]
 
 

@@ -139,7 +139,7 @@ def test_nineteen_of_twenty_are_ninety_five_per_cent():
 def test_mistakes_are_refused():
     with pytest.raises(DataError, match="outside is empty"):
         metrics.auroc([1.0], [])
-    with pytest.raises(DataError, match="inside holds 1 NaN"):
+    with pytest.raises(DataError, match="values of inside are NaN"):
         metrics.fpr_at_tpr([np.nan], [1.0])
-    with pytest.raises(ArgumentError, match="share above 0"):
+    with pytest.raises(ArgumentError, match="must be above 0"):
         metrics.fpr_at_tpr([1.0], [1.0], tpr=95)

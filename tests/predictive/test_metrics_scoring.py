@@ -61,10 +61,10 @@ def test_a_certain_prediction_scores_its_absolute_error():
 
 MISTAKES = [
     (lambda: metrics.rmse(np.zeros(3), np.zeros((3, 1))), r"shape \(3,\) and observed has shape \(3, 1\)"),
-    (lambda: metrics.rmse([math.nan], [0.0]), "mean holds 1 NaN"),
-    (lambda: metrics.coverage([1.0], [0.0], [0.5]), "1 of 1 lower limits lie above"),
-    (lambda: metrics.coverage([0.0], [1.0], [[0.5]]), "must be the same"),
-    (lambda: metrics.crps_gaussian([0.0], [-1.0], [0.0]), "must not be negative; found -1"),
+    (lambda: metrics.rmse([math.nan], [0.0]), "1 of the 1 values of mean"),
+    (lambda: metrics.coverage([1.0], [0.0], [0.5]), "1 of 1 lower limits exceed"),
+    (lambda: metrics.coverage([0.0], [1.0], [[0.5]]), "must be equal"),
+    (lambda: metrics.crps_gaussian([0.0], [-1.0], [0.0]), "must not be negative; its minimum is -1"),
 ]
 
 

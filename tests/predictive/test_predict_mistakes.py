@@ -98,7 +98,7 @@ MISTAKES = {
     "SVI in place of the guide": (
         lambda: predict(model, SVI(model, guide, Adam({"lr": 0.1}), Trace_ELBO()), X),
         GuideError,
-        "type SVI: give svi.guide",
+        "type SVI: pass svi.guide",
     ),
     "guide belongs to another model": (
         lambda: predict(model, other_guide, X),
@@ -115,7 +115,7 @@ MISTAKES = {
     "unknown argument": (
         lambda: predict(model, guide, X, observed="labels"),
         ArgumentError,
-        r"no argument 'labels'.*\['x', 'y'\]",
+        r"observed='labels' is not an argument.*\['x', 'y'\]",
     ),
     "method as text": (
         lambda: predict(model, guide, X, "mean"),
@@ -126,16 +126,20 @@ MISTAKES = {
     "no draws": (lambda: Samples(0), ArgumentError, "num_samples must be a positive whole number, not 0"),
     "half a draw": (lambda: Samples(1.5), ArgumentError, "not 1.5"),
     "batch size": (lambda: predict(model, guide, X, batch_size=0), ArgumentError, "batch_size.*not 0"),
-    "NaN input": (lambda: predict(model, guide, NAN), DataError, "input 0 .*holds 10 NaN"),
-    "NaN observed": (lambda: predict(model, guide, (X, NAN)), DataError, "the observation.*holds 10 NaN"),
+    "NaN input": (lambda: predict(model, guide, NAN), DataError, "input 0 .*contains 10 NaN"),
+    "NaN observed": (lambda: predict(model, guide, (X, NAN)), DataError, "the observation.*contains 10 NaN"),
     "array": (lambda: predict(model, guide, X.numpy()), DataError, "type ndarray.*torch.as_tensor"),
     "list of tensors": (lambda: predict(model, guide, [X, X]), DataError, "type list.*tuple"),
     "text": (lambda: predict(model, guide, "x"), DataError, "type str"),
-    "batches of text": (lambda: predict(model, guide, ["x"]), DataError, "batches of type str, not tensors"),
+    "batches of text": (
+        lambda: predict(model, guide, ["x"]),
+        DataError,
+        "batches are of type str, but must be tensors",
+    ),
     "unknown entry": (
         lambda: predict(model, guide, {"images": X}),
         DataError,
-        r"\['images'\] that are no arguments",
+        r"\['images'\] that are not among the model's arguments",
     ),
     "no examples": (lambda: predict(model, guide, X[:0]), DataError, "no examples"),
     "empty loader": (lambda: predict(model, guide, []), DataError, "no examples"),
@@ -144,22 +148,22 @@ MISTAKES = {
     "observed shape": (
         lambda: predict(model, guide, (X, X[:, None])),
         DataError,
-        r"'obs' \(Normal\): observed values have shape \(10, 1\), the predictions \(10,\)",
+        r"'obs' \(Normal\): observed values have shape \(10, 1\), but predictions \(10,\)",
     ),
     "label out of range": (
         lambda: predict(classes, guide, (X, torch.full((10,), 2))),
         DataError,
-        "'obs'.*from 2 to 2 include some that Categorical cannot give",
+        "'obs'.*from 2 to 2, are outside the support of Categorical",
     ),
     "label between classes": (
         lambda: predict(classes, guide, (X, X.abs() / 2)),
         DataError,
-        "Categorical cannot give",
+        "outside the support of Categorical",
     ),
     "late labels of another length": (
         lambda: predict(model, guide, X, AtMean()).metrics(X[:5]),
         DataError,
-        r"10 predictions need as many values, not \(5,\)",
+        r"10 predictions need as many observed values; their shape is \(5,\)",
     ),
     "no labels": (
         lambda: predict(model, guide, X).metrics(),
@@ -169,17 +173,17 @@ MISTAKES = {
     "mixture not kept": (
         lambda: predict(pairs_of_labels, guide, X, Samples(3)).log_likelihood(torch.zeros(10, 2)),
         UnsupportedError,
-        r"its 3 distributions \(Bernoulli\).*from \(x, y\) for scores",
+        r"its 3 distributions \(Bernoulli\).*pass \(x, y\) to predict for scores",
     ),
     "entropy of a mixture": (
         lambda: predict(model, guide, X, Samples(3)).entropy,
         UnsupportedError,
-        r"entropy in closed form at site 'obs': there is none for.*\(Normal\)",
+        r"entropy in closed form at site 'obs' cannot be computed for.*\(Normal\)",
     ),
     "probabilities of a regression": (
         lambda: predict(model, guide, X).probabilities,
         UnsupportedError,
-        "'obs' is Normal, which has no class probabilities",
+        r"'obs' \(Normal\) has no class probabilities",
     ),
     "model that subsamples itself": (
         lambda: predict(own_subsample, guide, X),
@@ -189,7 +193,7 @@ MISTAKES = {
     "plate without subsample size": (
         lambda: predict(fixed_plate, guide, X[:5]),
         DataError,
-        r"does not take 5 rows.*subsample_size=len\(x\)",
+        r"does not accept 5 rows.*subsample_size=len\(x\)",
     ),
     "one event": (
         lambda: predict(one_event, guide, X),

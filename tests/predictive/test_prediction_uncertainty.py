@@ -212,7 +212,7 @@ REFUSED = {
     "quantiles of classes": (
         lambda: predict(of_kind(KINDS["classes"]), guide, X, AtMean()).quantiles(0.5),
         UnsupportedError,
-        r"none for this distribution \(Categorical\)",
+        r"cannot be computed for this distribution \(Categorical\)",
     ),
     "level": (
         lambda: predict(of_kind(KINDS["Normal"]), guide, X, AtMean()).quantiles(95),
@@ -232,12 +232,12 @@ REFUSED = {
     "information of numbers": (
         lambda: predict(of_kind(KINDS["Normal"]), guide, X, AtMean()).mutual_information,
         UnsupportedError,
-        "'obs' is Normal, which has no class probabilities",
+        r"'obs' \(Normal\) has no class probabilities",
     ),
     "parts where there are none": (
         lambda: predict(of_kind(lambda f, w: dist.StudentT(4.0, f, 1.0)), guide, X, Moments()).epistemic,
         UnsupportedError,
-        r"Moments\(\) gives noise and posterior of \'obs\' together.*Samples\(n\)",
+        r"Moments\(\) does not separate the uncertainty of site \'obs\'.*Samples\(n\)",
     ),
     "CRPS of a Gamma": (
         lambda: predict(of_kind(KINDS["Gamma"]), guide, X, AtMean()).crps(X.abs()),
@@ -252,7 +252,7 @@ REFUSED = {
     "all masked": (
         lambda: predict(of_kind(lambda f, w: dist.Normal(f, 1.0).mask(f > 99)), guide, (X, X)).metrics(),
         DataError,
-        "leaves no observation to score",
+        "excludes all observations",
     ),
 }
 

@@ -318,17 +318,19 @@ def test_sites_that_cannot_become_priors_are_named():
     with pytest.raises(GuideError, match="is not initialised"):
         guide.as_prior()
     guide.initialize(x, y)
-    with pytest.raises(UnsupportedError, match=r"site 's' are constrained.*exclude=\['s'\]"):
+    with pytest.raises(
+        UnsupportedError, match=r"site 's' is not a factorised Gaussian.*constrained.*exclude=\['s'\]"
+    ):
         guide.as_prior()
     assert set(guide.as_prior(exclude=["s"]).gaussians) == {"w"}
     with pytest.raises(ArgumentError, match=r"'heads\*'.*\['s', 'w'\]"):
         guide.as_prior(exclude="heads*")
-    with pytest.raises(ArgumentError, match="leaves no site"):
+    with pytest.raises(ArgumentError, match="excludes all sites"):
         guide.as_prior(exclude="*")
     with_bias = dvi.regressor(dvi.to_bayesian_(nn.Linear(3, 1)), num_data=15, noise_scale=1.0)
     point = MultiplicativeNoiseGuide(with_bias)
     point.initialize(x, y)
-    with pytest.raises(UnsupportedError, match=r"'net.bias' is Delta.*mean-field"):
+    with pytest.raises(UnsupportedError, match=r"'net.bias' is not.*Delta.*mean-field"):
         point.as_prior()
 
 
@@ -344,7 +346,7 @@ def test_models_that_do_not_fit():
     def positive(x: Tensor, y: Tensor | None = None) -> None:
         pyro.sample("w", dist.LogNormal(torch.zeros(3), 1.0).to_event(1))
 
-    with pytest.raises(ModelError, match=r"'w' has the shape \(4,\).*MeanFieldGuide \(3,\)"):
+    with pytest.raises(ModelError, match=r"'w' has the shape \(4,\).*MeanFieldGuide has the shape \(3,\)"):
         prior(wider)(x, y)
     with pytest.raises(ModelError, match=r"'w' has .* the support"):
         prior(positive)(x, y)

@@ -140,7 +140,7 @@ def test_networks_of_functions_are_saved_with_their_buffers(tmp_path):
     save(tmp_path / "without.pt", first.svi)
     expected = first.net.state_dict()
     fresh_start()
-    with pytest.raises(CheckpointError, match="differ in .*'called 0'.* saved with history="):
+    with pytest.raises(CheckpointError, match="differ in .*'called 0'.* as history= to save"):
         load(tmp_path / "without.pt", FunctionalProblem(seed=5).svi, example=sequence()[0])
     fresh_start()
     again = FunctionalProblem(seed=5)

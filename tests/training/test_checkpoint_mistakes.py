@@ -76,26 +76,31 @@ MISFITS = [
         "other guide",
         lambda: svi_of("MeanFieldGuide + TaylorELBO", elbo=Trace_ELBO()),
         {},
-        "with the guide AutoNormal, the target has MeanFieldGuide",
+        "with the guide AutoNormal, but the target has MeanFieldGuide",
     ),
     (
         "other ELBO",
         lambda: svi_of("AutoNormal + Trace_ELBO", elbo=TaylorELBO()),
         {},
-        "Trace_ELBO, the target has Taylor",
+        "Trace_ELBO, but the target has Taylor",
     ),
     (
         "other optimizer",
         lambda: svi_of("AutoNormal + Trace_ELBO", optimizer=SGD({"lr": 0.1})),
         {},
-        "with the optimizer Adam, the target has SGD",
+        "with the optimizer Adam, but the target has SGD",
     ),
-    ("functional guide", functional_guide, {}, r"modules \['guide', 'model'\], the target has \['model'\]"),
+    (
+        "functional guide",
+        functional_guide,
+        {},
+        r"modules \['guide', 'model'\], but the target has \['model'\]",
+    ),
     (
         "other route",
         lambda: module_of("AutoNormal + Trace_ELBO")[0],
         {},
-        "trained with SVI, the target has ELBOModule",
+        "trained with SVI, but the target has ELBOModule",
     ),
     ("no best", lambda: svi_of("AutoNormal + Trace_ELBO"), {"best": True}, "no best weights"),
     (
@@ -120,7 +125,9 @@ def test_a_file_without_rows_of_data_needs_an_example_for_guides_of_pyro(tmp_pat
     fit(svi, sequence(), 1, progress=False)
     save(tmp_path / "x.pt", svi)
     fresh_start()
-    with pytest.raises(CheckpointError, match="without parameters before its first call needs example="):
+    with pytest.raises(
+        CheckpointError, match="without parameters before its first call, pass one batch.* example="
+    ):
         load(tmp_path / "x.pt", svi_of("AutoNormal + Trace_ELBO"))
 
 
@@ -138,8 +145,8 @@ OTHERS = [
     ({"num_data": 48}, r"plates \{'data': 24\} → \{'data': 48\}"),
     ({"activation": nn.Tanh}, r"distribution of site '\w+': loc"),
     ({"noise": 0.9}, r"distribution of site '\w+': scale 0.3 → 0.9"),
-    ({"kl_weight": 0.1}, "trained with kl_weight=1.0, the target has 0.1"),
-    ({"kl_weight": LinearWarmup(3)}, r"kl_weight=1.0, the target has LinearWarmup\(steps=3"),
+    ({"kl_weight": 0.1}, "trained with kl_weight=1.0, but the target has 0.1"),
+    ({"kl_weight": LinearWarmup(3)}, r"kl_weight=1.0, but the target has LinearWarmup\(steps=3"),
 ]
 
 
@@ -258,8 +265,8 @@ FILES = [
     (empty, "not a checkpoint"),
     (plain_pickle, "not a checkpoint|not written by"),
     (state_dict, "not written by pyro_dvi.save.*'weight', 'bias'"),
-    (store, r"not written by|not a checkpoint|safe load"),
-    (module, "safe load"),
+    (store, r"not written by|not a checkpoint|load safely"),
+    (module, "load safely"),
     (newer, f"version 99, .*versions up to {FORMAT_VERSION}: update pyro-dvi"),
     (lambda path: path.unlink(), "There is no checkpoint"),
 ]
@@ -279,5 +286,5 @@ def test_saving_where_there_is_no_folder(tmp_path):
 
 
 def test_save_wants_something_to_save(tmp_path):
-    with pytest.raises(ArgumentError, match="got Linear"):
+    with pytest.raises(ArgumentError, match="not Linear"):
         save(tmp_path / "x.pt", nn.Linear(1, 1))

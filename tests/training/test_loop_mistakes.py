@@ -115,7 +115,7 @@ MISTAKES = [
         "model instead of SVI",
         lambda: fit(Net(), sequence(), 1),
         ArgumentError,
-        "Expected SVI.*got Net",
+        "Expected SVI.*not Net",
     ),
     (
         "patience alone",
@@ -166,7 +166,7 @@ MISTAKES = [
         "optimizer without the guide",
         stale_optimizer,
         GuideError,
-        "does not hold 4 parameters.*AutoNormal.locs.last",
+        "lacks 4 parameters.*AutoNormal.locs.last",
     ),
     ("SVI with local parameters", svi_with_local_parameters, UnsupportedError, "module_local_params=True"),
     (
@@ -190,7 +190,7 @@ MISTAKES = [
         "validate is an iterator",
     ),
     ("no patience", lambda: EarlyStopping(patience=0), ArgumentError, "patience must be"),
-    ("torch scheduler for SVI", foreign_scheduler, ArgumentError, "schedule of an SVI belongs"),
+    ("torch scheduler for SVI", foreign_scheduler, ArgumentError, "pass the scheduler to its optimizer"),
     (
         "number as schedule",
         lambda: module_route(lr_schedule=0.1),

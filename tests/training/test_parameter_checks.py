@@ -39,7 +39,7 @@ def test_a_later_training_of_the_same_names_is_found_out(use):
     pyro.clear_param_store()
     second = trained(-1.0)
     use(*second)
-    with pytest.raises(GuideError, match="'noise_scale' of this model: another"):
+    with pytest.raises(GuideError, match="'noise_scale', which this model uses: another"):
         use(*first)
 
 
@@ -94,7 +94,7 @@ def test_another_guide_of_the_same_model_takes_nothing_away():
 
 def test_a_second_guide_of_the_same_name_is_refused():
     fit(svi_of("AutoNormal + Trace_ELBO"), sequence(), 1, progress=False)
-    with pytest.raises(GuideError, match="store already holds 'AutoNormal.locs.*clear_param_store"):
+    with pytest.raises(GuideError, match="store already contains 'AutoNormal.locs.*clear_param_store"):
         fit(svi_of("AutoNormal + Trace_ELBO"), sequence(), 1, progress=False)
 
 
@@ -110,7 +110,7 @@ def test_a_second_guide_that_adopted_parameters_is_refused():
 def test_a_second_model_of_the_same_names_is_refused():
     first = svi_of("AutoNormal + Trace_ELBO")
     fit(first, sequence(), 1, progress=False)
-    with pytest.raises(GuideError, match=r"name 'first\.weight' of this model"):
+    with pytest.raises(GuideError, match=r"name 'first\.weight', which this model uses"):
         fit(svi_of("MeanFieldGuide + TaylorELBO"), sequence(), 1, progress=False)
 
 

@@ -49,4 +49,4 @@ def test_nothing_is_said_without_decay():
 )
 def test_weight_decay_of_posterior_scales_is_named(optimizer, as_module):
     [warning] = said(optimizer, as_module=as_module, epochs=2)
-    assert "weight decay" in warning and "scales" in warning and "train without it" in warning
+    assert "weight decay" in warning and "scales" in warning and "Train without weight decay" in warning

@@ -139,7 +139,7 @@ def test_the_scale_of_a_thousand_weights_stays_tight():
 @pytest.mark.parametrize("model", [log_normal_scale, half_cauchy_scale, precision, three_levels])
 def test_map_of_a_centred_scale_is_refused(model):
     with pytest.raises(
-        GuideError, match=r"point estimate of both '.*' and '.*' is unbounded.*MeanFieldGuide.*non-centred"
+        GuideError, match=r"point estimates of '.*' and '.*' is unbounded.*MeanFieldGuide.*non-centred"
     ):
         TaylorELBO().loss(model, AutoDelta(model))
 

@@ -313,7 +313,7 @@ MISTAKES = [
         "centred MAP",
         lambda: evaluate(centred, AutoDelta),
         GuideError,
-        r"point estimate of both 's' and 'w' is unbounded.*non-centred",
+        r"point estimates of 's' and 'w' is unbounded.*non-centred",
     ),
     Mistake(
         "guide of nothing", lambda: MeanFieldGuide(None), TypeError, r"model must be callable, got NoneType"
@@ -344,13 +344,13 @@ MISTAKES = [
         "NaN label",
         lambda: evaluate(args=(X, with_nan(Y))),
         DataError,
-        r"site 'y' holds 1 NaN or infinite.*drop these rows.*mask",
+        r"site 'y' contains 1 NaN or infinite.*drop these rows.*mask",
     ),
     Mistake(
         "NaN input",
         lambda: evaluate(args=(with_nan(X), Y)),
         DataError,
-        r"argument 1 .* of the model: NaN.*Drop those rows",
+        r"argument 1 .* of the model: NaN.*Drop these rows",
     ),
     Mistake(
         "label out of range",
@@ -382,7 +382,7 @@ MISTAKES = [
         "plate of the wrong size",
         lambda: evaluate(args=(X, Y, 300), num_data=600),
         DataError,
-        r"site 'y' sees 6 of 600 .* scaled to 300: write pyro.plate.*or correct num_data",
+        r"site 'y' sees 6 of 600 .* scaled to 300 examples: write pyro.plate.*or correct num_data",
     ),
     Mistake(
         "meta device",

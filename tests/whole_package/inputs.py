@@ -267,7 +267,7 @@ BROADCAST = every(DataError, r"'y'.*would be broadcast.*shape of a draw")
 NOT_THESE = every(DataError, r"'y': values of shape .* do not fit")
 NOT_FINITE = every(DataError, "argument 1 .* of the model: NaN or infinite")
 NO_LOSS = every(NonFiniteError, "not finite: log_likelihood")
-TYPES = every(DataError, r"the data \(.*differ in type from the weights.*convert")
+TYPES = every(DataError, r"the data \(.*and the weights.*different dtypes.*convert")
 NOT_SCALED = every(DataError, "'y' sees 8 of 32 examples.*subsample_size")
 DISCRETE = every(ModelError, "'z' is discrete.*marginalise it")
 IMPROPER = every(ModelError, "needs a proper prior")
@@ -281,7 +281,7 @@ HARDSIGMOID = {m: (UnsupportedError, "hardsigmoid_backward") for m in ("Taylor",
 DEPENDENT = {"Taylor": (GuideError, "not a factorised Gaussian")}
 ROUNDED = {"Laplace": (UnsupportedError, "'w' is torch.*float16.*float\\(\\)")}
 NO_LABELS = {m: (ModelError, "'y' has no distribution") for m in ("Taylor", "Laplace")}
-UNBOUNDED = {"Laplace": (GuideError, "point estimate of both 's' and 'w' is unbounded")}
+UNBOUNDED = {"Laplace": (GuideError, "point estimates of 's' and 'w' is unbounded")}
 UNUSUAL = {"Laplace": "Fisher information of .* has no closed form"}
 
 ROWS: dict[str, Row] = {
@@ -306,7 +306,8 @@ ROWS: dict[str, Row] = {
     "NaN inputs": Row(lambda: Problem(observing(normal), (with_nan(X), Y)), NOT_FINITE),
     "infinite inputs": Row(lambda: Problem(observing(normal), (with_nan(X, float("inf")), Y)), NOT_FINITE),
     "NaN targets": Row(
-        lambda: Problem(observing(normal), (X, with_nan(Y))), every(DataError, "'y' holds 1 NaN or infinite")
+        lambda: Problem(observing(normal), (X, with_nan(Y))),
+        every(DataError, "'y' contains 1 NaN or infinite"),
     ),
     "infinite targets": Row(lambda: Problem(observing(normal), (X, with_nan(Y, float("inf")))), NO_LOSS),
     "no observation": Row(lambda: Problem(observing(normal), (X,)), every(ModelError, "no observed site")),
@@ -382,7 +383,9 @@ ROWS: dict[str, Row] = {
     ),
     "a latent on a simplex": Row(lambda: Problem(simplex, rough=True), NORMAL_PRIOR),
     "a latent for each row": Row(lambda: Problem(local, rough=True)),
-    "weights that are NaN": Row(not_finite, every(ModelError, "'net.weight_initial' of the model holds NaN")),
+    "weights that are NaN": Row(
+        not_finite, every(ModelError, "'net.weight_initial' of the model contains NaN")
+    ),
     "AutoNormal": Row(
         lambda: Problem(observing(normal), guide=AutoNormal(observing(normal), init_scale=1e-4)),
         NATURAL_GUIDE,

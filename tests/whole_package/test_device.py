@@ -71,7 +71,9 @@ def check_device(
             torch.testing.assert_close(there, value.detach(), msg=lambda m, n=name: f"{n}: {m}", **tolerance)
 
 
-@pytest.mark.filterwarnings("ignore:Samples.*predicts with the width of a posterior that TaylorELBO trained")
+@pytest.mark.filterwarnings(
+    "ignore:Samples.*predicts with the variance of a posterior that TaylorELBO trained"
+)
 @pytest.mark.parametrize("method", METHODS)
 def test_training_and_prediction(method, device):
     def results(where: torch.device | str) -> dict[str, Any]:

@@ -113,7 +113,7 @@ def test_a_state_of_a_later_release_is_refused_and_changes_nothing(name):
     first.initialize(X, X[:, 0])
     guide = fresh_guide(name)
     refusal = (
-        f"version {FORMAT_VERSION + 1}, and pyro-dvi {dvi.__version__} .* {FORMAT_VERSION}: update pyro-dvi"
+        f"version {FORMAT_VERSION + 1}, but pyro-dvi {dvi.__version__} .* {FORMAT_VERSION}: update pyro-dvi"
     )
     with pytest.raises(CheckpointError, match=refusal):
         guide.load_state_dict(later(first.state_dict()))

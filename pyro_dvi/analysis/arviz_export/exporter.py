@@ -59,61 +59,58 @@ def to_arviz(
 ) -> Any:
     r"""Export posterior draws, predictions and data as one ArviZ object.
 
-    Groups, with dimensions ``chain`` (of length 1) and ``draw`` first where there are draws:
+    The object has these groups; arrays of draws begin with the dimensions ``chain`` (of length 1) and ``draw``:
 
-    ``posterior``
-        draws of the latent sites from the guide, in their own (constrained) space. For an ensemble, the draws of the
+    ``posterior`` draws of the latent sites from the guide, in constrained space. For an ensemble, the draws of the
         members are concatenated, and ``member`` is the index of the member.
     ``posterior_predictive``
         draws of every observed site from the predictive distribution of ``method``.
     ``log_likelihood``
         log density of each observation, :math:`\log p(y_i \mid x_i, \theta_k)`; only if the data contain observations
         and ``method`` predicts with several distributions.
-    ``log_prior``, ``sample_stats``
-        with ``log_prior=True``: :math:`\log p(\theta_k)` by site; ``lp``, :math:`\log p(y, \theta_k)` up to terms of
-        ``pyro.factor``, if there is a ``log_likelihood``; and ``log_q``, :math:`\log q(\theta_k)`, if the guide has a
-        density. Both are densities in the space of the sites, so the Pareto k of ``lp - log_q`` judges the posterior
-        (Yao et al., 2018, "Yes, but did it work?"). The data must be the whole training data.
-    ``observed_data``, ``constant_data``
-        the observations, and the inputs by the names that the model gives them.
-    ``prior``, ``prior_predictive``
-        with ``prior=n``: the same from the model's prior.
+    ``log_prior``, ``sample_stats`` with ``log_prior=True``: :math:`\log p(\theta_k)` by site; ``lp``,
+        :math:`\log p(y, \theta_k)` up to terms of ``pyro.factor``, if there is a ``log_likelihood``; and ``log_q``,
+        :math:`\log q(\theta_k)`, if the guide has a density. Both are densities in the constrained space of the sites,
+        so the Pareto k of ``lp - log_q`` measures the quality of the posterior (Yao et al., 2018, "Yes, but did it
+        work?"). This requires the complete training data.
+    ``observed_data``, ``constant_data`` the observations, and the inputs under the names of the model's arguments.
+    ``prior``, ``prior_predictive`` with ``prior=n``: n draws of latent and observed sites from the model's prior.
     ``predictions``, ``predictions_constant_data``
         with ``predictions=``: draws of the observed sites for other inputs, and these inputs.
 
-    Plates become dimensions of their name. Observations that the model masks are NaN in ``observed_data`` (labels and
-    counts then become floating-point numbers, there and in their predictive groups). ``log_likelihood`` omits them: its
-    values have one dimension ``<site>_observed``, whose coordinates are their positions in the flattened predictions.
-    With several observed sites, each site is predicted and scored with the other sites at their observed values, if the
-    data contain them: :math:`p(b \mid a, x, \theta)` if a site b depends on a site a.
+    Dimensions are named after plates. Observations that the model masks are NaN in ``observed_data``, so labels and
+    counts become floating-point numbers there and in the predictive groups. ``log_likelihood`` omits masked
+    observations: its values have one dimension ``<site>_observed``, whose coordinates are their positions in the
+    flattened predictions. With several observed sites, each site is predicted and scored with the other sites at their
+    observed values, if the data contain them: :math:`p(b \mid a, x, \theta)` if a site b depends on a site a.
 
     With ``AtMean()``, the default after ``TaylorELBO``, every draw of ``posterior_predictive`` comes from
-    :math:`p(y \mid x, \mathrm{E}_q\theta)`, since a variational Laplace posterior predicts poorly with drawn weights.
-    There is then no ``log_likelihood``, as with ``Moments()`` and ``Linearised()``: it would be the same for every
-    draw, whereas leave-one-out cross-validation by importance sampling (``az.loo``) needs draws with different
+    :math:`p(y \mid x, \mathrm{E}_q\theta)`, because a variational Laplace posterior predicts poorly with drawn weights.
+    With ``AtMean()``, ``Moments()`` and ``Linearised()``, there is no ``log_likelihood``: it would be the same for
+    every draw, whereas leave-one-out cross-validation with importance sampling (``az.loo``) needs draws with different
     likelihoods. For ``az.loo``, export with ``method=Samples(500)``, which scores the drawn weights, or compare methods
     on held-out data with :func:`~pyro_dvi.analysis.diagnostics.compare_held_out`.
 
     Args:
         model: the Pyro model.
-        guide: its trained guide, from this library or from Pyro, or a function; or, instead of a guide, draws
+        guide: its trained guide: a guide of this library or of Pyro, or a function. Alternatively, draws
             ``[num_samples, ...]`` by site name, as returned by ``MCMC.get_samples()``.
         data: as in :func:`~pyro_dvi.predict`: ``(x, y)``, inputs alone, or a loader of either.
         num_samples: number of draws; by default 500 (for an ensemble, rounded down to a multiple of the number of
-            members), or the number of draws of the given prediction rule.
+            members), or the number of draws of ``method``.
         sites: latent sites and ``pyro.deterministic`` sites to export; the model computes the latter for each draw. By
             default, all latent sites with at most ``max_site_size`` values; a warning names the others. An empty list
-            exports only predictions, for methods of a LaplaceGuide that have no draws.
+            exports only predictions, as required for methods of a LaplaceGuide without draws.
         max_site_size: number of values above which a site is omitted by default.
         method: prediction rule, by default the guide's, as in :func:`~pyro_dvi.predict`.
-        site: observed site or sites; by default all, if the data contain an observation of each.
-        observed: the model's argument that holds the observation, or several; by default the argument whose default is
-            None, and of several the arguments with the names of observed sites.
+        site: observed site or sites to export; by default all, which requires an observation of each in the data.
+        observed: name or names of the model's arguments that are observations; by default the argument whose default is
+            None, or, of several, those with the names of observed sites.
         prior: number of draws from the prior.
-        log_prior: add the log densities of the draws.
+        log_prior: True to add the log densities of the draws.
         predictions: other inputs, in any form of ``data``; observations in them are not used.
-        batch_size: examples at a time; a loader has its own.
-        seed: of all draws; by default drawn from the global generator, whose state does not change otherwise.
+        batch_size: examples per batch; a loader has its own.
+        seed: seed of all draws; by default one from the global generator, whose state does not change otherwise.
         coords: coordinate values by dimension, as in ArviZ, for all groups except ``predictions``.
         dims: names of the dimensions by variable, as in ArviZ.
         progress: show a progress bar over batches.
@@ -124,16 +121,17 @@ def to_arviz(
         names of omitted sites and inputs.
 
     Raises:
-        ArgumentError: an unknown site, no draws, two numbers of draws, draws of unequal lengths or wrong shapes, or
-            several arguments that may be the observation.
-        DataError: invalid data, as in :func:`~pyro_dvi.predict`; observations in some batches only; several batches
-            with a guide whose posterior depends on its inputs.
-        GuideError: the guide was never run, has no mean, or is an AutoLaplaceApproximation before its Gaussian.
-        ModelError: no observed site, several without an observation and no ``site``, or a site with the name of an
-            ArviZ dimension.
-        UnsupportedError: a mask that depends on the draw, a prior that cannot be sampled, a method of a LaplaceGuide
-            without draws, or an observed site that depends on sites that are neither in the guide nor observed, with a
-            rule that does not average over their draws.
+        ArgumentError: if a site is unknown, there are no draws, ``num_samples`` and ``method`` disagree, given draws
+            have unequal lengths or wrong shapes, or several arguments may be the observation.
+        DataError: if the data are invalid, as in :func:`~pyro_dvi.predict`, if only some batches contain observations,
+            or if there are several batches and the posterior depends on the inputs.
+        GuideError: if the guide was never run, has no mean, or is an AutoLaplaceApproximation whose Gaussian has not
+            been computed.
+        ModelError: if the model has no observed site, or has several, the data contain no observations and ``site`` is
+            not given, or if a site has the name of an ArviZ dimension.
+        UnsupportedError: if a mask depends on the draw, a prior cannot be sampled, the method of a LaplaceGuide has no
+            draws, or an observed site depends on sites that are neither in the guide nor observed and the rule does not
+            average over their draws.
 
     Example:
         >>> import pyro, pyro.distributions as dist, torch
@@ -166,8 +164,8 @@ def to_arviz(
         check_count("prior", prior)
     if isinstance(guide, AutoLaplaceApproximation):
         raise GuideError(
-            "this AutoLaplaceApproximation is still a point mass: export guide.laplace_approximation(*args) with the "
-            "arguments of the training, or train an AutoDelta if a point mass is meant"
+            "this AutoLaplaceApproximation is still a point mass: export guide.laplace_approximation(*args), with the "
+            "arguments used in training, or train an AutoDelta if a point mass is intended"
         )
     options: Any = {"observed": observed, "batch_size": batch_size, "device": device}
     options["sites"] = names_of_sites(model, guide)
@@ -188,7 +186,7 @@ def to_arviz(
         def predictions_of(
             components: Components, draws: int, number: int, *, scored: bool = False
         ) -> Predictions:
-            # One seed further: else the noise of a draw would repeat the random numbers of its weights.
+            # The seed differs from that of the weights; otherwise the noise would repeat their random numbers.
             noise_seed = used_seed + 1 + number * len(responses)
             return Predictions(responses, components, draws, noise_seed, are_scored=scored)
 
@@ -210,7 +208,7 @@ def to_arviz(
             groups["prior_predictive"], *_ = predicted[1].groups()
         if log_prior:
             groups["log_prior"] = priors = log_prior_of(tuned, first, nodes, weights.draws(first.inputs))
-            # A rule that does not draw weights does not score the drawn ones.
+            # If the rule does not draw weights, the log-likelihood does not belong to the drawn weights.
             of_weights = groups["log_likelihood"] if own is weights else Group()
             log_q = log_posterior(guide, first, nodes, groups["posterior"], used_seed)
             groups["sample_stats"] = sample_stats(priors, of_weights, log_q)
@@ -240,10 +238,10 @@ def _through(
     *,
     seed: int,
 ) -> tuple[Group, list[str]]:
-    """Predict all batches; return their inputs, and the names of those that are too big to copy.
+    """Predict all batches; return their inputs, and the names of inputs that are too big to copy.
 
     Raises:
-        DataError: draws of the sites ``kept`` depend on the inputs, so that each batch has a posterior of its own.
+        DataError: if draws of the sites ``kept`` depend on the inputs, so that each batch has its own posterior.
     """
     inputs = []
     first: dict[str, Any] = {}
@@ -258,9 +256,9 @@ def _through(
         changed = [name for name in kept if not torch.equal(first[name], drawn[name])]
         if changed:
             raise DataError(
-                f"the posterior draws sites {changed} according to its inputs, so that each batch has its own: give "
-                "the data in one batch (a tuple, with a batch_size of at least their number), or export predictions "
-                "alone by sites=[]"
+                f"the posterior of sites {changed} depends on the inputs, so each batch has its own: pass the data in "
+                "one batch (a tuple, with a batch_size of at least their number), or export only predictions with "
+                "sites=[]"
             )
         inputs.append(batch.inputs)
     return inputs_of(model, inputs, predicted[0].rows)
@@ -268,14 +266,14 @@ def _through(
 
 @contextmanager
 def _nothing_predicted() -> Iterator[None]:
-    """Do not warn of drawn weights of a LaplaceGuide, which are exported and predict nothing."""
+    """Suppress the warning about drawn weights of a LaplaceGuide, which are exported but not used for predictions."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=re.escape(DRAWN_WEIGHTS), category=DviWarning)
         try:
             yield
-        except UnsupportedError as error:  # of a LaplaceGuide
+        except UnsupportedError as error:  # raised by a LaplaceGuide without draws
             reason = str(error).splitlines()[0]  # Pyro adds the shapes of its trace
-            raise UnsupportedError(f"{reason}; sites=[] exports predictions alone") from error
+            raise UnsupportedError(f"{reason}; sites=[] exports only predictions") from error
 
 
 def _rule_and_count(
@@ -286,11 +284,11 @@ def _rule_and_count(
         check_count("num_samples", num_samples)
     if given is not None and method is not None:
         raise ArgumentError(
-            f"draws that are given predict by themselves, each with its weights: leave out method={method!r}"
+            f"given draws are used for predictions directly, without a prediction rule: omit method={method!r}"
         )
     rule = rule_of(method, guide) if given is None else given
     of_weights = draws_weights(rule)
-    if method is None and given is None and of_weights:  # with as many draws as were asked for
+    if method is None and given is None and of_weights:  # as many draws as requested
         rule = with_draws(rule, num_samples or 500)
     components = rule.num_components
     if num_samples is None:
@@ -299,18 +297,18 @@ def _rule_and_count(
     if of_weights and components != num_samples:
         raise ArgumentError(
             f"num_samples={num_samples} and method={rule} disagree: predictions use the draws of the posterior. "
-            "Leave out num_samples."
+            "Omit num_samples."
         )
     if num_samples % components:
         raise ArgumentError(
-            f"num_samples={num_samples} is no multiple of the {components} distributions of method={rule}, which "
-            "give equal shares of the draws"
+            f"num_samples={num_samples} must be a multiple of the {components} distributions of method={rule}, each of "
+            "which contributes the same number of draws"
         )
     return rule, num_samples
 
 
 def _free_run(model: Callable[..., Any], batch: Batch, given: GivenSamples) -> Mapping[str, Any]:
-    """Return the sites of a run at values from the prior, or at the first draw where the prior is improper."""
+    """Return the sites of a run at values from the prior, or at the first draw if the prior is improper."""
     try:
         return observed_run(model, batch, {})
     except NotImplementedError:  # an improper prior

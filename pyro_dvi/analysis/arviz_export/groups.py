@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Groups of arrays with names and dimensions, and the ArviZ object made of them.
+r"""Groups of named arrays with dimensions, and the ArviZ object that contains them.
 
-The only module that distinguishes versions of ArviZ.
+Only this module distinguishes versions of ArviZ.
 """
 
 import warnings
@@ -30,10 +30,10 @@ class Group:
     """Variables by name.
 
     Attributes:
-        sampled: whether dimensions ``chain`` and ``draw`` come first.
-        arrays: values, in a sampled group with both dimensions.
-        suggested: names of the other dimensions, None where none is known.
-        coords: coordinates that belong to the values, such as the places of observations that are not masked.
+        sampled: True if the dimensions ``chain`` and ``draw`` come first.
+        arrays: values, which have both dimensions in a sampled group.
+        suggested: names of the other dimensions; None for a dimension without a name.
+        coords: coordinates of the values, such as the positions of observations that are not masked.
     """
 
     sampled: bool = True
@@ -48,45 +48,48 @@ class Group:
         suggested: Sequence[str | None] = (),
         counts: np.ndarray | None = None,
     ) -> None:
-        """Add a variable; draws come without their chain.
+        """Add a variable; draws are passed without the dimension ``chain``.
 
-        Values that a mask leaves out are NaN; the remaining values of draws have one dimension, ``<name>_observed``,
-        with their places in the flattened array as its coordinates.
+        Masked values become NaN. If draws are masked, their remaining values have one dimension, ``<name>_observed``,
+        whose coordinates are their positions in the flattened array.
 
         Args:
-            name: of the variable.
+            name: name of the variable.
             array: its values.
             suggested: names of their dimensions.
-            counts: mask of the values of a draw that are kept, by their first dimensions; None if all are.
+            counts: True for values of a draw that count, over their first dimensions; None if all count.
 
         Raises:
-            ModelError: ArviZ has a dimension of this name.
+            ModelError: if ArviZ has a dimension of this name.
         """
         name = safe_name(name)
         if counts is not None and not self.sampled:
-            array = array if counts.all() else np.where(counts, array, np.nan)  # whole numbers as real ones
+            array = (
+                array if counts.all() else np.where(counts, array, np.nan)
+            )  # integers become floating-point numbers
         elif counts is not None and not counts.all():
             array = array[:, counts]
             suggested = [f"{name}_observed", *suggested[counts.ndim :]]
             self.coords[f"{name}_observed"] = np.flatnonzero(counts)
         if name in _SAMPLE_DIMS:
             raise ModelError(
-                f"ArviZ calls a dimension {name!r}: rename the site or input of this name in the model"
+                f"{name!r} is the name of a dimension of ArviZ: rename the site or input of this name in the model"
             )
         self.arrays[name] = array[None] if self.sampled else array
         self.suggested[name] = tuple(suggested)
 
     def dims(self, given: Mapping[Any, Sequence[Any]]) -> dict[str, list[Any]]:
-        """Name every dimension: as the user says, else after plates, else ``<variable>_dim_<i>``.
+        """Name every dimension: as the user named it, or else after a plate, or else ``<variable>_dim_<i>``.
 
-        A plate gives no name where a variable has it, or where it has another length in this group.
+        A plate's name is not used if it is the name of a variable, or if the dimension has different lengths in this
+        group.
         """
         lengths: dict[Any, int] = {}
         named: dict[str, list[Any]] = {}
         for name, array in self.arrays.items():
             shape = array.shape[2 if self.sampled else 0 :]
             suggested = self.suggested[name][: len(shape)]
-            is_flat = any(dim in self.coords for dim in suggested)  # without the user's dimensions
+            is_flat = any(dim in self.coords for dim in suggested)  # the user's names do not apply
             users = () if is_flat else given.get(name, ())
             mine: list[Any] = []
             for i, (length, dim, plate) in enumerate(zip_longest(shape, users[: len(shape)], suggested)):
@@ -101,7 +104,7 @@ class Group:
 
 
 def safe_name(name: str) -> str:
-    """Return the name without slashes, which would become groups of the file."""
+    """Return the name without slashes, which would create groups in the file."""
     return name.replace("/", ".")
 
 
@@ -110,10 +113,10 @@ def plate_names(node: Any, shape: Sequence[int]) -> list[str | None]:
 
     Args:
         node: the site in a trace of the model.
-        shape: of its value.
+        shape: shape of its value.
 
     Returns:
-        One entry a dimension, None where no plate has it.
+        One entry per dimension; None if it belongs to no plate.
     """
     names: list[str | None] = [None] * len(shape)
     for frame in node["cond_indep_stack"]:
@@ -126,12 +129,12 @@ def plate_names(node: Any, shape: Sequence[int]) -> list[str | None]:
 
 
 def as_array(value: Tensor) -> np.ndarray:
-    """Return the values on the CPU, half precision as single, truth values as 0 and 1."""
+    """Return the values on the CPU, with half precision converted to single precision, and booleans to 0 and 1."""
     return array_of(value.to(torch.int8) if value.dtype == torch.bool else value)
 
 
 def joined(pieces: list[np.ndarray], axis: int) -> np.ndarray:
-    """Concatenate along ``axis`` and empty the list on the way, so that nothing is held twice."""
+    """Concatenate along ``axis``, and empty the list meanwhile, so that nothing is stored twice."""
     if len(pieces) == 1:
         return pieces.pop()
     shape = list(pieces[0].shape)
@@ -155,13 +158,13 @@ def assemble(
     """Return ``InferenceData`` with ArviZ 0.x, ``xarray.DataTree`` with ArviZ 1.x.
 
     Args:
-        groups: groups by name; empty ones are left out.
-        attributes: of the whole object; the time and the versions of the libraries are added.
-        coords: the user's coordinates of all groups but predictions.
-        dims: the user's names of dimensions by variable.
+        groups: groups by name; empty groups are omitted.
+        attributes: attributes of the whole object; the time and the versions of the libraries are added.
+        coords: the user's coordinates, for all groups except predictions.
+        dims: the user's names of dimensions, by variable.
     """
     with warnings.catch_warnings():
-        # ArviZ 0.23 announces version 1 whenever it is imported; both versions are supported here.
+        # ArviZ 0.23 warns about version 1 on import; both versions are supported here.
         warnings.filterwarnings(
             "ignore", message=r"\s*ArviZ is undergoing a major refactor", category=FutureWarning
         )
@@ -177,11 +180,11 @@ def assemble(
     }
     if groups["observed_data"].arrays and not groups["log_likelihood"].arrays:
         attributes["log_likelihood_left_out"] = (
-            "the predictive distribution is the same for every draw, so that az.loo has nothing to reweight: compare "
-            "predictions of held-out data by diagnostics.compare_held_out, or export a posterior that was trained by "
-            "samples with method=Samples(500)"
+            "the predictive distribution is the same for every draw, so az.loo cannot reweight draws: compare "
+            "predictions of held-out data with diagnostics.compare_held_out, or export a posterior that was trained "
+            "with sampled weights, with method=Samples(500)"
         )
-    # ArviZ plots real numbers and others in different ways: labels with gaps are real numbers in all groups.
+    # ArviZ plots integers and floating-point numbers differently, so labels with NaN are converted in all groups.
     for name in groups.keys() & {"posterior_predictive", "prior_predictive"}:
         arrays = groups[name].arrays
         for site, values in groups["observed_data"].arrays.items():
@@ -209,7 +212,7 @@ def assemble(
 
 @Prediction.exported_by
 def of_prediction(prediction: Prediction, num_samples: int, seed: int | None) -> Any:
-    """Return a prediction as the object of ArviZ; see :meth:`~pyro_dvi.predictive.Prediction.to_arviz`."""
+    """Return a prediction as an ArviZ object; see :meth:`~pyro_dvi.predictive.Prediction.to_arviz`."""
     predictive, observed, log_likelihood = Group(), Group(sampled=False), Group()
     site, values = prediction.site, prediction.observed
     predictive.add(site, as_array(prediction.sample(num_samples, seed=seed)))

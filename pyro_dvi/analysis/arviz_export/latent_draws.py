@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Draws of the latent sites, from a guide or given in its place, and their log densities."""
+r"""Draws of the latent sites, from a guide or passed in its place, and their log densities."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,18 +25,18 @@ from pyro_dvi.predictive.engine.vectorised import ManyDraws
 from pyro_dvi.predictive.rules.rule import FromDraws
 from pyro_dvi.runs.sites import is_deterministic, is_latent
 
-CHUNK = 64  # draws that are copied together
+CHUNK = 64  # number of draws that are copied together
 
 
 class GivenSamples(FromDraws):
-    """Average the predictions of draws that are given, of MCMC, ``Predictive``, or another program.
+    """Average the predictions of given draws, from MCMC, ``Predictive``, or another program.
 
     Args:
-        samples: ``[num_samples, ...]`` by site name, as of ``MCMC.get_samples()``.
-        device: device of the model; None leaves them where they are.
+        samples: ``[num_samples, ...]`` by site name, as returned by ``MCMC.get_samples()``.
+        device: device of the model; None leaves the draws where they are.
 
     Raises:
-        ArgumentError: no sites, no draws, or unequal numbers of them.
+        ArgumentError: if there are no sites or no draws, or numbers of draws differ between sites.
     """
 
     def __init__(self, samples: Mapping[str, Any], device: torch.device | None = None) -> None:
@@ -44,8 +44,8 @@ class GivenSamples(FromDraws):
         lengths = {name: len(v) if v.dim() else 0 for name, v in self.samples.items()}
         if len(set(lengths.values())) != 1 or 0 in lengths.values():
             raise ArgumentError(
-                f"the samples have the numbers of draws {lengths}: give tensors [num_samples, ...] by site name, with "
-                "the same number of draws of every site"
+                f"the numbers of given draws are {lengths}: pass tensors [num_samples, ...] by site name, with the "
+                "same number of draws for every site"
             )
         self.num_samples = next(iter(lengths.values()))
 
@@ -53,32 +53,33 @@ class GivenSamples(FromDraws):
         return f"GivenSamples({self.num_samples})"
 
     def draws(self, guide: Callable[..., Any], inputs: tuple[Any, ...]) -> Iterator[dict[str, Tensor]]:
-        """Give the latent values of one draw after the other."""
+        """Yield the latent values of each draw."""
         for k in range(self.num_samples):
             yield {name: values[k] for name, values in self.samples.items()}
 
     def guide(self, *args: Any, **kwargs: Any) -> None:
-        """Stand for the guide, at the first draw, where one draw is enough."""
+        """Sample the first draw; takes the place of the guide where one draw is sufficient."""
         for name, values in self.samples.items():
             pyro.sample(name, dist.Delta(values[0], event_dim=values.dim() - 1))
 
     def fit_to(self, nodes: Mapping[str, Any], *, is_complete: bool) -> None:
-        """Compare with the sites of a run of the model, and drop leading dimensions of length 1 that it does not have.
+        """Compare the draws with the sites of a model run, and drop leading dimensions of length 1 that the sites lack.
 
-        ``Predictive`` leaves such dimensions where plates could have been.
+        ``Predictive`` adds such dimensions for possible plates.
 
         Args:
             nodes: the sites.
-            is_complete: whether the model saw its observation, so that every site that it drew is latent.
+            is_complete: True if the model saw its observation, so that every site that it drew is latent.
 
         Raises:
-            ArgumentError: draws of sites that are not latent, none of a latent one, or of another shape.
+            ArgumentError: if there are draws of a site that is not latent, no draws of a latent site, or draws of
+                another shape.
         """
         latent = [name for name, node in nodes.items() if is_latent(node)]
         if not set(self.samples) <= set(latent) or (is_complete and len(self.samples) < len(latent)):
             raise ArgumentError(
-                f"the samples are of sites {list(self.samples)}, but the latent sites of the model are {latent}: give "
-                "draws of these"
+                f"the draws are for sites {list(self.samples)}, but the latent sites of the model are {latent}: pass "
+                "draws for these sites"
             )
         for name, values in self.samples.items():
             fn = nodes[name]["fn"]
@@ -87,9 +88,10 @@ class GivenSamples(FromDraws):
                 values = values.squeeze(1)
             if not broadcasts_to(tuple(values.shape[1:]), shape):
                 raise ArgumentError(
-                    f"a draw of site {name!r} has the shape {tuple(values.shape[1:])}, its value in the model {shape}. "
-                    "Give [num_samples, ...]: draws of several chains one after the other (MCMC.get_samples() without "
-                    "group_by_chain); and where a site has a value for each example, the training data in one batch"
+                    f"a draw of site {name!r} has the shape {tuple(values.shape[1:])}, but its value in the model has "
+                    f"the shape {shape}. Pass draws as [num_samples, ...], with several chains concatenated "
+                    "(MCMC.get_samples() without group_by_chain). If the site has one value per example, pass the "
+                    "training data in one batch"
                 )
             self.samples[name] = values
 
@@ -100,15 +102,15 @@ def chosen_sites(
     """Choose latent and deterministic sites by name, or latent sites by size.
 
     Raises:
-        ArgumentError: a name that neither guide nor model has.
+        ArgumentError: if neither the guide nor the model has a site of a given name.
     """
     if sites is None:
         left_out = {name: value.numel() for name, value in latents.items() if value.numel() > max_size}
         if left_out:
             warn(
-                f"the exported posterior leaves out sites of more than {max_size:,} values: "
-                f"{', '.join(f'{name!r} ({size:,})' for name, size in left_out.items())}. Name those to keep, as in "
-                "sites=['...'], or raise max_site_size."
+                f"the exported posterior omits sites with more than {max_size:,} values: "
+                f"{', '.join(f'{name!r} ({size:,})' for name, size in left_out.items())}. Name the sites to export, as "
+                "in sites=['...'], or raise max_site_size."
             )
         return [name for name in latents if name not in left_out]
     known = [*latents, *(name for name, node in nodes.items() if is_deterministic(node))]
@@ -116,7 +118,7 @@ def chosen_sites(
     for name in kept:
         if name not in known:
             raise ArgumentError(
-                f"there is no site {name!r} to export; the guide and the model have {known[:20]}"
+                f"there is no site {name!r} to export; the sites of the guide and the model are {known[:20]}"
             )
     return kept
 
@@ -128,14 +130,14 @@ def latent_draws(
     names: Sequence[str],
     draws: Iterator[Latents],
 ) -> Group:
-    """Return draws of latent sites, and of deterministic ones that the model computes from them, as a group.
+    """Return a group with draws of latent sites, and of deterministic sites that the model computes from them.
 
     Args:
         model: the Pyro model.
-        batch: the first one, for whose inputs the sites are drawn.
-        nodes: the sites in a run of the model with it, for the plates that they are in.
-        names: sites to keep; with none of them nothing is drawn.
-        draws: of all latent sites.
+        batch: the first batch, for whose inputs the sites are drawn.
+        nodes: the sites of a run of the model with this batch, from which plates are read.
+        names: sites to export; if empty, nothing is drawn.
+        draws: draws of all latent sites.
     """
     group = Group()
     if not names:
@@ -143,7 +145,7 @@ def latent_draws(
     pieces: dict[str, list[np.ndarray]] = {name: [] for name in names}
     deterministic = [name for name in names if name in nodes and is_deterministic(nodes[name])]
     computed = _computed(model, batch, deterministic, draws)
-    while chunk := list(islice(computed, CHUNK)):  # one copy from an accelerator for several draws
+    while chunk := list(islice(computed, CHUNK)):  # one copy from the accelerator for several draws
         for name, own in pieces.items():
             own.append(as_array(torch.stack([{**latents, **found}[name] for latents, found in chunk])))
     for name, own in pieces.items():
@@ -159,7 +161,7 @@ def _computed(
     draws: Iterator[Latents],
     of: Callable[[Any], Tensor] = itemgetter("value"),
 ) -> Iterator[tuple[Latents, Mapping[str, Tensor]]]:
-    """Yield each draw with ``of`` some sites of the model, computed for many draws at a time where possible."""
+    """Yield each draw with the values of ``of`` at some sites of the model, for many draws at a time if possible."""
     run = sites_at(model, *batch.whole, names)
 
     def read(latents: Latents) -> dict[str, Tensor]:
@@ -178,13 +180,13 @@ def _computed(
 def log_prior(
     model: Callable[..., Any], batch: Batch, nodes: Mapping[str, Any], draws: Iterator[Latents]
 ) -> Group:
-    r"""Return :math:`\log p(\theta_s \mid \mathrm{parents})` of every latent site s and draw, in its own space.
+    r"""Return :math:`\log p(\theta_s \mid \mathrm{parents})` of every latent site s and draw, in constrained space.
 
     Args:
         model: the Pyro model.
         batch: arguments of the model.
-        nodes: its sites in a run with this batch.
-        draws: of the latent sites.
+        nodes: the sites of a run of the model with this batch.
+        draws: draws of the latent sites.
     """
     first = next(draws)
     names = [name for name, node in nodes.items() if is_latent(node) and name in first]
@@ -201,11 +203,11 @@ def log_prior(
 
 
 def sample_stats(prior: Group, likelihood: Group, log_q: Tensor | None) -> Group:
-    r"""Return :math:`\log p(y, \theta)` as ``lp`` and :math:`\log q(\theta)` as ``log_q`` of every draw, where known.
+    r"""Return :math:`\log p(y, \theta)` as ``lp`` and :math:`\log q(\theta)` as ``log_q`` of every draw, if known.
 
     Args:
-        prior: log densities of the draws under it.
-        likelihood: log-likelihoods of all data given the draws; if empty, ``lp`` is left out.
+        prior: log densities of the draws under the prior.
+        likelihood: log-likelihoods of all data given the draws; if empty, ``lp`` is omitted.
         log_q: the result of :func:`log_posterior`.
     """
     group = Group()
@@ -220,19 +222,19 @@ def sample_stats(prior: Group, likelihood: Group, log_q: Tensor | None) -> Group
 def log_posterior(
     guide: Callable[..., Any], batch: Batch, nodes: Mapping[str, Any], drawn: Group, seed: int
 ) -> Tensor | None:
-    """Return the log density of every draw under the guide, in the space of the sites; None where there is none.
+    """Return the log density of every draw under the guide, in constrained space; None if the guide has no density.
 
     Args:
         guide: the posterior.
         batch: arguments of the model.
-        nodes: its sites in a run with this batch.
+        nodes: the sites of a run of the model with this batch.
         drawn: the draws, to check that the densities belong to them.
-        seed: of the draws.
+        seed: seed of the draws.
     """
     latent = {name: node for name, node in nodes.items() if is_latent(node)}
     try:
         free = sum(_num_free(node) for node in latent.values())
-    except NotImplementedError:  # values on a sphere, say, which no Gaussian on real numbers reaches
+    except NotImplementedError:  # for example values on a sphere, which are not transformed Gaussians
         return None
     count = len(next(iter(drawn.arrays.values()))[0]) if drawn.arrays else 0
     seeder()(seed)
@@ -247,17 +249,19 @@ def log_posterior(
             for name, array in drawn.arrays.items()
             if name in trace.nodes
         )
-        if sum(spread) < free or not all(same):  # a point mass in some sites, or draws of another origin
+        if sum(spread) < free or not all(
+            same
+        ):  # some sites are point masses, or the draws are not from this guide
             return None
         try:
             logs = [node["fn"].log_prob(node["value"]).double().sum() for node in sites]
-        except NotImplementedError:  # a method without densities
+        except NotImplementedError:  # a Laplace method without densities
             return None
         densities.append(torch.stack(logs).sum())
     return torch.stack(densities) if densities else None
 
 
 def _num_free(node: Any) -> int:
-    """Return the number of free values of a site: one less than entries on a simplex, none if discrete."""
+    """Return the number of free values of a site: one less than its entries on a simplex, and zero if discrete."""
     support = node["fn"].support
     return 0 if support.is_discrete else math.prod(biject_to(support).inverse_shape(node["value"].shape))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Draws of every observed site, batch after batch, log densities of the observations, and the inputs."""
+r"""Draws of every observed site, batch by batch, log densities of the observations, and the inputs."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -22,10 +22,11 @@ MAX_INPUT_VALUES = 1_000_000  # inputs with more values are not copied
 def choose_responses(
     site: str | Sequence[str] | None, nodes: Mapping[str, Any], latents: Mapping[str, Tensor]
 ) -> list[str]:
-    """Return the sites to export: those that are named, else all that the model observes.
+    """Return the sites to export: those named by ``site``, or else all that the model observes.
 
     Raises:
-        ModelError: a name that is no observed site, no such site at all, or several of which some observe nothing.
+        ModelError: if a named site is not observed, the model has no observed site, or some of several sites observe
+            nothing.
     """
     names = responses(nodes, latents)
     if site:
@@ -36,10 +37,10 @@ def choose_responses(
 
 
 def _observations(batch: Batch, sites: Sequence[str], nodes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the observation of each site in a run by :func:`~pyro_dvi.predictive.engine.model_runs.observed_run`.
+    """Return the observation of each site in a run of :func:`~pyro_dvi.predictive.engine.model_runs.observed_run`.
 
     Raises:
-        DataError: the data hold an observation, and a site observes nothing.
+        DataError: if the data contain an observation but a site observes nothing.
     """
     found = {}
     for name in sites:
@@ -48,23 +49,23 @@ def _observations(batch: Batch, sites: Sequence[str], nodes: Mapping[str, Any]) 
             found[name] = node
         elif batch.observed is not None:
             raise DataError(
-                f"site {name!r} observes nothing when the model is given the observation of the data: choose the "
-                "argument that it observes by observed=..., or the site by site=..."
+                f"site {name!r} observes nothing when the model is called with the observation of the data: choose the "
+                "argument that it observes with observed=..., or the site with site=..."
             )
     return found
 
 
 class Predictions:
-    r"""Predictions of every observed site by one rule, batch after batch.
+    r"""Predictions of every observed site with one rule, batch by batch.
 
     Args:
         sites: the observed sites.
-        components: give their predictive distributions.
-        count: draws in all.
-        noise_seed: of the noise of the first site; the others take the numbers after it.
-        are_scored: whether observations are scored, each site given the observations of the others: its distribution
-            is then :math:`p(y_s \mid y_{\setminus s}, x, \theta)` in the order of the model, whose product over sites
-            is the likelihood, also where one site depends on another.
+        components: yields their predictive distributions.
+        count: total number of draws.
+        noise_seed: seed of the noise of the first site; the other sites use the following integers.
+        are_scored: True to score observations, with each site given the observations of the others. If one site depends
+            on another, each site's distribution is then conditioned in the order of the model, so that the product over
+            sites is the likelihood.
     """
 
     def __init__(
@@ -78,12 +79,13 @@ class Predictions:
 
         Args:
             batch: arguments of the model.
-            nodes: the sites of a run by :func:`~pyro_dvi.predictive.engine.model_runs.observed_run`.
+            nodes: the sites of a run of :func:`~pyro_dvi.predictive.engine.model_runs.observed_run`.
             latents: the latent values of this run.
 
         Raises:
-            DataError: observations only in some batches, of another shape, or impossible.
-            UnsupportedError: a mask that depends on the draw, or cuts events.
+            DataError: if only some batches contain observations, or observations have another shape or lie outside the
+                support.
+            UnsupportedError: if a mask depends on the draw, or excludes parts of events.
         """
         names = [own.name for own in self._sites]
         found = _observations(batch, names, nodes) if self._are_scored else {}
@@ -94,7 +96,7 @@ class Predictions:
             own.add(batch, nodes[own.name], found.get(own.name), others)
 
     def groups(self) -> tuple[Group, Group, Group]:
-        """Return draws of the observations, log densities of the observed values, and these values."""
+        """Return draws of the observations, log densities of the observed values, and the observed values."""
         drawn, densities, observed = Group(), Group(), Group(sampled=False)
         for own in self._sites:
             own.predictive(drawn)
@@ -103,14 +105,14 @@ class Predictions:
 
     @property
     def rows(self) -> str | None:
-        """Name of the dimension of examples, if a plate gives one."""
+        """Name of the dimension of examples, if it belongs to a plate."""
         return self._sites[0].dims[0]
 
 
 class _Site:
     """Predictions of one site; examples come after the dimension of draws.
 
-    The noise has a seed of its own, since batches share the draws of the weights but not the noise.
+    The noise has its own seed, because batches share the draws of the weights but not the noise.
     """
 
     def __init__(self, name: str, components: Components, count: int, seed: int) -> None:
@@ -126,8 +128,7 @@ class _Site:
     def add(self, batch: Batch, node: Any, observed: Any, others: Mapping[str, Tensor]) -> None:
         if self._drawn and bool(self._log_probs) != (observed is not None):
             raise DataError(
-                f"some batches hold observations of site {self.name!r} and some do not: give all of them, or inputs "
-                "alone"
+                f"only some batches contain observations of site {self.name!r}: pass all observations, or inputs alone"
             )
         draws = ObservationDraws(self._count, self._components.count, self._seeds, observed)
         self._components.read(draws, batch, self.name, others)
@@ -147,11 +148,11 @@ class _Site:
         group.add(self.name, joined(self._drawn, 1), self.dims)
 
     def log_likelihood(self, densities: Group, observed: Group) -> None:
-        """Add the log densities and the observed values; nothing where nothing was observed."""
+        """Add the log densities and the observed values, if there are any."""
         if not self._log_probs:
             return
         log_probs, cells = joined(self._log_probs, 1), joined(self._cells, 0)
-        if len(log_probs) > 1:  # else the same for every draw, of no use to ArviZ
+        if len(log_probs) > 1:  # otherwise the same for every draw, which ArviZ cannot use
             share = self._count // len(log_probs)
             log_probs = log_probs if share == 1 else log_probs.repeat(share, 0)
             scored = np.asarray(cells.any(tuple(range(log_probs.ndim - 1, cells.ndim))))
@@ -166,7 +167,7 @@ def inputs_of(
 
     Args:
         model: the Pyro model.
-        inputs: its arguments in every batch; nested ones are named by their path, ``image.left``.
+        inputs: its arguments in every batch; nested ones are named by their path, such as ``image.left``.
         rows: name of the dimension of examples, if known.
 
     Returns:

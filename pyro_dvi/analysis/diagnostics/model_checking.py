@@ -48,12 +48,12 @@ def prior_predictive_check(
         \theta \sim p(\theta), \quad y_{\mathrm{rep}} \sim p(y \mid x, \theta), \qquad
         p = P\bigl(T(y_{\mathrm{rep}}) > T(y)\bigr) + \tfrac12 P\bigl(T(y_{\mathrm{rep}}) = T(y)\bigr)
 
-    The statistics T are the mean, standard deviation, minimum and maximum for regression, and the share of the most
-    frequent class for classification; for classes, the table also has the mean probability of the most probable class
-    under the prior. A prior should make the data possible without being much wider than they are; priors that look
-    harmless for single weights can make a deep network overconfident in one class. Neither training nor a guide is
-    needed. Modules run in evaluation mode. For other statistics and for figures, export draws from the prior with
-    ``to_arviz(prior=200)``.
+    The statistics T are the mean, standard deviation, minimum and maximum for regression, and the proportion of the
+    most frequent class for classification; for classification, the table also has the mean probability of the most
+    probable class under the prior. Data drawn from the prior should cover the observed data without spreading much more
+    widely; priors that look harmless for single weights can make a deep network overconfident in one class. Neither
+    training nor a guide is needed. Modules run in evaluation mode. For other statistics and for figures, export draws
+    from the prior with ``to_arviz(prior=200)``.
 
     Status: p-values are exact for the prior up to Monte Carlo error. If the data came from the prior, each statistic
     would be called unusual in one of a hundred cases.
@@ -76,7 +76,8 @@ def prior_predictive_check(
     Raises:
         ArgumentError: if there are fewer than two draws.
         DataError: if the data are invalid or have no observations.
-        ModelError: if there is no observed site, several without ``site``, or a prior from which nothing can be drawn.
+        ModelError: if the model has no observed site, has several and ``site`` is not given, or has a prior that cannot
+            be sampled.
         NonFiniteError: if a statistic is NaN.
 
     Source: Box (1980), "Sampling and Bayes' inference in scientific modelling and robustness"; Gabry et al. (2019),
@@ -114,7 +115,7 @@ def prior_predictive_check(
             site, [name for name in responses(nodes, latents) if nodes[name]["is_observed"]]
         )
         rule = PriorSamples(num_samples, model, batch.inputs, tuple(latents))
-        noise = torch.Generator().manual_seed(seed + 1)  # not the random numbers of the latents
+        noise = torch.Generator().manual_seed(seed + 1)  # other random numbers than those of the latents
         drawn = _DataSets(num_samples, num_samples, noise)
         Components(model, None, rule, seed).read(drawn, replace(batch, observed=None), name)
     statistics = _statistics(nodes[name], drawn)
@@ -126,14 +127,14 @@ def prior_predictive_check(
 
 
 class _DataSets(ObservationDraws):
-    """Data sets drawn from the prior and, for classes, the mean probability of the likeliest one under each draw."""
+    """Data sets drawn from the prior and, for classes, the mean probability of the most probable class in each."""
 
     def __init__(self, count: int, num_components: int, seeds: torch.Generator) -> None:
         super().__init__(count, num_components, seeds)
         self.confidence: list[float] = []
 
     def sample(self, fn: Any) -> None:
-        """Draw one."""
+        """Draw one data set."""
         super().sample(fn)
         log_p = class_log_probabilities(fn)
         if log_p is not None:
@@ -153,24 +154,24 @@ def _statistics(node: Any, drawn: _DataSets) -> dict[str, np.ndarray]:
         found = {"mean": numbers.mean(1), "sd": numbers.std(1, correction=0)}
         found |= {"min": numbers.amin(1), "max": numbers.amax(1)}
         return {name: values.numpy() for name, values in found.items()}
-    if fn.event_shape:  # one-hot code
+    if fn.event_shape:  # one-hot encoding
         sets, keep = sets.argmax(-1), keep.any(-1)
     shares = [float(own.bincount().max() / len(own)) for own in sets.long()[:, keep]]
-    confidence = [math.nan, *drawn.confidence]  # of the model alone
+    confidence = [math.nan, *drawn.confidence]  # the data have no confidence
     return {"largest share": np.array(shares), "confidence": np.array(confidence)}
 
 
 def _row(name: str, observed: float, values: np.ndarray) -> dict[str, Any]:
     if np.isnan(values).any():
         raise NonFiniteError(
-            f"statistic {name!r} is NaN for some draws of the prior: do they overflow, such as an exponential of a "
-            "wide prior?"
+            f"statistic {name!r} is NaN for some draws from the prior: check for overflow, such as in an exponential "
+            "under a wide prior"
         )
     above = float((values > observed).sum() + 0.5 * (values == observed).sum())
     tail = (min(above, len(values) - above) + 0.5) / (len(values) + 1)  # never zero
     low, median, high = np.quantile(values, (0.05, 0.5, 0.95), method="inverted_cdf").tolist()
     p_value, finding = above / len(values), "unusual" if 2 * tail < UNUSUAL else ""
-    if name == "confidence":  # of the model alone
+    if name == "confidence":  # the data have none
         p_value, finding = math.nan, "overconfident" if median > SURE else ""
     row = {"statistic": name, "data": observed, "5%": low, "50%": median, "95%": high}
     return row | {"p-value": p_value, "finding": finding}
@@ -182,14 +183,14 @@ def _verdict(rows: list[dict[str, Any]]) -> str:
         statistic, median, data = row["statistic"], row["50%"], row["data"]
         if row["finding"] == "unusual":
             side = "above" if row["p-value"] < 0.5 else "below"
-            findings.append(f"The {statistic} of the data is {side} nearly all draws of the prior.")
+            findings.append(f"The {statistic} of the data is {side} nearly all draws from the prior.")
         if statistic == "sd" and median > VAGUE * data > 0:
             findings.append(
-                f"The prior is vague: its data typically spread {median / data:.3g} times as far."
+                f"The prior is vague: data drawn from it typically spread {median / data:.3g} times as far."
             )
         if row["finding"] == "overconfident":
             findings.append(
-                f"Networks of the prior are {median:.0%} confident: try narrower priors, such as fan_in."
+                f"Networks drawn from the prior are {median:.0%} confident: try narrower priors, such as fan_in."
             )
     return " ".join(findings) or "No statistic of the data is unusual under the prior."
 
@@ -205,7 +206,7 @@ def compare_held_out(predictions: Mapping[str, Prediction], y: Any = None) -> "p
         d_i = \log p_a(y_i \mid x_i) - \log p_{\text{best}}(y_i \mid x_i)
 
     Every prediction is scored with its own rule: at the mean, with moments, linearised or with draws. ``az.loo`` and
-    ``az.compare`` estimate the same number from the training data, by reweighting posterior draws. This requires
+    ``az.compare`` estimate the same quantity from the training data, by reweighting posterior draws. This requires
     predictions that average over these draws (:class:`~pyro_dvi.Samples`), and a posterior close to the exact one. A
     difference well above its ``dse`` is not explained by the choice of examples, but other training runs may still
     differ.
@@ -214,7 +215,7 @@ def compare_held_out(predictions: Mapping[str, Prediction], y: Any = None) -> "p
 
     Args:
         predictions: predictions by name, all of the same site and the same examples in the same order.
-        y: held-out observations, examples first; by default those of the predictions. Masked examples are left out.
+        y: held-out observations, examples first; by default those of the predictions. Masked examples are omitted.
 
     Returns:
         ``pandas.DataFrame`` with one row per name, from best to worst, and the columns ``rank``, ``elpd`` and its
@@ -289,7 +290,7 @@ def _scores(predictions: Mapping[str, Prediction], y: Any) -> dict[str, Tensor]:
                 f"{name!r} and {first_name!r} predict different examples, sites, observations or masks: predict the "
                 "same data, in the same order (a loader without shuffle), with each method"
             )
-    counts = ~found[first_name].isnan()  # not a number: masked
+    counts = ~found[first_name].isnan()  # NaN where masked
     # Sum over the parts of each example, and drop examples that are masked completely.
     return {name: score[counts.any(-1)].nansum(-1) for name, score in found.items()}
 

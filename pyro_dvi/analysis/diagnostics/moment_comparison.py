@@ -25,7 +25,7 @@ from pyro_dvi.predictive.rules.rule import Samples
 from pyro_dvi.runs.posterior_run import PosteriorMoments, median
 from pyro_dvi.runs.uncertain import uncertain_likelihoods, uncertain_part
 
-_MOST_RANKED = 200_000  # maximal number of elements whose ranks are compared
+_MOST_RANKED = 200_000  # largest number of elements whose ranks are compared
 
 # A module and the index of its call, or a parameter of the observed site.
 Place = tuple[nn.Module, int] | str
@@ -46,8 +46,8 @@ def compare_with_sampling(
     r"""Report where propagated moments deviate from moments of weight draws.
 
     The model runs once with moments and ``num_samples`` times with draws from the guide. The outputs of every module
-    that returns moments, and the uncertain parameters of the observed site, are compared. At the first layer with wrong
-    standard deviations, covariances were lost or a rule is inaccurate. The comparison holds a few copies of all
+    that returns moments, and the uncertain parameters of the observed site, are compared. The first layer with wrong
+    standard deviations is where covariances were lost or a rule is inaccurate. The comparison holds a few copies of all
     activations in memory.
 
     The report has a row for each module that returned moments, in the order of computation, and for each uncertain
@@ -196,7 +196,7 @@ def _compared(layer: str, loc: Tensor, variance: Tensor, sampled: _RunningMoment
     """Return the comparison for one layer.
 
     Raises:
-        DataError: if a number is not finite.
+        DataError: if a moment or draw is not finite.
     """
     import pandas
 

@@ -42,12 +42,11 @@ class ScaleReport(Table):
     There is one row per site with a Gaussian posterior, with the columns ``site``, ``elements``, ``scale_5%``,
     ``scale_50%`` and ``scale_95%`` (quantiles of σ over elements, in unconstrained space), ``to_prior`` (the median of
     σ over the prior's standard deviation), ``to_start`` (the exponential of the mean :math:`\log(\sigma/\sigma_0)`),
-    ``change``
-    since the snapshot, and ``state``: ``"moves"``, ``"settled"``, ``"at its start"``, ``"not trained"`` or
+    ``change`` since the snapshot, and ``state``: ``"moves"``, ``"settled"``, ``"at its start"``, ``"not trained"`` or
     ``"unknown"``. Unknown quantities are NaN.
 
     Attributes:
-        converged: whether the scales have stopped changing; None without a snapshot to compare with.
+        converged: True if the scales have stopped changing; None without a snapshot to compare with.
     """
 
     converged: bool | None = None
@@ -75,8 +74,8 @@ def scale_report(guide: Any, *, earlier: Mapping[str, Tensor] | None = None) -> 
 
     Raises:
         DataError: if the snapshot has other sites or shapes.
-        GuideError: a guide without Gaussians, or one that has not seen its model.
-        UnsupportedError: the method of a LaplaceGuide has no variances.
+        GuideError: if the guide has no Gaussians, or has not been set up.
+        UnsupportedError: if the method of a LaplaceGuide has no variances.
 
     Source: Unlu & Aitchison (2021), section 4, on the slow convergence of variances.
 
@@ -108,7 +107,7 @@ def scale_snapshot(guide: Any) -> dict[str, Tensor]:
         Standard deviations in unconstrained space by site name, on the CPU.
 
     Raises:
-        GuideError: a guide without Gaussians.
+        GuideError: if the guide has no Gaussians.
 
     Example:
         >>> import pyro, pyro.distributions as dist
@@ -126,10 +125,10 @@ def scale_snapshot(guide: Any) -> dict[str, Tensor]:
 def signal_to_noise(guide: Any) -> dict[str, Tensor]:
     r"""Return :math:`|\mu|/\sigma` of every weight of a Gaussian posterior.
 
-    Weights with a low ratio can be pruned: their posterior density at zero is below the density at the mean by the
-    factor :math:`\exp(-\text{ratio}^2/2)`. The share of weights that can be pruned indicates how much of the network
-    the data require. Latents with a constrained support, such as a noise scale, are left out, because zero has no
-    special meaning there. Multiplicative noise has one ratio per input unit, :math:`\alpha_j^{-1/2}`.
+    Weights with a low ratio can be pruned: their posterior density at zero is :math:`\exp(-\text{ratio}^2/2)` times the
+    density at the mean. The fraction of weights that can be pruned indicates how much of the network the data require.
+    Latents with a constrained support, such as a noise scale, are omitted, because zero has no special meaning there.
+    For multiplicative noise, there is one ratio per input unit, :math:`\alpha_j^{-1/2}`.
 
     Status: exact for the marginals of the posterior; correlations are ignored.
 
@@ -140,8 +139,8 @@ def signal_to_noise(guide: Any) -> dict[str, Tensor]:
         Ratios by site name, in the shape of the site, on the CPU.
 
     Raises:
-        GuideError: a guide without Gaussians, or one that has not seen its model.
-        UnsupportedError: the method of a LaplaceGuide has no variances.
+        GuideError: if the guide has no Gaussians, or has not been set up.
+        UnsupportedError: if the method of a LaplaceGuide has no variances.
 
     Source: Graves (2011), "Practical variational inference for neural networks", for the pruning heuristic; Blundell et
     al. (2015), "Weight uncertainty in neural networks", for the ratio.
@@ -171,7 +170,7 @@ def _row(spread: "Spread", earlier: Mapping[str, Tensor] | None) -> dict[str, An
         then = earlier.get(spread.site)
         if not isinstance(then, Tensor) or then.shape != scale.shape:
             raise DataError(
-                f"the snapshot of site {spread.site!r} does not hold its {scale.numel()} scales of shape "
+                f"the snapshot of site {spread.site!r} does not contain {scale.numel()} scales of shape "
                 f"{tuple(scale.shape)}: create it with scale_snapshot(guide)"
             )
         change = float((scale / then.cpu().double()).log().abs().mean().expm1())
@@ -192,7 +191,7 @@ def _row(spread: "Spread", earlier: Mapping[str, Tensor] | None) -> dict[str, An
 
 
 def _verdict(states: Mapping[str, str]) -> tuple[bool | None, str]:
-    """Return whether the scales have converged, and the verdict in words, with a remedy."""
+    """Return True if the scales have converged (None if unknown), and a sentence with the verdict and a remedy."""
     if set(states.values()) == {"not trained"}:
         return True, "Scales are computed or fixed, not trained, so convergence is not an issue."
     unfinished = [site for site, state in states.items() if state in ("moves", "at its start", "not finite")]
@@ -214,13 +213,13 @@ class Spread:
     """The Gaussian of one latent site in unconstrained space, with its prior.
 
     Attributes:
-        site: name.
+        site: name of the site.
         loc: posterior mean.
-        scale: posterior standard deviation, of the shape of ``loc``.
-        prior_scale: standard deviation of the prior, broadcastable to ``loc``; None if it has none.
+        scale: posterior standard deviation, in the shape of ``loc``.
+        prior_scale: standard deviation of the prior, broadcastable to ``loc``; None if unknown.
         initial_scale: posterior standard deviation before training, broadcastable; None if unknown.
-        is_real: whether the site's own values are real numbers, without a transform.
-        is_learned: whether the scale is trained; false for scales of a fixed family or of Laplace's method.
+        is_real: True if the support of the site is the real line, so that values are not transformed.
+        is_learned: True if the scale is trained; False for scales of a fixed family or of a Laplace approximation.
     """
 
     site: str
@@ -234,7 +233,7 @@ class Spread:
 
 @torch.no_grad()
 def posterior_spread(guide: Any) -> Iterator[Spread]:
-    """Yield the Gaussian of every latent site; point masses are left out, including single entries of sites.
+    """Yield the Gaussian of every latent site; point masses, including single entries of sites, are omitted.
 
     Priors are read at the posterior median, so a scale that is itself a latent or a parameter has its current value.
     For a guide loaded without its model, the priors are those of its first run.
@@ -243,7 +242,7 @@ def posterior_spread(guide: Any) -> Iterator[Spread]:
         guide: as in :func:`scale_report`.
 
     Raises:
-        GuideError: for any other guide, one that has not seen its model, or one with point masses only.
+        GuideError: for any other guide, one that has not been set up, or one with only point masses.
     """
     check_is_set_up(guide)
     gaussians = list(_gaussians(guide))
@@ -264,7 +263,7 @@ def posterior_spread(guide: Any) -> Iterator[Spread]:
 
 
 def _gaussians(guide: Any) -> Iterator[tuple[str, Tensor, Tensor, Tensor | None, bool]]:
-    """Yield site, mean, scale and initial scale of each Gaussian, and whether its scale is learned."""
+    """Yield site, mean, scale and initial scale of each Gaussian, and True if its scale is learned."""
     if isinstance(guide, AutoGuideList):
         for part in guide:
             yield from _gaussians(part)
@@ -289,8 +288,8 @@ def _gaussians(guide: Any) -> Iterator[tuple[str, Tensor, Tensor, Tensor | None,
             yield node["name"], loc, scale, start, True
     elif not isinstance(guide, AutoDelta):
         raise GuideError(
-            f"{getattr(guide, '__name__', type(guide).__name__)} is not known to be Gaussian: scales are read from "
-            "guides of this library (of an ensemble, take guide.members[k].guide), from AutoNormal, "
+            f"{getattr(guide, '__name__', type(guide).__name__)} is not known to be Gaussian: scales can be read from "
+            "guides of this library (for an ensemble, take guide.members[k].guide), from AutoNormal, "
             "AutoDiagonalNormal, AutoMultivariateNormal and AutoLowRankMultivariateNormal, and from the "
             "result of AutoLaplaceApproximation.laplace_approximation(*args)"
         )
@@ -317,7 +316,7 @@ def _priors(guide: Any) -> Mapping[str, Any]:
 
 
 def _prior_scale(prior: Any, transform: Any, loc: Tensor) -> Tensor | None:
-    """Return the standard deviation of a prior in unconstrained space, if Normal there or on the real line."""
+    """Return the standard deviation of a prior in unconstrained space, if it is Normal there or on the real line."""
     normal = normal_in_unconstrained_space(prior, transform)
     if normal is None and transform is not None:
         return None
@@ -329,5 +328,5 @@ def _prior_scale(prior: Any, transform: Any, loc: Tensor) -> Tensor | None:
     scale = torch.where(scale.isfinite(), scale, torch.nan)
     if bool(scale.isnan().all()):
         return None
-    # The priors of a minibatch are identical, or nearly so.
+    # For priors of other shapes, such as those of a minibatch, which are nearly identical.
     return scale if broadcasts_to(scale.shape, loc.shape) else scale.nanmedian()

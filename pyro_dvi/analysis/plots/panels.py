@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics of several methods, and scores of several settings, with one panel per metric or setting."""
+"""Plots of the metrics of several methods and the scores of several settings, with one panel per metric or setting."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,7 +17,7 @@ from pyro_dvi.predictive.metrics import Estimate
 
 ERROR = "_standard_error"
 
-# Metrics with a known better direction, by the prefix of their name.
+# Prefixes of metrics for which lower or higher values are known to be better.
 _LOWER = tuple("nll rmse brier ece adaptive_ece crps aumrc fpr error loss width seconds".split())
 _HIGHER = ("accuracy", "auroc", "log_likelihood", "lppd", "elpd")
 
@@ -66,11 +66,11 @@ def compare(
 
 
 def tuning(tuned: Tuned, *, axes: Sequence[Axes] | None = None) -> np.ndarray:
-    r"""Draw the validation score against each setting that :func:`~pyro_dvi.tune` has searched, one panel for each.
+    r"""Draw the validation score against each setting of :func:`~pyro_dvi.tune`, with one panel per setting.
 
     The line connects the training runs that differ from the chosen one in this setting only; its error bars are one
     paired standard error of the difference from the lowest score. Grey dots are all other runs, and the dashed line is
-    the chosen value. Positive numbers have a logarithmic axis.
+    the chosen value. Axes of positive numbers are logarithmic.
 
     Args:
         tuned: result of ``tune``.

@@ -21,10 +21,10 @@ LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 1)))
 def regression_band(
     x: Any, prediction: Any, *, data: tuple[Any, Any] | None = None, ax: Axes | None = None
 ) -> Axes:
-    r"""Draw a regression over one input: mean, epistemic uncertainty, and total uncertainty with observation noise.
+    r"""Draw a regression over one input: mean, epistemic uncertainty, and total uncertainty including the noise.
 
     The inner band is :math:`m \pm 2\,\mathrm{sd}` of the function (epistemic); the outer band, with a dashed edge, is
-    that of the observation (total variance).
+    :math:`m \pm 2\,\mathrm{sd}` of the observation (total variance).
 
     Args:
         x: the input of each prediction, shape ``[N]`` or ``[N, 1]``, in any order; for several inputs, pass one column.
@@ -77,7 +77,7 @@ def regression_band(
 
 
 def _numbers(prediction: Any, name: str, order: np.ndarray) -> np.ndarray | None:
-    """Return one number for each input in their order, or None if the prediction does not have it."""
+    """Return one value per input, in the order of the inputs, or None if the prediction does not have them."""
     try:
         given = prediction.get(name) if isinstance(prediction, Mapping) else getattr(prediction, name, None)
     except UnsupportedError:
@@ -86,7 +86,7 @@ def _numbers(prediction: Any, name: str, order: np.ndarray) -> np.ndarray | None
         return None
     numbers = column(given, name)
     if len(numbers) != len(order):
-        raise DataError(f"{name} has {len(numbers)} numbers for {len(order)} values of x: give one for each")
+        raise DataError(f"{name} has {len(numbers)} values for {len(order)} values of x: pass one for each")
     return numbers[order]
 
 
@@ -96,7 +96,7 @@ def _of_classes(prediction: Any, labels: Any, name: str = "") -> tuple[Any, Any]
     Args:
         prediction: probabilities, or a :class:`~pyro_dvi.predictive.Prediction` of classes.
         labels: observed classes; None for the labels that came with the prediction.
-        name: name of the method, for errors.
+        name: name of the method, for error messages.
 
     Raises:
         DataError: if there are no labels.
@@ -106,8 +106,8 @@ def _of_classes(prediction: Any, labels: Any, name: str = "") -> tuple[Any, Any]
     observed = prediction.observed if labels is None and is_prediction else labels
     if observed is None:
         raise DataError(
-            f"the predictions{name and f' of {name!r}'} came without labels: pass labels, or predict from data that "
-            "hold them"
+            f"the predictions{name and f' of {name!r}'} have no labels: pass labels, or predict from data that "
+            "contain them"
         )
     if not is_prediction:
         return prediction, observed
@@ -140,7 +140,8 @@ def reliability_diagram(
         labels: observed classes ``0..C-1``, shape ``[...]``; by default the labels of the prediction.
         num_bins: number of bins of equal width between 0 and 1.
         title: title of the axes.
-        ax: axes to draw into, part of a grid made with ``plt.subplots``; the counts take their lower part.
+        ax: axes to draw into, part of a grid created with ``plt.subplots``; the counts occupy the lower part of the
+            axes.
 
     Returns:
         The axes of the diagram; the axes of the counts are the figure's last, ``ax.figure.axes[-1]``.
@@ -167,7 +168,9 @@ def reliability_diagram(
     ax = own_axes(ax, (4.2, 5.0))
     place, figure = ax.get_subplotspec(), ax.get_figure(root=False)
     if place is None or figure is None:
-        raise ArgumentError("ax must be part of a grid made with plt.subplots: the counts take a part of it")
+        raise ArgumentError(
+            "ax must be part of a grid created with plt.subplots, because the counts occupy a part of it"
+        )
     cells = place.subgridspec(2, 1, height_ratios=[3.2, 1], hspace=0.06)
     ax.set_subplotspec(cells[0])
     counts = figure.add_subplot(cells[1], sharex=ax)
@@ -206,16 +209,16 @@ def rejection_curve(
     r"""Draw the selective risk: the error of the predictions that remain when the most uncertain ones are rejected.
 
     The shaded area in the colour of each curve is a lower bound, reached by an oracle that rejects wrong predictions
-    first: its error is :math:`\max(0, (e - r)/(1 - r))` at the rejected share r. The thin line is the error e of an
-    uninformative ranking. The legend shows the area under the curve,
-    :func:`~pyro_dvi.predictive.metrics.aumrc`; lower is better.
+    first: its error is :math:`\max(0, (e - r)/(1 - r))` at the rejected fraction r. The thin line is the error e of an
+    uninformative ranking. The legend shows the area under the curve, :func:`~pyro_dvi.predictive.metrics.aumrc`; lower
+    is better.
 
     Args:
         predictions: class probabilities ``[N, C]`` (``[N]`` of label 1), a
             :class:`~pyro_dvi.predictive.Prediction`, or a mapping from names of methods to either.
         labels: observed classes ``[N]``; by default the labels of the predictions.
-        uncertainty: values to rank by, ``[N]``, high values first; a mapping by name where ``predictions`` is one. By
-            default the predictive entropy.
+        uncertainty: values to rank by, ``[N]``, the highest rejected first; a mapping by name if ``predictions`` is
+            one. By default, the predictive entropy.
         title: title of the axes.
         ax: axes to draw into.
 
@@ -247,7 +250,7 @@ def rejection_curve(
         ax.plot(rejected, errors, label=f"{name}: {area}" if name else area, **line)
         oracle = np.clip(errors[0] - rejected, 0, None) / np.maximum(
             1 - rejected, 1e-12
-        )  # zero at the last point
+        )  # the error is zero at the last point
         ax.fill_between(rejected, oracle, color=color, alpha=0.12, linewidth=0)
         ax.axhline(errors[0], color=color, linewidth=0.6, alpha=0.7, zorder=1)
         highest = max(highest, errors.max())

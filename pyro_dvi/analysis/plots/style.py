@@ -54,5 +54,5 @@ def column(values: Any, name: str) -> np.ndarray:
         values = values.detach().cpu().double()
     numbers = np.asarray(values, dtype=float).ravel()
     if not numbers.size or not np.isfinite(numbers).all():
-        raise DataError(f"{name} is empty, or holds values that are NaN or infinite")
+        raise DataError(f"{name} is empty, or contains values that are NaN or infinite")
     return numbers

@@ -10,7 +10,7 @@ from pyro_dvi.errors import MissingLibraryError
 
 
 def one_after_the_other(done: Trainings, spare: int) -> None:
-    """Search one list after the other; with the trainings to spare beyond ends, and again around the best."""
+    """Search one list after the other; spare runs extend lists beyond their ends, and then search around the best."""
     best, searched = tuple(values[(len(values) - 1) // 2] for values in done.lists.values()), None
     while searched != best:
         again, searched = searched is not None, best
@@ -27,7 +27,7 @@ def one_after_the_other(done: Trainings, spare: int) -> None:
 
 
 def as_proposed(done: Trainings, sampler: Any, max_trainings: int) -> None:
-    """Train with what a sampler of Optuna proposes, after it has been told what the file holds."""
+    """Train with the settings that an Optuna sampler proposes, after it has received the results in the file."""
     try:
         import optuna
     except ImportError as error:
@@ -44,7 +44,7 @@ def as_proposed(done: Trainings, sampler: Any, max_trainings: int) -> None:
     before = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(
         max(before, optuna.logging.WARNING)
-    )  # the bar and the table tell of trainings
+    )  # the progress bar and the table report training runs
     try:
         study = optuna.create_study(sampler=sampler)
         for key in filter(done.is_listed, done.recorded):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of a training, chosen on validation data."""
+"""Settings of a training run, chosen on validation data."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -34,16 +34,16 @@ _SCORES = ("score", "standard_error", "paired_standard_error")
 
 @dataclass(frozen=True, repr=False)
 class Tuned(Report):
-    """The chosen settings, their posterior, and the scores of all trainings; ``print`` shows them as a table.
+    """The chosen settings, their posterior, and the scores of all training runs; ``print`` shows them as a table.
 
     Attributes:
-        settings: the chosen ones, by name.
+        settings: the chosen settings, by name.
         model: the model that was trained with them.
         guide: its posterior.
-        table: a row for each training and a column for each setting; ``score``, where lower is better and NaN is a
-            failed training; ``standard_error`` of the score, and ``paired_standard_error`` of its difference from the
-            lowest score, both over validation rows and NaN where the score is one number.
-        failures: why trainings failed, by row of the table.
+        table: a row for each training run and a column for each setting; ``score`` (lower is better; NaN for a failed
+            run); ``standard_error`` of the score and ``paired_standard_error`` of its difference from the lowest score,
+            both over validation rows, and NaN if the score is a single number.
+        failures: reasons for failed training runs, by row of the table.
     """
 
     settings: dict[str, Any]
@@ -87,9 +87,9 @@ def tune(
     **Search.** The settings are searched one after the other, in the order of ``space``: the training runs with every
     value of one list, while the other settings keep their best values so far. They start at the middle value of their
     list (the lower of the two middle values in a list of even length). A sensible order is step size, its decay,
-    temperature, since a temperature that is chosen first compensates for a badly chosen step size. If the best value is
-    at an end of its list, the search continues beyond the end with the pattern of the list (0.1, 0.3 is followed by 1,
-    and 0, 1, 2 by 3), as long as training runs remain that later lists do not need; whole numbers stay whole. Then
+    temperature, because a temperature that is chosen first compensates for a badly chosen step size. If the best value
+    is at an end of its list, the search continues beyond the end with the pattern of the list (0.1, 0.3 is followed by
+    1, and 0, 1, 2 by 3), as long as training runs remain that later lists do not need; integers remain integers. Then
     neighbours of the best values are tried in the same order, until none is better or no training runs remain. A
     ``sampler`` proposes all settings jointly.
 
@@ -100,16 +100,16 @@ def tune(
     .. math::
         \bar\ell(s) - \bar\ell(\hat s) \le \operatorname{sd}_i\left(\ell_i(s) - \ell_i(\hat s)\right) / \sqrt n,
 
-    since the curve is often flat, and a larger value keeps more of the posterior uncertainty. If the score is a single
-    number, there is no standard error, and the lowest score is chosen. The search does not follow a flat curve beyond
-    the end of its list.
+    because the curve is often flat, and a larger value keeps more of the posterior uncertainty. If the score is a
+    single number, there is no standard error, and the lowest score is chosen. The search does not follow a flat curve
+    beyond the end of its list.
 
     Each training run starts with the same seed and an empty parameter store, and is scored with the same seed.
-    Afterwards, Pyro's store holds the parameters of the chosen posterior, which replace others of the same names, and
-    the global random state is restored. A training run that diverges remains a row of the table.
+    Afterwards, Pyro's store contains the parameters of the chosen posterior, which replace others of the same names,
+    and the global random state is restored. A training run that diverges keeps its row in the table.
 
     Status: approximate. ``tune`` chooses the best of the settings that it tried, not of all combinations. Expect a
-    higher score on new data, since the score was used for the choice.
+    higher score on new data, because the score was used for the choice.
 
     Args:
         train: called with the names of ``space`` as keywords; builds and trains a model and its guide with any method,
@@ -121,9 +121,10 @@ def tune(
         score: called with model, guide and validation data; returns a single number, or a vector with one number per
             row of the data; lower is better. By default, the negative log-likelihood of each row from
             ``predict(model, guide, validation)``, with the default prediction rule of the guide.
-        seed: of every training run.
+        seed: seed of every training run.
         storage: path of a file with one line of JSON per finished training run. Another call continues from the file;
-            only the chosen training is repeated, if this call has not run it. Remove a line to repeat its training run.
+            only the chosen training run is repeated, if it was not part of this call. Remove a line to repeat its
+            training run.
         sampler: any Optuna sampler (``python -m pip install optuna``), which treats the values as categories.
         progress: show a progress bar in a terminal or notebook.
 
@@ -132,15 +133,15 @@ def tune(
         :func:`~pyro_dvi.plots.tuning` plots.
 
     Raises:
-        ArgumentError: lists that cannot be searched or that need more than ``max_trainings``; ``train`` does not return
-            a model and a guide, or uses one network in several training runs; ``score`` returns different numbers of
-            rows.
-        CheckpointError: ``storage`` belongs to other settings or another seed, or is not such a file.
-        NonFiniteError: all training runs have failed.
+        ArgumentError: if a list cannot be searched, the lists need more than ``max_trainings``, ``train`` does not
+            return a model and a guide or uses one network in several training runs, or ``score`` returns different
+            numbers of rows.
+        CheckpointError: if ``storage`` belongs to other settings or another seed, or is not such a file.
+        NonFiniteError: if all training runs have failed.
 
     Warns:
-        DviWarning: the best value is still at an end of its list (unless that is zero), with the next value to try; or
-            the chosen ``temperature`` or ``kl_weight`` is below 0.001.
+        DviWarning: if the best value is still at an end of its list (unless that is zero); the warning states the next
+            value to try. Also if the chosen ``temperature`` or ``kl_weight`` is below 0.001.
 
     Example:
         >>> import pyro, pyro.distributions as dist, torch
@@ -177,8 +178,8 @@ def tune(
     planned = max_trainings if sampler else 1 + sum(len(values) - 1 for values in lists.values())
     if planned > max_trainings:
         raise ArgumentError(
-            f"these lists need {planned} trainings, more than max_trainings={max_trainings}: allow more, shorten the "
-            "lists, or pass a sampler of Optuna"
+            f"these lists need {planned} training runs, more than max_trainings={max_trainings}: raise max_trainings, "
+            "shorten the lists, or pass an Optuna sampler"
         )
     path = None if storage is None else Path(storage)
     recorded = {} if path is None else read_results(path, list(lists), seed)
@@ -192,20 +193,20 @@ def tune(
     if not done.scores:
         listed = "; ".join(f"{', '.join(map(_text, key))}: {why}" for key, why in done.failures.items())
         raise NonFiniteError(
-            f"every training has failed ({listed}). Run train alone with one of these settings until it works; "
-            "where it diverges, lower the learning rate, first of the posterior scales, or train in float64"
+            f"every training run has failed ({listed}). Call train with one of these settings until it works; if it "
+            "diverges, lower the learning rate (first that of the posterior scales), or train in float64"
         ) from done.cause
     chosen = done.choice()
     for i, (name, value) in enumerate(zip(lists, chosen, strict=True)):
         if (following := done.beyond(i)) is not None:
             warn(
                 f"the best {name}, {value:g}, is at an end of the values that were tried: try {following:g} as well "
-                f"(add it to the list of {name}, or allow more trainings with max_trainings)"
+                f"(add it to the list of {name}, or allow more training runs with max_trainings)"
             )
         if name in TEMPERATURES and are_numbers(lists[name]) and value < _COLD:
             warn(
-                f"the chosen {name}, {value:g}, is below {_COLD:g}: almost nothing Bayesian is left, the posterior is "
-                "close to a point. Compare it with MAP, and with the scores of larger values in the table"
+                f"the chosen {name}, {value:g}, is below {_COLD:g}, so the posterior is close to a point estimate. "
+                "Compare it with MAP, and with the scores of larger values in the table"
             )
     posterior = done.posteriors.get(chosen) or done.posterior(chosen)
     posterior.put_back()
@@ -213,21 +214,22 @@ def tune(
 
 
 def _lists(space: Any) -> dict[str, list[Any]]:
-    """Return the values of each setting: numbers ascending, others in their order."""
+    """Return the values of each setting: numbers in ascending order, others in the given order."""
     if not isinstance(space, Mapping):
         raise ArgumentError(
             f'space must map settings to their values, as {{"lr": (0.01, 0.1)}}, not {space!r}'
         )
     lists: dict[str, list[Any]] = {}
     if not space:
-        raise ArgumentError('space is empty: name the settings and their values, as {"lr": (0.01, 0.1)}')
+        raise ArgumentError('space is empty: map settings to their values, as in {"lr": (0.01, 0.1)}')
     for name, values in space.items():
         own = [] if isinstance(values, str) else list(dict.fromkeys(values))
         fine = (math.isfinite(v) if isinstance(v, Real) else isinstance(v, str | None) for v in own)
         if not own or not all(fine) or name in _SCORES:
             raise ArgumentError(
-                f"setting {name!r} needs a list of finite numbers, or of strings, booleans and None, and no name of "
-                f"{_SCORES}; it is {values!r}. Name other objects by strings, and look them up inside train"
+                f"setting {name!r} must not have a name of {_SCORES}, and its values must be finite numbers, or "
+                f"strings, booleans and None, not {values!r}. Represent other objects by strings, and look them up "
+                "inside train"
             )
         kind = int if all(isinstance(value, Integral) for value in own) else float
         lists[name] = sorted(map(kind, own)) if are_numbers(own) else own
@@ -235,7 +237,7 @@ def _lists(space: Any) -> dict[str, list[Any]]:
 
 
 def _nll(model: Any, guide: Any, validation: Any, seed: int) -> Tensor:
-    """Return the negative log-likelihood of each row; its mean is that of all observations that are not masked."""
+    """Return the negative log-likelihood of each row, scaled so that the mean is that of all unmasked observations."""
     prediction = predict(model, guide, validation, seed=seed, progress=False)
     values = -prediction.log_likelihood().detach().cpu().double().reshape(len(prediction), -1)
     counts = torch.ones_like(values).bool()

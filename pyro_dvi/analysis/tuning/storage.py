@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results of trainings in a file with a line of JSON for each, to which an interrupted search returns."""
+"""Results of training runs in a file, one line of JSON each, from which an interrupted search continues."""
 
 import json
 from pathlib import Path
@@ -12,18 +12,18 @@ from pyro_dvi.errors import ArgumentError, CheckpointError
 
 Key = tuple[Any, ...]  # the values of all settings, in the order of their names
 
-_BEGINNING = '{"settings": '  # of every line
+_BEGINNING = '{"settings": '  # beginning of every line
 
 
 def read_results(path: Path, names: list[str], seed: int) -> dict[Key, Tensor | str]:
-    """Return scores, or why trainings failed, by the values of their settings.
+    """Return the scores of training runs, or the reasons why they failed, by the values of their settings.
 
-    A line that was not finished is left out.
+    An incomplete line is ignored.
 
     Raises:
-        CheckpointError: the file is about other settings or another seed, or about something else.
+        CheckpointError: if the file belongs to other settings or another seed, or is not such a file.
     """
-    path.touch()  # fails before the first training, if at all
+    path.touch()  # an invalid path fails here, before the first training run
     found: dict[Key, Tensor | str] = {}
     text = path.read_text(encoding="utf-8", errors="replace")
     for line in text.splitlines():
@@ -35,8 +35,8 @@ def read_results(path: Path, names: list[str], seed: int) -> dict[Key, Tensor | 
             row = {}
         if set(row.get("settings", ())) != set(names) or row.get("seed") != seed:
             raise CheckpointError(
-                f"{path} holds something else than trainings with seed {seed} of the settings {', '.join(names)}: "
-                f"{line[:100]}; choose another path for the storage"
+                f"{path} contains a line that is not a training run with seed {seed} and the settings "
+                f"{', '.join(names)}: {line[:100]}; choose another path for storage"
             )
         key = tuple(row["settings"][name] for name in names)
         found[key] = row["failure"] if "failure" in row else as_score(row["score"])
@@ -47,22 +47,22 @@ def read_results(path: Path, names: list[str], seed: int) -> dict[Key, Tensor | 
 
 
 def write_result(path: Path, settings: dict[str, Any], seed: int, result: Tensor | str) -> None:
-    """Add a line."""
+    """Append a result to the file."""
     found = {"failure": result} if isinstance(result, str) else {"score": result.tolist()}
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps({"settings": settings, "seed": seed, **found}) + "\n")
 
 
 def as_score(value: Any) -> Tensor:
-    """Return one number, or a vector with a number for each row, in double precision.
+    """Return the score in double precision: a single number, or a vector with one number per row.
 
     Raises:
-        ArgumentError: it has another shape.
+        ArgumentError: if the score has another shape.
     """
     value = value if hasattr(value, "__len__") else float(value)
     found = torch.as_tensor(value, dtype=torch.double, device="cpu").detach()
     if found.dim() > 1 or not found.numel():
         raise ArgumentError(
-            f"score must return one number, or one for each row, not shape {tuple(found.shape)}"
+            f"score must return a single number or a vector of one number per row, not shape {tuple(found.shape)}"
         )
     return found

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was trained with which settings, the scores, and the choice among them."""
+"""Training runs with their settings and scores, and the choice among them."""
 
 import math
 from collections.abc import Callable
@@ -25,7 +25,7 @@ _NUMERICAL = (ValueError, ArithmeticError, linalg.LinAlgError)  # type: ignore[a
 
 @dataclass
 class Trainings:
-    """What was trained, by the values of the settings."""
+    """Training runs, by the values of the settings."""
 
     train: Callable[..., tuple[Any, Any]]
     validation: Any
@@ -33,15 +33,15 @@ class Trainings:
     score: Callable[[Any, Any, Any], Any]
     seed: int
     path: Path | None
-    recorded: dict[Key, Tensor | str]  # what the file held at first: scores, or why a training failed
+    recorded: dict[Key, Tensor | str]  # results in the file at the start: scores, or reasons for failures
     bar: Any
     scores: dict[Key, Tensor] = field(default_factory=dict)
     failures: dict[Key, str] = field(default_factory=dict)
-    posteriors: dict[Key, TrainedPosterior] = field(default_factory=dict)  # those that may be chosen
+    posteriors: dict[Key, TrainedPosterior] = field(default_factory=dict)  # posteriors that may be chosen
     cause: Exception | None = None
 
     def add(self, key: Key) -> None:
-        """Train with these settings, unless this is done or in the file."""
+        """Train with these settings, unless the result is known already."""
         if key in self.scores or key in self.failures:
             return
         result = self.recorded[key] if key in self.recorded else self._trained(key)
@@ -49,8 +49,8 @@ class Trainings:
         of_kind[key] = result
         if len({tuple(rows.shape) for rows in self.scores.values()}) > 1:
             raise ArgumentError(
-                "the scores of two trainings have different shapes: score must return one number for each row of the "
-                "same validation data, in the same order; for other data choose another storage"
+                "the scores of two training runs have different shapes: score must return one number per row of the "
+                "same validation data, in the same order; for other data, choose another path for storage"
             )
         if self.path is not None and key not in self.recorded:
             write_result(self.path, self.named(key), self.seed, result)
@@ -60,7 +60,7 @@ class Trainings:
         self.bar.update()
 
     def _trained(self, key: Key) -> Tensor | str:
-        """Train and return the score, or why it failed."""
+        """Train with these settings; return the score, or the reason for a failure."""
         try:
             posterior = self.posterior(key)
             with preserve_random_state(self.validation), posterior.in_store():
@@ -71,31 +71,31 @@ class Trainings:
         except _NUMERICAL as error:
             is_mistake = isinstance(error, PyroDviError) and not isinstance(error, ArithmeticError)
             if is_mistake and self.is_listed(key):
-                raise  # beyond the end of its list, a value may be one that cannot be
+                raise  # a value beyond the end of its list may be invalid
             self.cause = error
             return str(error).split("\n")[0].split(". ")[0]
         self.posteriors[key] = posterior
         return result
 
     def posterior(self, key: Key) -> TrainedPosterior:
-        """Train with these settings."""
+        """Train with these settings, and return the posterior."""
         return train_apart(partial(self.train, **self.named(key)), self.seed, self.posteriors.values())
 
     def named(self, key: Key) -> dict[str, Any]:
-        """Return settings by their names."""
+        """Return the settings by name."""
         return dict(zip(self.lists, key, strict=True))
 
     def is_listed(self, key: Key) -> bool:
-        """Return whether all values are in their lists, and none was added beyond an end."""
+        """Return True if all values are in their original lists, so that none was added beyond an end."""
         return all(value in values for value, values in zip(key, self.lists.values(), strict=True))
 
     @property
     def known(self) -> list[Key]:
-        """The settings that were trained with."""
+        """The settings of all training runs."""
         return [*self.scores, *self.failures]
 
     def neighbours(self, i: int) -> list[Any]:
-        """Return the values of a setting beside the one that is chosen; all of a setting without an order."""
+        """Return the values of a setting next to the chosen value; all values if the setting has no order."""
         values, chosen = list(self.lists.values())[i], self.choice()[i]
         if not are_numbers(values):
             return values
@@ -108,13 +108,13 @@ class Trainings:
         return min(self.scores, key=lambda key: float(self.scores[key].mean()))
 
     def close(self) -> list[Key]:
-        """Return the best and all settings within one paired standard error of it."""
+        """Return the best settings, and all settings within one paired standard error of them."""
         best = self.best() if self.scores else ()
         gaps = {key: rows - self.scores[best] for key, rows in self.scores.items()}
         return [key for key, gap in gaps.items() if key == best or float(gap.mean()) <= standard_error(gap)]
 
     def choice(self) -> Key:
-        """Return the best settings, with the largest temperature that is close."""
+        """Return the best settings, with the largest temperature within one paired standard error."""
         chosen = self.best()
         for i, (name, values) in enumerate(self.lists.items()):
             if name in TEMPERATURES and are_numbers(values):
@@ -123,7 +123,7 @@ class Trainings:
         return chosen
 
     def beyond(self, i: int) -> float | None:
-        """Return the next value of a setting beyond the end where the best is, if it is at one and not on a plateau."""
+        """Return the next value beyond an end of a list if the best value is at this end and the curve is not flat."""
         values = list(self.lists.values())[i]
         if not self.scores or self.best()[i] != self.choice()[i] or not are_numbers(values):
             return None
@@ -137,18 +137,20 @@ class Trainings:
         if float(gain.mean()) <= standard_error(gain):
             return None  # the curve is flat there
         even = bool(rest) and math.isclose(first - second, second - rest[0])
-        if abs(first) > abs(second) and (even or min(ordered[:3]) <= 0):  # as of 0, 0.1, 0.2
+        if abs(first) > abs(second) and (even or min(ordered[:3]) <= 0):  # for example 0, 0.1, 0.2
             following = 2 * first - second
         elif min(ordered[:3]) > 0:
-            step = first / second if not rest else second / rest[0]  # of 0.03, 0.1, 0.3 two make a decade
+            step = (
+                first / second if not rest else second / rest[0]
+            )  # in 0.03, 0.1, 0.3, two steps make a decade
             following = first * step
         else:
-            return None  # zero is an end that is meant
+            return None  # zero is an intended end
         following = round(following) if isinstance(values[0], int) else float(f"{following:.6g}")
         return None if following in (0, first) else following
 
     def table(self) -> tuple[Table, dict[int, str]]:
-        """Return a row for each training, in the order of the lists, and why trainings failed, by row."""
+        """Return one row per training run, in the order of the lists, and the reasons for failures by row."""
         keys = sorted(self.known, key=self._places)
         results = [self.scores.get(key, torch.tensor(math.nan)) for key in keys]
         table = Table(zip(self.lists, map(list, zip(*keys, strict=True)), strict=True))
@@ -163,15 +165,15 @@ class Trainings:
 
 
 def are_numbers(values: list[Any]) -> bool:
-    """Return whether all values are numbers, which have an order."""
+    """Return True if all values are numbers, which have an order."""
     return all(isinstance(value, Real) and not isinstance(value, bool) for value in values)
 
 
 def standard_error(rows: Tensor) -> float:
-    """Return the standard error of the mean; NaN for one number."""
+    """Return the standard error of the mean; NaN for a single number."""
     return float(rows.std()) / math.sqrt(len(rows)) if rows.numel() > 1 else math.nan
 
 
 def with_value(key: Key, i: int, value: Any) -> Key:
-    """Return settings with another value of one of them."""
+    """Return the settings with another value of setting i."""
     return (*key[:i], value, *key[i + 1 :])

@@ -21,12 +21,12 @@ class Batch:
     """Arguments of one call of the model.
 
     Attributes:
-        inputs: positional arguments without the observation, which is None in its place.
-        observed: the observation, the first of several, where the data contain it.
+        inputs: positional arguments, with None in place of the observation.
+        observed: the observation (the first one, if there are several); None if the data do not contain it.
         num_rows: number of examples.
-        start: place of the first of them in the whole data.
-        complete: positional and named arguments of a call in which the model sees the observations.
-        mask: True for observed values that the model does not mask, of the shape of one draw; None if all count.
+        start: index of the batch's first example in the data set.
+        complete: positional and keyword arguments of a call in which the model sees the observations.
+        mask: True for observed values that the model does not mask, with the shape of one draw; None if all count.
         varies: True if the model masks or reshapes the observation, which may differ in another batch.
     """
 
@@ -53,29 +53,29 @@ def batches(
     device: torch.device | None = None,
     sites: Callable[[Batch], Collection[str]] = lambda batch: (),
 ) -> Iterator[Batch]:
-    """Split ``data`` into batches and set the observations apart.
+    """Split ``data`` into batches, and separate the observations from the inputs.
 
     Args:
-        model: the Pyro model whose signature tells which argument is observed.
+        model: the Pyro model, whose signature determines which argument is the observation.
         data: a tensor; a tuple or mapping of the model's arguments; or a loader of any of these.
-        observed: name of the observed argument, or of several. By default the one whose default is None, as in
-            ``forward(x, y=None)``, of several, those named like ``sites``, else the last one if the data fill
-            all of them.
-        batch_size: examples at a time, for tensors; a loader has its own.
-        device: target of the tensors.
-        sites: gives the observed sites in question for a batch that takes all such arguments for observations.
+        observed: name or names of the observed arguments. By default, the argument whose default is None, as in
+            ``forward(x, y=None)``; if there are several, those with the names of ``sites``, or else the last one,
+            provided that the data contain all of them.
+        batch_size: examples per batch, for tensors; a loader has its own.
+        device: device to which tensors are moved.
+        sites: returns the candidate observed sites, given a batch in which all such arguments are observations.
 
     Raises:
-        ArgumentError: ``batch_size`` or ``observed`` cannot be right, or several arguments may be the observation.
-        DataError: no examples, unequal lengths, NaN, only some of the observations, or something that is not a tensor,
-            tuple or loader.
+        ArgumentError: if ``batch_size`` or ``observed`` is invalid, or several arguments may be the observation.
+        DataError: if the data contain no examples, tensors of different lengths, NaN, or only some of the observations,
+            or are not a tensor, tuple, mapping or loader.
     """
     check_count("batch_size", batch_size)
     taken = _Arguments(model)
     start = 0
 
-    def moved(batch: Batch) -> Batch:  # once it has been looked at, which does not wait for the device then
-        there: dict[int, Tensor] = {}  # the same tensor in two places stays the same
+    def moved(batch: Batch) -> Batch:  # after the checks, which then need no synchronisation
+        there: dict[int, Tensor] = {}  # a tensor that occurs twice remains one tensor
         return mapped(lambda v: there.setdefault(id(v), v.to(device)) if torch.is_tensor(v) else v, batch)
 
     for args in taken.split(data, batch_size):
@@ -85,19 +85,23 @@ def batches(
             called = sites(moved(taken.batch(args, held, start)))
             held = [i for i in held if taken.names[i] in called]
             if not held:
-                raise ArgumentError(f"any of {names} may be observed: name it, as observed={names[-1]!r}")
+                raise ArgumentError(
+                    f"any of the arguments {names} may be the observation: name it, such as observed={names[-1]!r}"
+                )
         elif 0 < len(held) < len(places):
             missing = [taken.names[i] for i in places if i not in held]
-            raise DataError(f"the data hold observations but not {missing}: give all, or inputs alone")
+            raise DataError(
+                f"the data contain some observations but not {missing}: pass all observations, or inputs alone"
+            )
         batch = taken.batch(args, held, start)
         yield moved(batch)
         start += batch.num_rows
     if start == 0:
-        raise DataError("the data hold no examples to predict")
+        raise DataError("the data contain no examples to predict")
 
 
 def keeps_order(data: Any) -> bool:
-    """Return whether examples are known to come in the order of the data: no loader, or a sequential one."""
+    """Return True if examples come in the order of the data: not from a loader, or from a sequential loader."""
     if not isinstance(data, DataLoader):
         return True
     sampler = data.sampler if data.batch_sampler is None else data.batch_sampler
@@ -107,7 +111,7 @@ def keeps_order(data: Any) -> bool:
 
 
 class _Arguments:
-    """The arguments that a model takes: those that can be given by position, then those by name only."""
+    """The arguments of a model: first those that can be passed by position, then keyword-only ones."""
 
     def __init__(self, model: Callable[..., Any]) -> None:
         parameters = positional(model)
@@ -118,12 +122,12 @@ class _Arguments:
         self._own_names = partial(by_own_names, model)
 
     def split(self, data: Any, batch_size: int) -> Iterator[tuple[Any, ...]]:
-        """Give the arguments of every batch, in their order."""
+        """Yield the arguments of every batch, in the order of the model's signature."""
         if torch.is_tensor(data):
             data = (data,)
         if isinstance(data, (tuple, Mapping)):
             data = self._in_order(data)
-            rows = _rows(data, "the data hold no tensor of examples: pass tensors, x, (x,) or (x, y)")
+            rows = _rows(data, "the data contain no tensor of examples: pass tensors as x, (x,) or (x, y)")
             for i in range(0, rows, batch_size):
                 yield mapped(partial(_rows_at, slice(i, i + batch_size)), data)
         elif isinstance(data, DataLoader) or _holds_batches(data):
@@ -138,12 +142,14 @@ class _Arguments:
     def observations(
         self, args: tuple[Any, ...], observed: str | Sequence[str] | None
     ) -> tuple[list[int], list[int]]:
-        """Return the places of the arguments that are or may be observations, and those that the data fill."""
+        """Return the positions of arguments that are or may be observations, and of those that the data contain."""
         if observed is not None:
             asked = [observed] if isinstance(observed, str) else list(observed)
             for name in asked:
                 if name not in self.names:
-                    raise ArgumentError(f"the model has no argument {name!r} to observe; it has {self.names}")
+                    raise ArgumentError(
+                        f"observed={name!r} is not an argument of the model, which has {self.names}"
+                    )
             places = [self.names.index(name) for name in asked]
         else:
             by_name = range(self.count, len(self.names)) if len(args) > self.count else ()
@@ -152,21 +158,21 @@ class _Arguments:
         return places, [i for i in places if i < len(args) and args[i] is not None]
 
     def batch(self, args: tuple[Any, ...], held: Collection[int], start: int) -> Batch:
-        """Set the observations at the places ``held`` apart."""
+        """Return a batch with the arguments at the positions ``held`` as observations."""
         inputs = tuple(None if i in held else a for i, a in enumerate(args))
         if by_name := [n for n, v in zip(self.by_name, inputs[self.count :], strict=False) if v is not None]:
             raise DataError(
-                f"the model takes {by_name} by name only, but predictions pass inputs by position: move the * of the "
-                f"signature behind them, or name the observation: observed={by_name[0]!r}"
+                f"the arguments {by_name} of the model are keyword-only, but predictions pass inputs by position: move "
+                f"the * of the signature behind them, or name the observation with observed={by_name[0]!r}"
             )
-        while inputs and inputs[-1] is None:  # left out where the model has a default; see with_missing
+        while inputs and inputs[-1] is None:  # omitted if the model has a default; see with_missing
             inputs = inputs[:-1]
         targets = [args[i] for i in held]
         for i, value in enumerate(inputs):
             _check(f"input {i}", value)
         for value in targets:
             _check("the observation", value, is_tensor=True)
-        _rows(inputs, "a batch holds no input tensor with a row for each example")
+        _rows(inputs, "a batch contains no input tensor with one row per example")
         rows = _rows((*inputs, *targets))
         named = {n: v for n, v in zip(self.by_name, args[self.count :], strict=False) if v is not None}
         whole = args[: self.count] if self.by_name else args, named
@@ -175,13 +181,19 @@ class _Arguments:
     def _in_order(self, batch: Any) -> tuple[Any, ...]:
         if isinstance(batch, (tuple, list)):
             if len(batch) > len(self.names) and not self._any_number:
-                raise DataError(f"the data have {len(batch)} entries, the model the arguments {self.names}")
+                raise DataError(
+                    f"the data have {len(batch)} entries, but the model has the arguments {self.names}"
+                )
             return tuple(batch)
         if not isinstance(batch, Mapping):
-            raise DataError(f"batches of type {type(batch).__name__}, not tensors, tuples or mappings")
+            raise DataError(
+                f"batches are of type {type(batch).__name__}, but must be tensors, tuples or mappings"
+            )
         batch = self._own_names(batch)
         if unknown := [name for name in batch if name not in self.names]:
-            raise DataError(f"a batch has entries {unknown} that are no arguments of the model: {self.names}")
+            raise DataError(
+                f"a batch has entries {unknown} that are not among the model's arguments {self.names}"
+            )
         last = max((i for i, name in enumerate(self.names) if name in batch), default=-1)
         return tuple(batch.get(name) for name in self.names[: last + 1])
 
@@ -191,7 +203,7 @@ def _rows_at(place: slice, value: Any) -> Any:
 
 
 def _holds_batches(data: Any) -> bool:
-    """Return whether another object can be read like a DataLoader; a list of tensors would be ambiguous."""
+    """Return True if another object can be read like a DataLoader; a list of tensors would be ambiguous."""
     if isinstance(data, list):
         return not any(torch.is_tensor(batch) for batch in data)
     return isinstance(data, Iterable) and not isinstance(data, (str, bytes)) and not hasattr(data, "dtype")
@@ -199,19 +211,22 @@ def _holds_batches(data: Any) -> bool:
 
 def _check(what: str, value: Any, *, is_tensor: bool = False) -> None:
     if isinstance(value, np.ndarray) or (is_tensor and not isinstance(value, Tensor)):
-        raise DataError(f"{what} is of type {type(value).__name__}: torch.as_tensor makes it a tensor")
+        raise DataError(
+            f"{what} is of type {type(value).__name__}: convert it to a tensor with torch.as_tensor"
+        )
     for tensor in tensors_in(value):
         if tensor.is_floating_point() and tensor.isnan().any():
             raise DataError(
-                f"{what} (shape {tuple(tensor.shape)}) holds {int(tensor.isnan().sum())} NaN: drop or fill those rows"
+                f"{what} (shape {tuple(tensor.shape)}) contains {int(tensor.isnan().sum())} NaN: drop or fill those "
+                "rows"
             )
 
 
 def _rows(values: Any, none: str = "") -> int:
-    """Return the number of rows of all tensors; ``none`` is the error where there is no tensor of rows."""
+    """Return the common number of rows of all tensors; ``none`` is the error message if no tensor has rows."""
     rows = [tensor.shape[0] for tensor in tensors_in(values) if tensor.dim() > 0]
     if not rows:
         raise DataError(none)
     if len(set(rows)) > 1:
-        raise DataError(f"the tensors of a batch have {rows} rows: every tensor needs one row an example")
+        raise DataError(f"the tensors of a batch have {rows} rows: every tensor needs one row per example")
     return int(rows[0])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run a model for prediction: evaluation mode, given latent values, one response read from the trace."""
+"""Run a model for prediction: in evaluation mode, with given latent values, reading one response from the trace."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -32,11 +32,11 @@ class Response:
     Attributes:
         site: its name.
         distribution: the predictive distribution given the latent values.
-        value: drawn there by the model, or observed.
-        is_observed: True if it was observed.
-        axis: the dimension of ``distribution.batch_shape`` that counts examples, from the right (negative).
-        mask: True for values that count, of the shape of one draw; None if all do.
-        drawn: further sites that the model drew before it, neither latent nor observed.
+        value: the value that the model drew or observed there.
+        is_observed: True if the value was observed.
+        axis: the dimension of ``distribution.batch_shape`` that indexes examples, counted from the right (negative).
+        mask: True for values that count, with the shape of one draw; None if all count.
+        drawn: sites that are neither latent nor observed, and that the model drew before this one.
     """
 
     site: str
@@ -58,18 +58,19 @@ def respond(
     site: str | None = None,
     learned_for: Mapping[int | str, Any] = MappingProxyType({}),
 ) -> Response:
-    """Run ``model`` on a batch with its latent sites at ``latents`` and return its response.
+    """Run ``model`` on a batch with its latent sites at ``latents``, and return its response.
 
     Args:
         model: a Pyro model.
         batch: its arguments.
         latents: values by site.
-        site: observed site, where there are several.
-        learned_for: arguments, by place or name, of the examples that local latents belong to; empty if unknown.
+        site: observed site to predict, if the model has several.
+        learned_for: arguments, by position or name, of the examples that local latents belong to; empty if unknown.
 
     Raises:
-        ModelError: the model has no response, several, or none of the name ``site``.
-        DataError: the response does not have one row per example, or the rows of a latent site belong to other
+        ModelError: if the model has no observed site, has several and ``site`` is not given, or has none named
+            ``site``.
+        DataError: if the response does not have one row per example, or the rows of a latent site belong to other
             examples.
     """
     nodes = observed_run(model, replace(batch, observed=None), latents)
@@ -82,11 +83,11 @@ def respond(
         if not plates & {f.name for f in nodes[latent]["cond_indep_stack"]}:
             continue
         if batch.start > 0:
-            raise _local(latent, f"and these are examples {batch.start} and later")
+            raise _local(latent, f"this batch starts at example {batch.start}")
         for place, (parameter, value) in enumerate(zip(positional(model), batch.inputs, strict=False)):
             first = learned_for.get(place, learned_for.get(parameter.name))
             if not all(map(_same_rows, tensors_in(value), tensors_in(first))):
-                raise _local(latent, "learned for other examples than these")
+                raise _local(latent, "they were learnt for other examples")
     drawn = tuple(other for other in names[: names.index(name)] if not nodes[other]["is_observed"])
     return Response(name, node["fn"], node["value"], node["is_observed"], axis, counted(node), drawn)
 
@@ -94,13 +95,14 @@ def respond(
 def sites_at(
     model: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Collection[str]
 ) -> Callable[[Latents], dict[str, Any]]:
-    """Return a function of the latent values that gives what the model says of some sites, as quickly as may be.
+    """Return a function that runs the model with latent values and returns some of its sites, as fast as possible.
 
-    The model runs up to the last of the sites only, nothing is drawn there, nothing is recorded. Arguments, names and
-    the model's structure have been seen to be right by :func:`respond` or :func:`observed_run`.
+    The model runs only up to the last of the sites; nothing is drawn there, and nothing is recorded. Arguments, names
+    and the structure of the model are not checked again, after :func:`respond` or :func:`observed_run` has checked
+    them.
 
     Raises:
-        ModelError: in a run: the model does not come to one of the sites.
+        ModelError: if a run of the model does not reach one of the sites.
     """
     args = with_missing(model, args)
 
@@ -112,28 +114,28 @@ def sites_at(
         except _ReachedError:
             return stop.found
         missing = [name for name in names if name not in stop.found]
-        raise ModelError(f"the model did not come to its sites {missing} with other latent values")
+        raise ModelError(f"the model did not reach its sites {missing} when run with other latent values")
 
     return run
 
 
 def with_others(run: Callable[[Latents], Any], others: Latents) -> Callable[[Latents], Any]:
-    """Return ``run`` with further observed sites at their observed values."""
+    """Return ``run`` with other observed sites set to their observed values."""
     conditioned: Callable[[Latents], Any] = ConditionMessenger(dict(others))(run) if others else run
     return conditioned
 
 
 def check_observation(model: Callable[..., Any], batch: Batch, latents: Latents, site: str | None) -> Batch:
-    """Check that the site to predict observes the observation of the batch.
+    """Check that the batch's observation is what the model observes at the site to predict.
 
     Returns:
-        The batch with its observation in the shape of the site, as ``[N]`` for ``[N, 1]``, and with the mask that the
-        model puts on it.
+        The batch with its observation in the shape of the site, such as ``[N]`` for ``[N, 1]``, and with the mask of
+        the model.
 
     Raises:
-        DataError: it observes nothing, or other values, when the model is given the observation.
+        DataError: if the site observes nothing or other values when the model is called with the observation.
     """
-    assert batch.observed is not None, "there is something to check"
+    assert batch.observed is not None
     nodes = observed_run(model, batch, latents)
     name = choose_response(site, responses(nodes, latents))
     node: Any = nodes[name]
@@ -142,15 +144,16 @@ def check_observation(model: Callable[..., Any], batch: Batch, latents: Latents,
     if not (node["is_observed"] and same):
         what = "observes other values" if node["is_observed"] else "observes nothing"
         raise DataError(
-            f"site {name!r} {what} when the model is given the observation of the data: choose observed=... or "
-            "site=...; where the model transforms it, predict from inputs alone and score by metrics(transformed)"
+            f"site {name!r} {what} when the model is called with the observation of the data: choose observed=... or "
+            "site=...; if the model transforms the observation, predict from inputs alone and call "
+            "metrics(transformed)"
         )
     varies = _has_mask(node) or value.shape != batch.observed.shape
     return replace(batch, observed=batch.observed.reshape(value.shape), mask=counted(node), varies=varies)
 
 
 def _has_mask(node: Any) -> bool:
-    """Return whether a site has a mask, even one that leaves nothing out."""
+    """Return True if a site has a mask, even one that masks nothing."""
     fn, found = node["fn"], node["mask"] is not None and node["mask"] is not True
     while isinstance(fn, WRAPPERS):
         found, fn = found or isinstance(fn, dist.MaskedDistribution), fn.base_dist
@@ -158,12 +161,13 @@ def _has_mask(node: Any) -> bool:
 
 
 def observed_run(model: Callable[..., Any], batch: Batch, latents: Latents) -> Mapping[str, Any]:
-    """Return the sites of a run at ``latents`` in which the model sees the observations, if there are any.
+    """Return the sites of a run at ``latents`` in which the model sees the observations, if the batch has any.
 
-    The run has every row of the model's plates.
+    Plates of the model are not subsampled.
 
     Raises:
-        DataError: the model takes another number of rows, or a latent site has one for each of other examples.
+        DataError: if the model requires another number of rows, or the values of a latent site belong to other
+            examples.
     """
     args, kwargs = batch.whole
     recorder = poutine.trace()
@@ -174,7 +178,7 @@ def observed_run(model: Callable[..., Any], batch: Batch, latents: Latents) -> M
         if "Shape mismatch inside plate" not in str(error):
             raise
         raise DataError(
-            f"the model does not take {batch.num_rows} rows ({error}): give its plate subsample_size=len(x)"
+            f"the model does not accept {batch.num_rows} rows ({error}): give its plate subsample_size=len(x)"
         ) from error
     nodes: Mapping[str, Any] = recorder.trace.nodes
     return nodes
@@ -187,28 +191,27 @@ def _same_rows(first: Tensor, second: Tensor) -> bool:
 
 def _local(site: str, which: str) -> DataError:
     return DataError(
-        f"sites ['{site}'] have a value for each example, {which}, and it cannot be known to which examples they "
-        "belong. If the guide has learnt them for the data of its training, with which it was also initialized: give "
-        "these data, all in one batch and in their order (a tuple with a batch_size of at least their number); for "
-        "other data of the same groups, let the model take the number of each row's group as an input. If it computes "
-        "them from its inputs: predict one batch at a time, with a plate of its size in model and guide, "
-        "pyro.plate(name, len(x))"
+        f"site {site!r} has one value per example, and it is unknown to which examples the values belong: {which}. If "
+        "the guide learnt the values for its training data: predict only these data, in one batch and in their order "
+        "(a tuple, with a batch_size of at least their number). For other data of the same groups, let the model take "
+        "the index of each row's group as an input. If the guide computes the values from its inputs: predict one "
+        "batch at a time, with a plate of the size of the batch, pyro.plate(name, len(x)), in model and guide"
     )
 
 
 @contextmanager
 def evaluation_mode(*functions: Any) -> Iterator[None]:
-    """Run modules as in evaluation, without gradients; see :func:`~pyro_dvi.core.undisturbed.evaluating`."""
+    """Run modules in evaluation mode and without gradients; see :func:`~pyro_dvi.core.undisturbed.evaluating`."""
     with evaluating(*functions), torch.no_grad():
         yield
 
 
 @contextmanager
 def seeded(seed: int | None, device: torch.device | None) -> Iterator[int]:
-    """Give a seed to work with and leave the global generators as they were.
+    """Yield a seed, and restore the global random state afterwards.
 
-    Without a seed, one is drawn from the global generator (which moves by that draw), so ``pyro.set_rng_seed``
-    makes predictions reproducible as well.
+    If ``seed`` is None, one is drawn from the global generator (which advances by this draw), so ``pyro.set_rng_seed``
+    also makes predictions reproducible.
     """
     if seed is None:
         seed = int(torch.randint(2**31 - 1, ()))
@@ -217,7 +220,7 @@ def seeded(seed: int | None, device: torch.device | None) -> Iterator[int]:
 
 
 class AtValues(SetLatents):
-    """Set latent sites to given values, which have to have the rows of their plates."""
+    """Set latent sites to given values, whose rows must match the plates of the site."""
 
     def __init__(self, values: Latents) -> None:
         super().__init__()
@@ -232,7 +235,7 @@ class AtValues(SetLatents):
 
 
 class _ReachedError(Exception):
-    """A run came to where it was to stop."""
+    """Stops a run of the model at the last required site."""
 
 
 class _StopAfter(Messenger):
@@ -251,11 +254,13 @@ class _StopAfter(Messenger):
 
 
 def _check_rows(msg: Any, value: Tensor, frame: Any) -> None:
-    """Refuse a latent of single examples unless it has its value for each row of the batch."""
+    """Raise an error if a latent site with one value per example does not have one value for each row of the batch."""
     if frame.full_size is not None and frame.full_size != frame.size:
-        # AllRows cannot know which rows of the plate these are.
-        raise _local(msg["name"], f"{frame.full_size} of them, but this batch has {frame.size}")
+        # It is unknown which rows of the plate are in the batch.
+        raise _local(
+            msg["name"], f"there are {frame.full_size} values, but this batch has {frame.size} examples"
+        )
     dim = frame.dim - len(msg["fn"].event_shape)
     rows = value.shape[dim] if value.dim() >= -dim else 1
     if rows not in (1, frame.size):
-        raise _local(msg["name"], f"{rows} of them, but plate {frame.name!r} has {frame.size}")
+        raise _local(msg["name"], f"there are {rows} values, but plate {frame.name!r} has {frame.size} rows")

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values of a posterior for predictions, from a guide of any library or a function.
+"""Latent values of a posterior for predictions, from a guide of any library or from a function.
 
-A guide may say itself how it is predicted, by any of these: ``prediction_rule``, a rule or the name of one;
-``predicted_model(model)``, the model with the scales that it was tuned for; ``example_latents()``, values to look at
-the model with; ``linearised(inputs, read)``, the Gaussian of its outputs; ``factorised``, the posterior as a guide of
-independent Gaussians, None where it is none; ``check_model(model)``, which refuses a model other than the fitted one;
-``members``, of an ensemble: a tuple of ``TrainedPosterior``, each with its model, in equal shares.
+A guide may define how to predict with it, with any of these attributes: ``prediction_rule``, a rule or the name of one;
+``predicted_model(model)``, the model with the scales that were tuned; ``example_latents()``, values with which the
+model can be inspected; ``linearised(inputs, read)``, the Gaussian of its outputs; ``factorised``, the posterior as a
+guide of independent Gaussians, or None if it is not a factorised Gaussian; ``check_model(model)``, which raises an
+error for a model other than the fitted one; ``members``, for an ensemble: a tuple of ``TrainedPosterior`` with equal
+weights, each with its model.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -31,19 +32,19 @@ from pyro_dvi.training.parameter_checks import check_still_own
 
 
 def check_posterior(model: Callable[..., Any], guide: Callable[..., Any], inputs: tuple[Any, ...]) -> None:
-    """Look at model and guide once.
+    """Check that model and guide can predict.
 
     Args:
         model: the Pyro model.
-        guide: its guide; one that was loaded and has not seen its model yet sees it with these inputs.
-        inputs: arguments of the model, of the first batch.
+        guide: its guide; a loaded guide that has not been set up is set up with these inputs.
+        inputs: arguments of the model for the first batch.
 
     Raises:
-        GuideError: the guide was never run, or belongs to another model.
-        NonFiniteError: parameters or running statistics hold NaN or infinities, or another buffer holds NaN.
+        GuideError: if the guide was never run, or belongs to another model.
+        NonFiniteError: if parameters or running statistics contain NaN or infinities, or another buffer contains NaN.
     """
     check_is_set_up(guide, inputs)
-    if not members_of(guide):  # each is looked at in its own store
+    if not members_of(guide):  # each member is checked in its own parameter store
         check_still_own(model, guide)
     for part in (guide, model):
         tensors = [*part.named_parameters(), *part.named_buffers()] if isinstance(part, nn.Module) else []
@@ -51,7 +52,7 @@ def check_posterior(model: Callable[..., Any], guide: Callable[..., Any], inputs
         if bad:
             raise NonFiniteError(
                 f"{', '.join(map(repr, bad[:5]))} of {type(part).__name__} {'is' if len(bad) == 1 else 'are'} not "
-                "finite: training has diverged, or a file is damaged. Go back to an earlier checkpoint"
+                "finite: training has diverged, or a file is damaged. Load an earlier checkpoint"
             )
     if hasattr(guide, "check_model"):
         guide.check_model(model)
@@ -61,17 +62,17 @@ def check_posterior(model: Callable[..., Any], guide: Callable[..., Any], inputs
 
 
 def members_of(guide: Any) -> tuple[TrainedPosterior, ...]:
-    """Return the members of an ensemble; none of any other guide."""
+    """Return the members of an ensemble; empty for any other guide."""
     found = getattr(guide, "members", ())
     return found if isinstance(found, tuple) and all(isinstance(m, TrainedPosterior) for m in found) else ()
 
 
 def check_is_set_up(guide: Any, inputs: tuple[Any, ...] = ()) -> None:
-    """Refuse an automatic guide that has not seen its model yet; one of ours that was loaded sees it now.
+    """Raise an error for an automatic guide that has not been set up; a loaded guide of this library is set up here.
 
     Raises:
-        GuideError: setting it up without observations would make the response one of its latent sites, and latents of
-            single examples may have been learnt for others than these.
+        GuideError: if the guide has not been set up. Doing so now, without observations, would make the response a
+            latent site, and latent values of single examples may have been learnt for other examples.
     """
     if isinstance(guide, AutoGuide) and guide.prototype_trace is None:
         if (
@@ -81,20 +82,20 @@ def check_is_set_up(guide: Any, inputs: tuple[Any, ...] = ()) -> None:
         ):
             return
         raise GuideError(
-            f"{type(guide).__name__} has not seen its model: train it, or run it once as guide(x, y) with the training "
-            "data, also after loading its state; a checkpoint loads with load(..., example=batch)"
+            f"{type(guide).__name__} has not seen its model yet: train it, or call guide(x, y) once with the training "
+            "data, also after loading its state; load a checkpoint with load(..., example=batch)"
         )
 
 
 def predicted_model(guide: Any, model: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``guide.predicted_model(model)`` where the guide has this method, else ``model``."""
+    """Return ``guide.predicted_model(model)`` if the guide has this method, else ``model``."""
     return guide.predicted_model(model) if hasattr(guide, "predicted_model") else model
 
 
 def example_latents(guide: Callable[..., Any], inputs: tuple[Any, ...]) -> dict[str, Tensor]:
-    """Return values to look at the model with, from the guide's method of this name or from a draw.
+    """Return values with which the model can be inspected, from the guide's method of this name or from a draw.
 
-    An ensemble gives the values of its first member.
+    For an ensemble, they are the values of its first member.
     """
     for member in members_of(guide)[:1]:
         with member.in_store():
@@ -105,15 +106,15 @@ def example_latents(guide: Callable[..., Any], inputs: tuple[Any, ...]) -> dict[
 
 
 def of_member(place: int, latents: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the latent values of a member as values of the ensemble."""
+    """Return the latent values of a member as latent values of the ensemble, with the index of the member."""
     return {MEMBER: torch.tensor(place, device="cpu"), **latents}
 
 
 def posterior_mean(guide: Callable[..., Any], inputs: tuple[Any, ...]) -> dict[str, Tensor]:
-    """Return every latent site at the guide's centre: its ``median``, else the mean of each of its sites.
+    """Return the value of every latent site at the guide's centre: its ``median``, or else the mean of each site.
 
     Raises:
-        GuideError: a site of the guide has no mean, or the guide was never set up.
+        GuideError: if a site of the guide has no mean, or the guide was never set up.
     """
     check_is_set_up(guide)
     if isinstance(guide, AutoGuide):
@@ -126,18 +127,18 @@ def posterior_mean(guide: Callable[..., Any], inputs: tuple[Any, ...]) -> dict[s
 
 
 def posterior_gaussians(guide: Any, inputs: tuple[Any, ...]) -> tuple[dict[str, Tensor], Marginals]:
-    """Return every latent site at its centre, and where the guide has their Gaussians.
+    """Return the centre of every latent site, and the marginal Gaussians of the guide.
 
     Raises:
-        GuideError: the guide is not a factorised Gaussian, or has not seen its model.
+        GuideError: if the guide is not a factorised Gaussian, or has not been set up.
     """
     check_is_set_up(guide)
     factorised = getattr(guide, "factorised", guide)
     if factorised is None:
         raise GuideError(
-            f"the Gaussian of this {type(guide).__name__} has covariances: predict by Samples(30), or by "
-            "Linearised() of a LaplaceGuide, whose Diagonal() has none; of an ensemble, take one of guide.members "
-            "within its in_store()"
+            f"the posterior of this {type(guide).__name__} is not a factorised Gaussian: predict with Samples(30); for "
+            "a LaplaceGuide, predict with Linearised(), or fit Diagonal(); for an ensemble, take one of guide.members "
+            "inside its in_store()"
         )
     with torch.enable_grad(), AllRows():
         means = Call(factorised, factorised, _arguments(guide, inputs)).run_guide(PosteriorMeans())
@@ -151,25 +152,27 @@ def one_draw(guide: Callable[..., Any], inputs: tuple[Any, ...]) -> dict[str, Te
 
 
 def seeded_draws(guide: Any, inputs: tuple[Any, ...], count: int) -> Iterator[dict[str, Tensor]]:
-    """Give draws, each with its own seed, since the model may use random numbers whose count depends on the batch."""
+    """Yield draws, each with its own seed, because the model may use a batch-dependent count of random numbers."""
     if not _draws_by_itself(guide):
         yield from map(_latents, traced_draws(guide, inputs, count))
         return
     check_is_set_up(guide)
-    posterior = guide.get_posterior()  # drawn one site after the other, so with the same random numbers
+    posterior = (
+        guide.get_posterior()
+    )  # draws site by site, as the guide does, and hence with the same random numbers
     for _ in reseeded(count):
         yield {name: fn().detach() for name, fn in posterior.items()}
 
 
 def _draws_by_itself(guide: Any) -> bool:
-    """Return whether a guide draws one site after the other from Gaussians of its own, whatever the inputs."""
+    """Return True if a guide draws its sites from its own independent Gaussians, whatever the inputs."""
     forward, draw = FactorisedGuide.forward, FactorisedGuide._sample_site
     kind = type(guide)
     return isinstance(guide, FactorisedGuide) and kind.forward is forward and kind._sample_site is draw
 
 
 def traced_draws(guide: Any, inputs: tuple[Any, ...], count: int) -> Iterator[Any]:
-    """Give the traces of a guide in the draws that :func:`seeded_draws` gives."""
+    """Yield the traces of a guide for the draws of :func:`seeded_draws`."""
     check_is_set_up(guide)
     for _ in reseeded(count):
         yield _traced(guide, inputs)
@@ -181,7 +184,7 @@ def _traced(guide: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
 
 
 def ignores_inputs(guide: Any) -> bool:
-    """Return True for an automatic guide of Pyro or this library without a function that may look at the inputs."""
+    """Return True for an automatic guide of Pyro or this library that contains no function of the inputs."""
     if not isinstance(guide, AutoGuide):
         return False
     parts = [part for part in guide.modules() if isinstance(part, AutoGuide)]
@@ -190,23 +193,23 @@ def ignores_inputs(guide: Any) -> bool:
 
 
 def first_arguments(guide: Any) -> Mapping[int | str, Any]:
-    """Return the arguments, by place or name, of a guide's first run: its local latents belong to these examples.
+    """Return the arguments, by position or name, of a guide's first run: its local latents belong to these examples.
 
-    Empty for guides that may compute such latents from their inputs.
+    They are empty for guides that may compute such latents from their inputs.
     """
     seen: Any = guide.prototype_trace.nodes["_INPUT"] if ignores_inputs(guide) else {}
     return {**dict(enumerate(seen.get("args", ()))), **seen.get("kwargs", {})}
 
 
 def _arguments(guide: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return arguments for a guide; an automatic guide takes the arguments of its model."""
+    """Return the arguments of a guide, which for an automatic guide are those of its model."""
     # A copy or a loaded guide does not know its model.
     knows_model = isinstance(guide, AutoGuide) and guide._model is not None
     return with_missing(guide.model if knows_model else guide, inputs)
 
 
 def _latents(trace: Any) -> dict[str, Tensor]:
-    """Return the values of a guide's run by the model's site names."""
+    """Return the latent values of a guide's run, by site of the model."""
     return {
         name: node["value"].detach()
         for name, node in trace.nodes.items()
@@ -215,7 +218,7 @@ def _latents(trace: Any) -> dict[str, Tensor]:
 
 
 class _AtCentre(SetLatents):
-    """Set every site of a guide to the mean of its distribution, taken before any transform."""
+    """Set every site of a guide to the mean of its distribution, taken before any transforms."""
 
     def _value_of(self, site: Any) -> Tensor:
         try:
@@ -236,6 +239,6 @@ def _centre(fn: Any) -> Tensor:
     if getattr(fn, "has_enumerate_support", False):
         raise NotImplementedError("discrete")
     mean: Tensor = fn.mean
-    if not (is_recording() or mean.isfinite().all()):  # as of a half-Cauchy
+    if not (is_recording() or mean.isfinite().all()):  # as for a half-Cauchy
         raise NotImplementedError("the mean is infinite")
     return mean

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run a model with many draws at a time: the same numbers as a loop over them, in less time.
+"""Run a model with many draws at a time: the same results as a loop over the draws, in less time.
 
-The first draw has run the model with every check. The others need only the statistics that a reader asks for, so that
+The first draw runs the model with all checks. The other draws need only the statistics that a reader asks for:
 
 - a run ends at the sites that are read, and neither records nor draws anything there;
-- one run serves a chunk of draws by ``torch.vmap``, where the model allows it.
+- one run serves a chunk of draws with ``torch.vmap``, if the model allows it.
 
-Kernels of convolutions are an exception: ``vmap`` makes them one convolution of many groups, which a CPU computes more
-slowly than one kernel after the other.
+Convolutions with drawn kernels are an exception: ``vmap`` turns them into one convolution with many groups, which a CPU
+computes more slowly than one kernel after the other.
 
-The plain loop, whose errors name the mistake, runs all other models: those that draw random numbers, keep values in
-their modules, branch on values, or give results that are not finite or distributions that are impossible. A probe finds
-the first two in one more run of the first draw, which must give the same numbers again.
+All other models run in a plain loop, whose errors name the mistake: models that draw random numbers, store values in
+their modules, branch on values, or return infinite results or invalid distributions. The first two cases are detected
+by running the first draw once more.
 """
 
 import pickle
@@ -36,9 +36,9 @@ _UNCHECKED = (constraints.real, constraints.real_vector, constraints.positive_de
 
 
 def possible(fn: Any) -> Tensor:
-    """Return whether the parameters of a distribution are in their domains, also inside ``vmap``.
+    """Return a tensor that is True if the parameters of a distribution are in their domains; works inside ``vmap``.
 
-    NaN is left to those who look at the numbers, positive definiteness to the Cholesky factorisation.
+    NaN is detected by the caller, and matrices that are not positive definite by the Cholesky factorisation.
     """
     found = torch.ones((), dtype=torch.bool)
     if isinstance(fn, td.Uniform):
@@ -54,21 +54,21 @@ def possible(fn: Any) -> Tensor:
 
 
 class _Largest(Watch):
-    """Notes how many elements the largest tensor has that is computed inside ``with``."""
+    """Records the number of elements of the largest tensor that is computed inside the context."""
 
     size = 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):  # expanded views hold less than they show
+            if isinstance(leaf, Tensor):  # expanded views hold fewer elements than their shape suggests
                 held = leaf.untyped_storage().nbytes() // leaf.element_size()
                 self.size = max(self.size, min(held, leaf.numel()))
         return result
 
 
 def agrees(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> bool:
-    """Return whether statistics are equal up to rounding."""
+    """Return True if statistics are equal up to rounding."""
     for name, value in expected.items():
         if not value.is_floating_point():
             continue
@@ -80,13 +80,13 @@ def agrees(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> bool:
 
 
 def _state(module: nn.Module) -> list[Any]:
-    """Return everything that a module holds itself, and how often each tensor was changed in place."""
+    """Return everything that a module holds itself, and the number of in-place changes of each tensor."""
     leaves = tree_leaves(vars(module))
     return leaves + [x._version for x in leaves if isinstance(x, Tensor) and not x.is_inference()]
 
 
 def _same(first: list[Any], second: list[Any]) -> bool:
-    # Identity for objects: equality of tensors is no truth value.
+    # Objects are compared by identity, because the equality of tensors is not a single truth value.
     return len(first) == len(second) and all(
         a is b or (isinstance(a, (int, float, str)) and type(a) is type(b) and a == b)
         for a, b in zip(first, second, strict=True)
@@ -101,21 +101,21 @@ Read = Callable[[Latents], dict[str, Tensor]]
 Way = Callable[[Read, Sequence[Latents]], dict[str, Tensor]]
 
 MAX_CHUNK = 64  # draws that share one run
-# Numbers in the largest tensor of a vectorised run: 16 MiB of float32, so that caches help.
+# Elements of the largest tensor of a vectorised run: 16 MiB of float32, which fit into caches.
 CHUNK_OUTPUT = 2**22
-CHUNK_LATENTS = 2**24  # numbers in the draws of a chunk
+CHUNK_LATENTS = 2**24  # elements of the draws of a chunk
 POSSIBLE = (
     "possible"  # an entry of the statistics: True if the parameters of the distribution are in their domains
 )
 
 
 class ManyDraws:
-    """Chooses at the first draw how a model is best run with many, and runs it so."""
+    """Chooses, at the first draw, the fastest way to run a model with many draws, and runs it that way."""
 
     def __init__(self) -> None:
         self._way: Way | None = None  # None: the plain loop
-        self._chunk = 0  # 0: nothing is known yet
-        # The first draw and what was read of it, which the first chunk must give again.
+        self._chunk = 0  # 0: not chosen yet
+        # The first draw and what was read for it, which the first chunk must reproduce.
         self._untried: tuple[Latents, dict[str, Tensor]] | None = None
 
     @property
@@ -126,17 +126,17 @@ class ManyDraws:
     def chunks(
         self, first: Latents, draws: Iterator[Latents], read: Read
     ) -> Iterator[tuple[Sequence[Latents], dict[str, Tensor] | None]]:
-        """Give the draws in chunks, with what is read of them.
+        """Yield the draws in chunks, with what is read for them.
 
         Args:
-            first: a draw that the model was run with, to try ways with.
-            draws: the others.
-            read: runs the model with the latent values of a draw and returns tensors; without checks, so that it may be
-                run by ``vmap``. Among them may be ``POSSIBLE``.
+            first: a draw with which the model has been run, used to choose the way.
+            draws: the other draws.
+            read: runs the model with the latent values of a draw and returns tensors, possibly with an entry
+                ``POSSIBLE``. It checks nothing, so that ``vmap`` can run it.
 
         Returns:
-            pairs of draws and tensors that are stacked in their first dimension; None where only the plain loop can
-            tell.
+            Pairs of draws and tensors that are stacked along the first dimension; None in place of the tensors if the
+            plain loop must compute them.
         """
         if self._chunk == 0:
             self._choose(first, read)
@@ -144,12 +144,12 @@ class ManyDraws:
             yield chunk, None if self._way is None else self._found(chunk, read)
 
     def run(self, draws: Sequence[Latents], read: Read) -> dict[str, Tensor]:
-        """Return what is read of all draws at once, without checks, once :meth:`chunks` has run some."""
-        assert self._way is not None, "there is a way"
+        """Return what is read for all draws at once, without checks; only after :meth:`chunks` has run."""
+        assert self._way is not None, "chunks() has not run"
         return self._way(read, draws)
 
     def _choose(self, first: Latents, read: Read) -> None:
-        """Find out from one more run how this model is run best."""
+        """Choose the way to run the model from one more run of the first draw."""
         self._chunk = 1
         device = next((value.device for value in first.values()), torch.device("cpu"))
         seen: dict[int, tuple[nn.Module, list[Any]]] = {}
@@ -163,11 +163,11 @@ class ManyDraws:
         try:
             with modules_met(look), _Largest() as largest:
                 plain = _one_by_one(read, [first])
-        except Exception:  # the model's own, whatever it is
+        except Exception:  # any error of the model
             return
         keeps = any(not _same(_state(module), before) for module, before in seen.values())
         if keeps or _generators(device) != generators:
-            return  # a plain loop, for values kept in a module and for random numbers
+            return  # plain loop: the model stores values in a module or draws random numbers
         fitting = min(CHUNK_OUTPUT // largest.size, CHUNK_LATENTS // max(1, size_of(first)))
         self._chunk = min(MAX_CHUNK, max(1, fitting))
         has_kernels = device.type == "cpu" and any(value.dim() >= 3 for value in first.values())
@@ -177,12 +177,12 @@ class ManyDraws:
             self._way, self._untried = _vmapped, (first, plain)
 
     def _found(self, chunk: Sequence[Latents], read: Read) -> dict[str, Tensor] | None:
-        """Return what is read of a chunk, or None where only the plain loop can tell."""
+        """Return what is read for a chunk, or None if the plain loop must compute it."""
         try:
             found = self._tried(chunk, read) if self._untried else self.run(chunk, read)
-        except Exception:  # whatever a foreign model raises when its tensors are batched
+        except Exception:  # any error that the model raises when its tensors are batched
             if self._way is not _vmapped:
-                return None  # the plain loop raises it again, in order, with its checks
+                return None  # the plain loop raises it again, for the right draw and after its checks
             self._way, self._untried = _one_by_one, None
             return self._found(chunk, read)
         fine = found.pop(POSSIBLE, torch.ones((), dtype=torch.bool)).all()
@@ -191,12 +191,13 @@ class ManyDraws:
         return found if fine else None
 
     def _tried(self, chunk: Sequence[Latents], read: Read) -> dict[str, Tensor]:
-        """Run the first chunk with the first draw before it, which must come out as it did by itself.
+        """Run the first chunk together with the first draw, whose results must be those of its own run.
 
         Raises:
-            RuntimeError: it did not: draws of the chunk share what each has for itself, such as random numbers.
+            RuntimeError: if they differ, because draws of a chunk share what each should have for itself, such as
+                random numbers.
         """
-        assert self._untried is not None, "there is something to try"
+        assert self._untried is not None
         (first, plain), self._untried = self._untried, None
         found = _vmapped(read, [first, *chunk])
         if not agrees({name: value[:1] for name, value in found.items()}, plain):
@@ -205,20 +206,20 @@ class ManyDraws:
 
 
 def size_of(latents: Latents) -> int:
-    """Return how many numbers a draw has."""
+    """Return the number of elements of a draw."""
     return sum(value.numel() for value in latents.values())
 
 
 def _vmapped(read: Read, chunk: Sequence[Latents]) -> dict[str, Tensor]:
-    """One run for all draws of a chunk."""
+    """Run the model once for all draws of a chunk."""
     stacked = {name: torch.stack([latents[name] for latents in chunk]) for name in chunk[0]}
-    with pyro.validation_enabled(False), warnings.catch_warnings():  # values cannot be looked at inside
+    with pyro.validation_enabled(False), warnings.catch_warnings():  # values cannot be read inside vmap
         warnings.filterwarnings("error", message="There is a performance drop")
         return torch.vmap(read, randomness="error")(stacked)
 
 
 def _one_by_one(read: Read, chunk: Sequence[Latents]) -> dict[str, Tensor]:
-    """A run for each draw of a chunk."""
+    """Run the model once for each draw of a chunk."""
     with pyro.validation_enabled(False):
         found = [read(latents) for latents in chunk]
     return {name: torch.stack([one[name] for one in found]) for name in found[0]}

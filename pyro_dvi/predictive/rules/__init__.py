@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prediction rules: latent values, or Gaussians of the outputs, in place of the posterior."""
+"""Prediction rules, which represent the posterior by latent values or by Gaussians of the outputs."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prediction rules with one run and without draws: moment propagation, and linearisation around the mode.
+"""Prediction rules with one run of the model and no draws: moment propagation, and linearisation around the mode.
 
-The propagation is an option of :class:`Moments`: the quantities that it treats as independent determine the width of
-predictions. A new propagation is a class with one method, :meth:`Propagation.respond`.
+The propagation is an option of :class:`Moments`; its independence assumptions determine the predictive variance. A new
+propagation is a class with one method, :meth:`Propagation.respond`.
 """
 
 from abc import ABC, abstractmethod
@@ -43,29 +43,29 @@ class Propagation(ABC):
     """Propagates the variances of the weights through a model.
 
     Attributes:
-        counts_weights_once: True if several uses of a weight count as one weight.
+        counts_weights_once: True if covariances between several uses of a weight are kept.
     """
 
     counts_weights_once: ClassVar[bool] = False
 
     @abstractmethod
     def respond(self, weights: Mapping[str, GaussianMoments], run: Callable[[], Response]) -> Response:
-        """Return the response of one run of the model, whose distribution holds moments.
+        """Return the response of one run of the model, whose distribution has moments as parameters.
 
         Args:
-            weights: the moments of the latent sites by name, filled while the model runs.
+            weights: moments of the latent sites by name, filled while the model runs.
             run: runs the model with moments, once.
         """
 
 
 @dataclass(frozen=True)
 class Independent(Propagation):
-    """Treat the units of every layer as independent, as in training; one pass.
+    """Treat the units of every layer as independent, as in training, in one pass.
 
-    Status: exact variances for one hidden layer. In other networks, units are correlated, since skip connections and
-    kernels that act at many positions share weights; the correlations are dropped. Variances of deep residual networks
-    are too small. Variances after layer, group or instance normalisation can be too large, if the inputs of the layer
-    are nearly equal and share their noise. :func:`~pyro_dvi.diagnostics.compare_with_sampling` measures how much.
+    Status: exact variances for one hidden layer. In other networks, units are correlated, because skip connections and
+    convolution kernels share weights; these correlations are dropped. Variances of deep residual networks are too
+    small. Variances after layer, group or instance normalisation are too large if the inputs of the layer are nearly
+    equal and share their noise. :func:`~pyro_dvi.diagnostics.compare_with_sampling` measures the errors.
     """
 
     def respond(self, weights: Mapping[str, GaussianMoments], run: Callable[[], Response]) -> Response:
@@ -75,11 +75,11 @@ class Independent(Propagation):
 
 @dataclass(frozen=True)
 class FullCovariance(Propagation):
-    """Pass on the covariances between the activations of each example, as training with ``full_covariance`` does.
+    """Propagate covariances between the activations of each example, as in training with ``full_covariance=True``.
 
-    Status: exact moments for one hidden layer, and covariances of its outputs; in deeper networks activations count as
-    jointly Gaussian. For networks of linear layers and ReLU; a function that would lose covariances is an error. Cost
-    grows with the square of the width.
+    Status: moments and covariances of the outputs are exact for one hidden layer; in deeper networks, activations are
+    taken to be jointly Gaussian. Only networks of linear layers and ReLU are supported; a function that would lose
+    covariances raises an error. The cost grows with the square of the width.
 
     Source: Wu et al. (2019), "Deterministic variational inference for robust Bayesian neural networks".
     """
@@ -92,22 +92,23 @@ class FullCovariance(Propagation):
 
 @dataclass(frozen=True)
 class ReverseDelta(Propagation):
-    r"""Variances of the outputs with the covariances that shared weights cause: the smoothed reverse delta method.
+    r"""Propagate output variances with the covariances due to shared weights: the smoothed reverse delta method.
 
     .. math:: \mathrm{Var}[f_k] \approx \sum_w (\partial m_k / \partial \bar w)^2\, \mathrm{Var}[w] + \dots
 
     Slopes are averages over the noise (:math:`\Phi(\mu/\sigma)` for ReLU). Paths that share a weight are summed before
     squaring, so skip connections, convolutions and tied layers keep their covariances.
 
-    Status: exact for linear models, a first-order approximation with smoothed slopes otherwise. Means agree with
-    :class:`Independent`. Inputs are treated as deterministic: only the noise of weights is propagated.
+    Status: exact for linear models; otherwise a first-order approximation with smoothed slopes. Means equal those of
+    :class:`Independent`. Inputs are treated as deterministic: only the noise of the weights is propagated.
 
-    Cost: one run with gradients, and one backward pass per output of an example. If a function of a weight has no
-    per-example rule, or mixes examples, also one pass per example. See :mod:`pyro_dvi.curvature.reverse_delta`.
+    The cost is one run with gradients, and one backward pass per output of an example; if a function of a weight has no
+    per-example rule, or mixes examples, it is one pass per example as well. See
+    :mod:`pyro_dvi.curvature.reverse_delta`.
 
     Raises:
-        UnsupportedError: a parameter of the observed distribution has no row for each example, or the model changed a
-            deterministic input of a layer in place.
+        UnsupportedError: if a parameter of the observed distribution does not have one row per example, or the model
+            changed a deterministic input of a layer in place.
     """
 
     counts_weights_once: ClassVar[bool] = True
@@ -138,18 +139,18 @@ def _pulled_back(
     gaussian = value if value.link is None else value.link.inner
     axis -= event_dim_of(part.family, name) or 0
     if gaussian.dim() < -axis or gaussian.shape[axis] != num_rows:
-        if not recorder.reaches(gaussian):  # one number for all examples, as an uncertain noise scale
+        if not recorder.reaches(gaussian):  # one value for all examples, such as an uncertain noise scale
             return value.detach()
         raise UnsupportedError(
-            f"ReverseDelta(): parameter {name!r} of {part.family.__name__} has the shape {tuple(gaussian.shape)}, "
-            f"without a row for each of {num_rows} examples: predict with Moments(propagation=Independent())"
+            f"ReverseDelta() needs one row per example, but parameter {name!r} of {part.family.__name__} has the shape "
+            f"{tuple(gaussian.shape)} for {num_rows} examples: predict with Moments(propagation=Independent())"
         )
     inner = GaussianMoments(gaussian.loc.detach(), recorder.variance(gaussian, axis).detach())
     if value.link is None:
         return inner
     function: Any = value.link.function
     with torch.no_grad():
-        result = function(inner)  # moments, of moments
+        result = function(inner)  # moments, because inner is
     return result.linked(replace(value.link, inner=inner))
 
 
@@ -159,26 +160,27 @@ class Moments(PredictionRule):
 
     .. math:: p(y \mid x) \approx \int p(y \mid f)\, \mathcal N(f; m_f(x), v_f(x))\, \mathrm df
 
-    The rule for posteriors trained with :class:`~pyro_dvi.MomentPropagationELBO`; it works with any factorised Gaussian
-    guide, and with a :class:`~pyro_dvi.LaplaceGuide` after ``guide.fit(batches, Diagonal())``. Predictions with
-    Gaussian noise have mean :math:`m` and variance :math:`v + \mathrm E[\sigma^2]`; class probabilities are the
-    expected softmax.
+    This is the default rule for posteriors trained with :class:`~pyro_dvi.MomentPropagationELBO`. It works with any
+    factorised Gaussian guide, and with a :class:`~pyro_dvi.LaplaceGuide` after ``guide.fit(batches, Diagonal())``.
+    Predictions with Gaussian noise have mean :math:`m` and variance :math:`v + \mathrm E[\sigma^2]`; class
+    probabilities are the expected softmax.
 
-    Status: exact if every weight enters each output once, as in linear models and, up to the Gaussian form of the
-    output, in networks with one hidden layer. In deeper networks, with shared kernels and with weights that are used
-    twice, covariances are dropped; :func:`~pyro_dvi.diagnostics.compare_with_sampling` measures the effect.
+    Status: exact if every weight enters each output once, as in linear models and (except that outputs are taken to be
+    Gaussian) in networks with one hidden layer. In deeper networks, with convolution kernels, and with weights that are
+    used twice, covariances are dropped; :func:`~pyro_dvi.diagnostics.compare_with_sampling` measures the effect.
 
     Args:
-        link: from moments of logits to probabilities: ``SobolSoftmax()`` or ``Probit()`` of :mod:`pyro_dvi.links`.
-        noise: from an uncertain noise scale to a predictive distribution: ``MomentMatched()``, a Normal, or
-            ``GaussHermite(n)``, a mixture, which is more accurate and keeps the heavier tails.
-        propagation: of the variances through the network: ``Independent()``, as in training; ``FullCovariance()`` and
-            ``ReverseDelta()`` keep covariances.
+        link: maps moments of logits to class probabilities: ``SobolSoftmax()`` or ``Probit()`` of
+            :mod:`pyro_dvi.links`.
+        noise: maps an uncertain noise scale to a predictive distribution: ``MomentMatched()`` to a Normal,
+            ``GaussHermite(n)`` to a mixture, which is more accurate and has heavier tails.
+        propagation: propagates variances through the network: ``Independent()``, as in training, or
+            ``FullCovariance()`` or ``ReverseDelta()``, which keep covariances.
 
     Raises:
-        ArgumentError: ``link``, ``noise`` or ``propagation`` is not an object of the required kind.
-        GuideError: the guide is not a factorised Gaussian.
-        UnsupportedError: a function or distribution of the model has no rule.
+        ArgumentError: if ``link``, ``noise`` or ``propagation`` is not an object of the required class.
+        GuideError: if the guide is not a factorised Gaussian.
+        UnsupportedError: if a function or distribution of the model has no rule.
 
     Source: Schmitt & Roth (2021), Eq. 19-20.
     """
@@ -197,7 +199,7 @@ class Moments(PredictionRule):
         )
 
     def components(self, guide: Any, inputs: tuple[Any, ...], respond: Respond) -> Iterator[Response]:
-        """Give the one component."""
+        """Yield the single component."""
         centre, marginals = posterior_gaussians(guide, inputs)
         joint = [name for name, gaussian in marginals.gaussians.items() if is_joint(gaussian.base)]
         if joint and self.propagation.counts_weights_once:
@@ -213,7 +215,7 @@ class Moments(PredictionRule):
             )
 
         weights = PosteriorMoments(marginals, propagated)
-        of_guide = getattr(guide, "__dict__", {})  # not by setattr, which a module may refuse
+        of_guide = getattr(guide, "__dict__", {})  # without setattr, which a module may reject
         known = "_warned_of_repeated_uses" in of_guide or self.propagation.counts_weights_once
         recorder = nullcontext if known else warned_of_repeated_uses
         of_guide["_warned_of_repeated_uses"] = True
@@ -230,26 +232,28 @@ class Linearised(PredictionRule):
         p(y \mid x) \approx \int p(y \mid f)\, \mathcal N\bigl(f;\, f(x; \hat u),\, J P^{-1} J^\top\bigr)\,\mathrm df,
         \qquad J = \partial f(x; \hat u)/\partial u
 
-    The rule for a fitted :class:`~pyro_dvi.LaplaceGuide`. The outputs f are the unconstrained parameters of the
-    observed distribution: a mean, logits, the logarithm of a rate or of a noise scale. Drawn weights would evaluate the
-    network far from the mode, where the Gaussian was fitted; linearised predictions use the network only at the mode.
+    This is the default rule for a fitted :class:`~pyro_dvi.LaplaceGuide`. The outputs f are the unconstrained
+    parameters of the observed distribution: a mean, logits, the logarithm of a rate or of a noise scale. Drawn weights
+    would evaluate the network far from the mode, where the Gaussian was fitted; linearised predictions use the network
+    only at the mode.
 
-    Status: exact for models that are linear in their latents. Given the Gaussian of f: exact for Normal, LogNormal and
-    MultivariateNormal with deterministic noise and for Bernoulli. Class probabilities are as exact as ``link``.
-    ``noise`` treats an uncertain noise scale, including its correlation with the mean. Any other distribution becomes a
-    mixture over points.
+    Status: exact for models that are linear in their latents. Given the Gaussian of f, predictions are exact for
+    Normal, LogNormal and MultivariateNormal with deterministic noise, and for Bernoulli; class probabilities are as
+    accurate as ``link``; ``noise`` accounts for an uncertain noise scale and its correlation with the mean. Any other
+    distribution becomes a mixture over points.
 
     Args:
-        link: from Gaussian logits, with their covariance, to class probabilities: ``Probit()`` or ``SobolSoftmax(n)``
-            of :mod:`pyro_dvi.links`.
-        noise: from an uncertain noise scale to a predictive distribution: ``GaussHermite(n)``, a mixture, or
-            ``MomentMatched()``, a Normal with the same mean and variance.
+        link: maps Gaussian logits with covariances to class probabilities: ``Probit()`` or ``SobolSoftmax(n)`` of
+            :mod:`pyro_dvi.links`.
+        noise: maps an uncertain noise scale to a predictive distribution: ``GaussHermite(n)`` to a mixture,
+            ``MomentMatched()`` to a Normal with the same mean and variance.
         num_points: number of Sobol points if more than two parameters of an observation are uncertain and there is no
             closed form.
 
     Raises:
-        ArgumentError: ``link`` or ``noise`` is not an object of the required kind, or ``num_points`` is less than one.
-        GuideError: the guide is not a LaplaceGuide, or not fitted.
+        ArgumentError: if ``link`` or ``noise`` is not an object of the required class, or ``num_points`` is less than
+            one.
+        GuideError: if the guide is not a LaplaceGuide, or is not fitted.
 
     Source: Immer, Korzepa & Bauer (2021), "Improving predictions of Bayesian neural nets via local linearization".
 
@@ -278,13 +282,13 @@ class Linearised(PredictionRule):
         check_count("num_points", self.num_points)
 
     def components(self, guide: Any, inputs: tuple[Any, ...], respond: Respond) -> Iterator[Response]:
-        """Give the one component."""
+        """Yield the single component."""
         linearised = getattr(guide, "linearised", None)
         if linearised is None:
             raise GuideError(
-                f"Linearised() needs a LaplaceGuide, not a {type(guide).__name__}: use Samples(30)"
+                f"Linearised() requires a LaplaceGuide, not a {type(guide).__name__}: use Samples(30)"
             )
-        # Any value of every latent site: those that are read replace it.
+        # Any values of the latent sites will do: reading the outputs replaces them.
         centre = posterior_mean(guide, inputs)
         responses: list[Response] = []
 

@@ -35,13 +35,13 @@ from pyro_dvi.runs.sites import AllRows
 
 
 class PredictionRule(ABC):
-    """Turns a posterior into a predictive distribution.
+    """Maps a posterior to a predictive distribution.
 
-    ``num_components`` is the number of distributions that :meth:`components` gives for a batch. ``tells_noise_apart``
-    is true if each distribution is the noise around one value of the latents, so that the remaining uncertainty is due
-    to the posterior. ``averages_draws`` is true if the rule also averages over values that the model draws at sites
-    that are neither in the guide nor observed. ``keeps_components`` is true if there are few enough distributions to
-    keep them by default.
+    ``num_components`` is the number of distributions that :meth:`components` yields for a batch. ``tells_noise_apart``
+    is true if each distribution contains only the noise, given one value of the latents, so that the remaining
+    uncertainty is due to the posterior. ``averages_draws`` is true if the rule also averages over values that the model
+    draws at sites that are neither in the guide nor observed. ``keeps_components`` is true if there are few enough
+    distributions to keep them by default.
     """
 
     num_components: int = 1
@@ -51,14 +51,14 @@ class PredictionRule(ABC):
 
     @abstractmethod
     def components(self, guide: Any, inputs: tuple[Any, ...], respond: Respond) -> Iterator[Response]:
-        """Give the components of the mixture for a batch, one after the other.
+        """Yield the components of the mixture for a batch, one by one.
 
-        Random numbers come from torch's global generator, which has the same seed for every batch.
+        Random numbers come from torch's global generator, which is seeded in the same way for every batch.
 
         Args:
             guide: the posterior, a Pyro guide.
             inputs: positional arguments of the model and the guide for this batch.
-            respond: runs the model with the latent values that it is given, by site name.
+            respond: runs the model with latent values, given by site name.
         """
 
 
@@ -66,15 +66,15 @@ class PredictionRule(ABC):
 class AtMean(PredictionRule):
     r"""Predict with every weight at its posterior mean, :math:`p(y \mid x, \mathrm{E}_q\theta)`.
 
-    One run of the model. The rule for MAP estimates, and for posteriors trained with :class:`~pyro_dvi.TaylorELBO`,
-    which trains the mean for its neighbourhood. For constrained sites (such as a positive scale), the mean is taken in
-    unconstrained space, which makes it the guide's median.
+    It needs one run of the model. It is the default rule for MAP estimates, and for posteriors trained with
+    :class:`~pyro_dvi.TaylorELBO`, which evaluates the likelihood at the mean. For constrained sites (such as a positive
+    scale), the mean is taken in unconstrained space, which makes it the guide's median.
 
     Status: exact at the mean; ignores the posterior variance.
     """
 
     def components(self, guide: Any, inputs: tuple[Any, ...], respond: Respond) -> Iterator[Response]:
-        """Give the one component."""
+        """Yield the single component."""
         yield respond(posterior_mean(guide, inputs))
 
 
@@ -87,51 +87,51 @@ class FromDraws(PredictionRule):
 
     @property
     def num_components(self) -> int:  # type: ignore[override]
-        """As many as draws."""
+        """The number of draws."""
         return self.num_samples
 
     def components(self, guide: Any, inputs: tuple[Any, ...], respond: Respond) -> Iterator[Response]:
-        """Give one component for each draw."""
+        """Yield one component for each draw."""
         return map(respond, self.draws(guide, inputs))
 
     def repeats(self, guide: Callable[..., Any]) -> bool:
-        """Return whether every batch has the same draws, whatever its inputs."""
+        """Return True if every batch has the same draws, whatever its inputs."""
         return True
 
     @abstractmethod
     def draws(self, guide: Callable[..., Any], inputs: tuple[Any, ...]) -> Iterator[dict[str, Tensor]]:
-        """Give the latent values of one draw after the other."""
+        """Yield the latent values of each draw."""
 
 
 @dataclass(frozen=True)
 class Samples(FromDraws):
     r"""Average the predictions of ``num_samples`` draws from the posterior.
 
-    The rule for posteriors trained with sampling (Pyro's ``Trace_ELBO``). Every batch uses the same draws, so each draw
-    is one function over all inputs, and the batch size does not matter.
+    It is the default rule for posteriors trained with sampled weights, as with Pyro's ``Trace_ELBO``. Every batch uses
+    the same draws, so each draw is one function of all inputs, and the batch size does not affect the predictions.
 
-    Status: unbiased for the probabilities (and the mean and second moment) under the posterior; the error decreases
-    with the square root of ``num_samples``.
+    Status: unbiased for probabilities, means and second moments under the posterior; the error decreases with the
+    square root of ``num_samples``.
 
     Args:
-        num_samples: number of draws from the guide; 30 are enough for networks.
+        num_samples: number of draws from the guide; 30 are sufficient for networks.
 
     Raises:
-        ArgumentError: less than one draw.
+        ArgumentError: if ``num_samples`` is less than one.
     """
 
     num_samples: int = 30
 
     def __post_init__(self) -> None:
         check_count("num_samples", self.num_samples)
-        object.__setattr__(self, "num_samples", int(self.num_samples))  # of NumPy, say
+        object.__setattr__(self, "num_samples", int(self.num_samples))  # it may be a NumPy integer
 
     def repeats(self, guide: Callable[..., Any]) -> bool:
-        """Return True for an automatic guide without a function that looks at the inputs."""
+        """Return True for an automatic guide that contains no function of the inputs."""
         return ignores_inputs(guide)
 
     def draws(self, guide: Callable[..., Any], inputs: tuple[Any, ...]) -> Iterator[dict[str, Tensor]]:
-        """Give the latent values of one draw after the other."""
+        """Yield the latent values of each draw."""
         return seeded_draws(guide, inputs, self.num_samples)
 
 
@@ -141,15 +141,16 @@ class OfMembers(PredictionRule):
 
     .. math:: p(y \mid x) \approx \frac1K \sum_{k=1}^K p_k(y \mid x)
 
-    The default for an :class:`~pyro_dvi.training.EnsembleGuide`; ``method=`` names the rule of each member.
+    It is the default rule for an :class:`~pyro_dvi.training.EnsembleGuide`, whose members predict with the rule
+    ``method`` of :func:`~pyro_dvi.predict`, or with their own rules.
 
-    Status: exact, given the :math:`p_k`, which are as accurate as the rule of each member.
+    Status: exact, given the :math:`p_k`, which are as accurate as the rules of the members.
 
     Args:
         rules: one rule per member.
 
     Raises:
-        ArgumentError: rules that give unequal numbers of distributions, which would have unequal weights.
+        ArgumentError: if the rules have different numbers of components, so that members would have unequal weights.
     """
 
     rules: tuple[PredictionRule, ...]
@@ -158,7 +159,8 @@ class OfMembers(PredictionRule):
         counts = [rule.num_components for rule in self.rules]
         if len(set(counts)) > 1:
             raise ArgumentError(
-                f"members predict by {counts} distributions: name one rule, method=Samples(30)"
+                f"the members predict with different numbers of distributions, {counts}: choose one rule for all, such "
+                "as method=Samples(30)"
             )
 
     def __repr__(self) -> str:
@@ -167,22 +169,22 @@ class OfMembers(PredictionRule):
 
     @property
     def num_components(self) -> int:  # type: ignore[override]
-        """The number of components of all members together."""
+        """The total number of components of all members."""
         return sum(rule.num_components for rule in self.rules)
 
     @property
     def tells_noise_apart(self) -> bool:  # type: ignore[override]
-        """True if the rules of all members tell noise apart."""
+        """True if the rules of all members separate noise from posterior uncertainty."""
         return all(rule.tells_noise_apart for rule in self.rules)
 
     @property
     def keeps_components(self) -> bool:  # type: ignore[override]
-        """True with one component for each member."""
+        """True if each member has one component."""
         return self.num_components == len(self.rules)
 
     def components(self, guide: Any, inputs: tuple[Any, ...], respond: Respond) -> Iterator[Response]:
-        """Give the components of one member after the other, of runs of the ensemble's model."""
-        # As Components does, so that a prepared predictor has its numbers.
+        """Yield the components of one member after the other, from runs of the ensemble's model."""
+        # The same seeds as in Components, so that a predictor gives the same results.
         seeds = torch.randint(2**31 - 1, (len(self.rules),)).tolist()
         for place, (member, rule) in enumerate(zip(members_of(guide), self.rules, strict=True)):
             with member.in_store():
@@ -196,12 +198,12 @@ def _respond(respond: Respond, place: int, latents: Latents) -> Response:
 
 
 def draws_weights(rule: PredictionRule) -> bool:
-    """Return whether each component of a rule comes from a draw of the weights."""
+    """Return True if each component of a rule comes from a draw of the weights."""
     return all(map(draws_weights, rule.rules)) if isinstance(rule, OfMembers) else isinstance(rule, FromDraws)
 
 
 def with_draws(rule: PredictionRule, count: int) -> PredictionRule:
-    """Return the rule that draws about ``count`` weights in all, the same number from each member."""
+    """Return a rule with about ``count`` draws of the weights in total, the same number from each member."""
     if isinstance(rule, OfMembers):
         share = max(1, count // len(rule.rules))
         return OfMembers(tuple(with_draws(own, share) for own in rule.rules))
@@ -212,11 +214,11 @@ def with_draws(rule: PredictionRule, count: int) -> PredictionRule:
 class PriorSamples(FromDraws):
     """Average the predictions of draws from the model's prior.
 
-    Every draw is a run of the model with a seed of its own and the same inputs, so that each is one function over all
-    batches.
+    Every draw is a run of the model with its own seed and the same inputs, so that each draw is one function of all
+    inputs.
 
     Args:
-        num_samples: draws.
+        num_samples: number of draws.
         model: the Pyro model.
         inputs: its arguments for the first batch, without the observation.
         sites: names of its latent sites.
@@ -228,10 +230,10 @@ class PriorSamples(FromDraws):
     sites: Collection[str] = field(repr=False)
 
     def draws(self, guide: Callable[..., Any], inputs: tuple[Any, ...]) -> Iterator[dict[str, Tensor]]:
-        """Give the latent values of one draw after the other, whatever the posterior and the inputs of this batch.
+        """Yield the latent values of the draws, which do not depend on the posterior or on the inputs of this batch.
 
         Raises:
-            UnsupportedError: a prior that has no draws.
+            UnsupportedError: if a prior cannot be sampled.
         """
         for _ in reseeded(self.num_samples):
             try:
@@ -241,6 +243,6 @@ class PriorSamples(FromDraws):
             except NotImplementedError as error:
                 reason = str(error).splitlines()[0]  # Pyro adds the shapes of its trace
                 raise UnsupportedError(
-                    f"a prior cannot be drawn from ({reason}): leave out prior="
+                    f"the prior of the model cannot be sampled ({reason}): omit prior="
                 ) from error
             yield {name: nodes[name]["value"] for name in self.sites if name in nodes}

@@ -291,7 +291,7 @@ def test_latents_of_single_examples():
     x = torch.randn(8)
     posterior = to_arviz(model, amortised, (x, x), 5)
     assert values(posterior, "posterior", "z").shape == (1, 5, 8)
-    with pytest.raises(DataError, match=r"\['z'\] have a value for each example.*batch_size"):
+    with pytest.raises(DataError, match=r"'z' has one value per example.*batch_size"):
         to_arviz(model, amortised, (x, x), 5, batch_size=4)
     with pytest.raises(DataError, match="batch_size"):  # their predictions would be wrong too
         to_arviz(model, amortised, (x, x), 5, batch_size=4, sites=[])

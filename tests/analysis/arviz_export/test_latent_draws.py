@@ -164,7 +164,7 @@ def test_kronecker_factors_export():
 
 def test_a_method_without_draws_exports_its_predictions():
     guide = laplace(ConjugateGradient())
-    with pytest.raises(UnsupportedError, match=r"no draws.*sites=\[\] exports predictions alone"):
+    with pytest.raises(UnsupportedError, match=r"no draws.*sites=\[\] exports only predictions"):
         to_arviz(model, guide, (X, Y))
     exported = to_arviz(model, guide, (X, Y), sites=[])
     assert groups(exported) == {
@@ -240,33 +240,36 @@ DRAWS = torch.zeros(5, 3)
 MISTAKES = {
     "unequal lengths": (
         lambda: to_arviz(model, {"weight": DRAWS, "bias": torch.zeros(6)}, (X, Y)),
-        r"numbers of draws \{'weight': 5, 'bias': 6\}",
+        r"numbers of given draws are \{'weight': 5, 'bias': 6\}",
     ),
     "misspelt": (
         lambda: to_arviz(model, {"weigth": DRAWS}, (X, Y)),
-        r"of sites \['weigth'\], but the latent sites of the model are \['weight'\]",
+        r"for sites \['weigth'\], but the latent sites of the model are \['weight'\]",
     ),
     "misspelt, without observations": (
         lambda: to_arviz(model, {"weigth": DRAWS}, X),
-        r"of sites \['weigth'\], but",
+        r"for sites \['weigth'\], but",
     ),
     "a site is missing": (
         lambda: to_arviz(mixed, {"slope": torch.zeros(5)}, (X, Y)),
-        r"of sites \['slope'\], but the latent sites of the model are \['slope', 'kind'\]",
+        r"for sites \['slope'\], but the latent sites of the model are \['slope', 'kind'\]",
     ),
     "observed site": (
         lambda: to_arviz(model, {"weight": DRAWS, "obs": torch.zeros(5, 12)}, (X, Y)),
-        r"of sites \['weight', 'obs'\], but the latent sites of the model are \['weight'\]",
+        r"for sites \['weight', 'obs'\], but the latent sites of the model are \['weight'\]",
     ),
     "chains": (
         lambda: to_arviz(model, {"weight": torch.zeros(2, 5, 3)}, (X, Y)),
-        r"draw of site 'weight' has the shape \(5, 3\), its value in the model \(3,\).*group_by_chain",
+        r"draw of site 'weight' has the shape \(5, 3\), but its value.* has the shape \(3,\).*group_by_chain",
     ),
-    "nothing": (lambda: to_arviz(model, {}, (X, Y)), r"numbers of draws \{\}"),
-    "no draws": (lambda: to_arviz(model, {"weight": torch.zeros(0, 3)}, (X, Y)), r"draws \{'weight': 0\}"),
+    "nothing": (lambda: to_arviz(model, {}, (X, Y)), r"numbers of given draws are \{\}"),
+    "no draws": (
+        lambda: to_arviz(model, {"weight": torch.zeros(0, 3)}, (X, Y)),
+        r"draws are \{'weight': 0\}",
+    ),
     "a method": (
         lambda: to_arviz(model, {"weight": DRAWS}, (X, Y), method=AtMean()),
-        r"leave out method=AtMean\(\)",
+        r"omit method=AtMean\(\)",
     ),
     "a number of draws": (
         lambda: to_arviz(model, {"weight": DRAWS}, (X, Y), 4),

@@ -220,7 +220,7 @@ def check(model=line, data=(X, X), **options):
 MISTAKES = {
     "no observations": (check(data=(X,)), DataError, r"pass them with the inputs, as \(x, y\)"),
     "one draw": (check(num_samples=1), ArgumentError, "at least 2"),
-    "NaN": (check(model=overflowing), NonFiniteError, "is NaN for some draws of the prior"),
+    "NaN": (check(model=overflowing), NonFiniteError, "is NaN for some draws from the prior"),
     "an improper prior": (check(model=improper), ModelError, "improper priors have no prior predictive"),
     "another site": (check(site="z"), ModelError, "no observed site 'z'"),
     "NaN in the data": (check(data=(X, X / 0 * 0)), DataError, "NaN"),

@@ -98,7 +98,7 @@ MISTAKES = {
         DataError,
         "'A' has no metric 'nll' in some run",
     ),
-    "NaN": (lambda: plots.compare({"A": {"nll": np.nan}}), DataError, "nll of 'A' is empty, or holds"),
+    "NaN": (lambda: plots.compare({"A": {"nll": np.nan}}), DataError, "nll of 'A' is empty, or contains"),
     "axes": (
         lambda: plots.compare(RESULTS, axes=[plt.figure().add_subplot()]),
         ArgumentError,

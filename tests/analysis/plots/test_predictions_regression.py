@@ -45,13 +45,13 @@ MISTAKES = {
     "lengths": (
         lambda: plots.regression_band(X, {"mean": [1.0]}),
         DataError,
-        "mean has 1 numbers for 3 values of x",
+        "mean has 1 values for 3 values of x",
     ),
     "no mean": (lambda: plots.regression_band(X, {"variance": TOTAL}), DataError, "has no mean"),
     "NaN": (
         lambda: plots.regression_band([np.nan, 1, 2], {"mean": MEAN}),
         DataError,
-        "x is empty, or holds values",
+        "x is empty, or contains values",
     ),
 }
 

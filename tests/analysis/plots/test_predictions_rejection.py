@@ -89,10 +89,10 @@ def test_nothing_wrong_and_everything_wrong():
 
 
 MISTAKES = {
-    "no labels": (lambda: plots.rejection_curve([[0.9, 0.1]]), "came without labels"),
+    "no labels": (lambda: plots.rejection_curve([[0.9, 0.1]]), "have no labels"),
     "a prediction without labels": (
         lambda: plots.rejection_curve({"A": predicted(dist.Categorical, torch.ones(1, 1))}),
-        "of 'A' came without labels",
+        "of 'A' have no labels",
     ),
     "no methods": (lambda: plots.rejection_curve({}, [0]), "the methods are"),
     "one uncertainty missing": (

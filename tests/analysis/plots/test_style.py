@@ -18,5 +18,5 @@ def test_an_array_of_axes_is_refused():
 def test_columns_are_flat_doubles_and_finite():
     assert style.column(torch.ones(2, 1, dtype=torch.bfloat16), "x").dtype == np.float64
     for values in ([1.0, np.nan], []):
-        with pytest.raises(DataError, match="x is empty, or holds values that are NaN"):
+        with pytest.raises(DataError, match="x is empty, or contains values that are NaN"):
             style.column(values, "x")

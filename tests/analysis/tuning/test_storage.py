@@ -98,9 +98,7 @@ def test_a_line_that_was_not_finished_is_left_out(tmp_path):
 def test_another_file_is_refused_and_left_as_it_is(content, tmp_path):
     path = tmp_path / "notes"
     path.write_text(content)
-    with pytest.raises(
-        CheckpointError, match="something else than trainings with seed 0 of the settings lr, act"
-    ):
+    with pytest.raises(CheckpointError, match="not a training run with seed 0 and the settings lr, act"):
         tune(stand_in, LISTS, score=score, storage=path)
     assert path.read_text() == content
 
@@ -110,7 +108,7 @@ def test_another_seed_and_other_rows_are_refused(tmp_path):
     tune(stand_in, LISTS, score=score, storage=path)
     with pytest.raises(CheckpointError, match="with seed 1"):
         tune(stand_in, LISTS, score=score, storage=path, seed=1)
-    with pytest.raises(ArgumentError, match="choose another storage"):
+    with pytest.raises(ArgumentError, match="choose another path for storage"):
         tune(stand_in, {**LISTS, "act": ("relu", "gelu")}, score=lambda *_: torch.ones(2), storage=path)
 
 

@@ -102,7 +102,7 @@ REFUSED = {
     "three entries": (
         lambda: predict(model, guide, (X, X, torch.arange(10))),
         DataError,
-        r"3 entries, the model the arguments \['x', 'y'\]",
+        r"3 entries, but the model has the arguments \['x', 'y'\]",
     ),
     "three entries of a loader": (
         lambda: predict(model, guide, DataLoader(TensorDataset(X, X, X))),
@@ -112,12 +112,12 @@ REFUSED = {
     "input by name only": (
         lambda: predict(by_name, guide, {"x": X, "scale": torch.ones(10), "y": X}, observed="y"),
         DataError,
-        r"takes \['scale'\] by name only.*move the",
+        r"arguments \['scale'\].* are keyword-only.*move the",
     ),
     "which is observed": (
         lambda: predict(masked, guide, (X, X, X)),
         ArgumentError,
-        "name it, as observed='mask'",
+        "name it, such as observed='mask'",
     ),
     "guide of draws": (lambda: predict(model, {"w": torch.zeros(3)}, X), GuideError, "type dict.*Predictive"),
     "no guide": (lambda: predict(model, None, X), GuideError, "type NoneType"),
@@ -214,7 +214,7 @@ def test_latents_that_are_computed_from_the_inputs_are_predicted_batch_by_batch(
         with pyro.plate("data", len(x)):
             pyro.sample("z", dist.Normal(x, 0.1))
 
-    with pytest.raises(DataError, match=r"computes them from its inputs.*pyro.plate\(name, len\(x\)\)"):
+    with pytest.raises(DataError, match=r"computes the values from its inputs.*pyro.plate\(name, len\(x\)\)"):
         predict(local, amortised, X, AtMean(), batch_size=5)
     for part in (X[:5], X[5:]):
         torch.testing.assert_close(predict(local, amortised, part, AtMean()).mean, 2 * part)

@@ -90,7 +90,7 @@ def test_an_observation_given_by_name_only_needs_no_naming():
 
     for data in ({"x": X, "y": 2 * X}, (X, 2 * X)):
         assert predict(model, slope, data, site="a").metrics()["rmse"] < 1e-6
-    with pytest.raises(DataError, match=r"takes \['b'\] by name only"):
+    with pytest.raises(DataError, match=r"arguments \['b'\].* are keyword-only"):
         predict(keyword_responses, slope, {"x": X, "a": X, "b": X}, site="a")
 
 
@@ -133,9 +133,9 @@ def test_latents_of_single_examples_stay_with_their_examples(method, score):
         guide = AutoNormal(model)
         guide(X, X)
         for part in (X[10:], (X[10:], X[10:])):
-            with pytest.raises(DataError, match=r"\['z'\] have a value for each example.*batch"):
+            with pytest.raises(DataError, match=r"'z' has one value per example.*batch"):
                 score(model, guide, part, method=method)
-        with pytest.raises(DataError, match=r"\['z'\] have a value for each example.*batch"):
+        with pytest.raises(DataError, match=r"'z' has one value per example.*batch"):
             score(model, guide, (X, X), method=method, batch_size=10)
         assert score(model, guide, (X, X), method=method) is not None
 
@@ -143,7 +143,7 @@ def test_latents_of_single_examples_stay_with_their_examples(method, score):
 def test_examples_of_a_second_batch_do_not_get_the_latents_of_the_first():
     guide = AutoNormal(local_without_size)
     guide(X[:10], X[:10])
-    with pytest.raises(DataError, match=r"\['z'\].*examples 10 and later"):
+    with pytest.raises(DataError, match=r"'z'.*starts at example 10"):
         predict(local_without_size, guide, (X, X), batch_size=10)
 
 
@@ -153,7 +153,7 @@ def test_latents_of_single_examples_are_not_those_of_other_data_of_equal_length(
     guide(X, y=X)
     for other in (X + 0.5, (X + 0.5, X), X.flip(0)):
         for score in (predict, to_arviz):
-            with pytest.raises(DataError, match=r"\['z'\] have a value for each example, learned for other"):
+            with pytest.raises(DataError, match=r"'z' has one value per example.*learnt for other"):
                 score(local_without_size, guide, other, method=AtMean())
     for same in (X.clone(), (X.double().float(), X + 1), [(X, X)]):
         assert len(predict(local_without_size, guide, same, AtMean())) == 20
@@ -182,7 +182,7 @@ def test_amortised_latents_in_a_subsampled_plate():
             pyro.sample("z", dist.Normal(x, 0.1))
 
     torch.testing.assert_close(predict(local, guide, X, AtMean()).mean, 2 * X)
-    with pytest.raises(DataError, match="20 of them, but this batch has 10"):
+    with pytest.raises(DataError, match="20 values, but this batch has 10"):
         predict(local, guide, X[10:])
 
 
@@ -329,7 +329,7 @@ def test_images_of_classes(method):
         by_position = p.gather(-1, y[..., None])[..., 0].log().sum(-1)
         torch.testing.assert_close(prediction.log_likelihood(), by_position)
         assert math.isclose(prediction.metrics(y)["nll"], -float(by_position.mean()), rel_tol=1e-5)
-    with pytest.raises(DataError, match="Categorical cannot give"):
+    with pytest.raises(DataError, match="outside the support of Categorical"):
         predict(model, slope, (x, y + 0.5), method)
 
 

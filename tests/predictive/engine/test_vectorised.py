@@ -279,7 +279,7 @@ def test_an_impossible_value_of_a_later_draw_is_reported_as_by_the_loop():
 
     y = torch.full((4,), 0.2)
     for rule in (Samples(200), Loop(200)):
-        with pytest.raises(DataError, match="'obs'.*some that Uniform cannot give"):
+        with pytest.raises(DataError, match="'obs'.*outside the support of Uniform"):
             predict(model, guide, (torch.zeros(4), y), rule, seed=0)
 
 

@@ -89,7 +89,7 @@ def test_other_rules_take_its_model(name):
 
 
 def test_a_guide_that_is_no_product_is_not_predicted_as_one():
-    with pytest.raises(GuideError, match=r"this ForeignGuide has covariances.*Linearised\(\)"):
+    with pytest.raises(GuideError, match=r"this ForeignGuide is not a factorised Gaussian.*Linearised\(\)"):
         dvi.predict(model, ForeignGuide(), X, dvi.Moments())
 
 
