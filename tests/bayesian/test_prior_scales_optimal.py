@@ -71,7 +71,7 @@ def test_scales_follow_the_weights():
 def test_natural_gradients_are_refused():
     for guide in (dvi.NaturalGradientGuide, dvi.KroneckerGuide):
         with pytest.raises(
-            ModelError, match=r"'net.0.weight' is OptimalScaleNormal; natural-gradient .*Normal prior"
+            ModelError, match=r"'net.0.weight' is OptimalScaleNormal, but natural-gradient .*Normal prior"
         ):
             guide(network())(X, Y)
 
