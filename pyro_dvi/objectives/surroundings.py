@@ -102,15 +102,13 @@ class Surroundings:
         for get, name, value, place in self._numbers:
             now = get(name)
             if now is not value and (type(now) is not type(value) or now != value):
-                return f"{place} changes from {value!r} to {now!r}"
+                return f"`{place}` changes from {value!r} to {now!r}"
         for get, name, value, place in self._objects:
             if get(name) is not value:
-                return f"{place} is replaced in each step"
+                return f"`{place}` is replaced in each step"
         for get, name, value, place in self._states:
             if get(name) != value:
-                return (
-                    f"{place} has a state that changes in each step, like a random generator or an iterator"
-                )
+                return f"`{place}` changes its state in each step, like a random generator or an iterator"
         return None
 
     def moved(self, tensors: list[Tensor]) -> str | None:

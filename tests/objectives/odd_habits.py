@@ -185,7 +185,7 @@ def numpys_random():
     return labels(Calls(lambda net, x: net.first(x) * (1.0 if np.random.rand() > 0.05 else 2.0)))
 
 
-@odd("has a state that changes", objectives="map")
+@odd("changes its state", objectives="map")
 def generator_of_numpy():
     """Whose draws change something now and then."""
 
@@ -197,7 +197,7 @@ def generator_of_numpy():
     return labels(net, left=lambda: net.made.bit_generator.state["state"]["state"])
 
 
-@odd("has a state that changes", objectives="map")
+@odd("changes its state", objectives="map")
 def generator_of_python():
     made = random.Random(0)
     return labels(
@@ -205,7 +205,7 @@ def generator_of_python():
     )
 
 
-@odd("has a state that changes", objectives="map")
+@odd("changes its state", objectives="map")
 def iterator():
     steps = itertools.cycle([1.0] * 15 + [2.0])
     return labels(Calls(lambda net, x: net.first(x) * next(steps)))

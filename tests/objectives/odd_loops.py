@@ -62,7 +62,7 @@ def cached_function():
     return labels(net, between=every(17, change))
 
 
-@odd("has a state that changes", objectives="map")
+@odd("changes its state", objectives="map")
 def count_of_itertools():
     calls = itertools.count(1)
     return labels(Calls(lambda net, x: net.first(x) * (2.0 if next(calls) % 20 == 0 else 1.0)))

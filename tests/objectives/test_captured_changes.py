@@ -333,7 +333,7 @@ UNSUITABLE = {
     python_random: "outside torch",
     numpy_random: "outside torch",
     own_generator: "generator",
-    counts: "count changes from",
+    counts: "count.* changes from",
     assigns: "assigns a tensor",
     keeps_in_a_list: "differs",
 }
