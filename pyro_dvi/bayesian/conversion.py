@@ -126,10 +126,10 @@ def _warn_of_padding(groups: Sequence[Sequence[Candidate]]) -> None:
     for owner in (candidate for group in groups for candidate in group):
         if isinstance(owner.module, nn.Embedding) and owner.module.padding_idx is not None:
             warn(
-                f"{owner.name!r} has a padding row (padding_idx={owner.module.padding_idx}), to which torch passes no "
-                "gradient: its posterior stays at the prior, and its draws enter the network. Mask the padded "
-                "positions, for example with layer(tokens) * (tokens != padding_idx).unsqueeze(-1), or set "
-                "padding_idx to None before the conversion"
+                f"{owner.name!r} has a padding row (padding_idx={owner.module.padding_idx}), for which torch computes "
+                "no gradient. The posterior of this row stays at the prior, so padded positions get random embeddings. "
+                "Mask them, for example with layer(tokens) * (tokens != padding_idx).unsqueeze(-1), or set padding_idx "
+                "to None before the conversion"
             )
 
 

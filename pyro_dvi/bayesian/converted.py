@@ -104,7 +104,7 @@ class SitePrior(ABC):
         if torch._C._current_graph_task_id() != -1:
             raise UnsupportedError(
                 f"The Bayesian parameter {self.attribute!r} is read in a backward pass, as happens with "
-                "torch.utils.checkpoint, where Pyro would draw another value: pass the weights as arguments of the "
+                "torch.utils.checkpoint. Pyro would draw another value there. Pass the weights as arguments of the "
                 "checkpointed function, checkpoint(function, x, layer.weight, use_reentrant=False), or do not "
                 "checkpoint Bayesian layers"
             )
@@ -122,8 +122,8 @@ class SitePrior(ABC):
             if plates:
                 raise ModelError(
                     f"The site {module._pyro_get_fullname(self.attribute)!r} is sampled inside the plate "
-                    f"{plates[-1]!r}, which would give each row its own weights: call the network before entering the "
-                    "plate, and turn off vectorised particles and Predictive(parallel=True)"
+                    f"{plates[-1]!r}, which would give each row its own weights. Call the network before entering the "
+                    "plate, and do not use vectorised particles or Predictive(parallel=True)"
                 )
 
 

@@ -95,8 +95,8 @@ class LikelihoodModule(PyroModule):
             if (why := misfit(self.net, tuple(args), named)) is None:
                 raise
             raise DataError(
-                f"the inputs of a batch ({list(named) or len(args)}) do not fit the network: {why}. Use the network's "
-                "names, or pass several inputs as a tuple: ((a, b), y), or ((a, b),) without targets"
+                f"the inputs of a batch ({list(named) or len(args)}) do not fit the network: {why}. Use the names "
+                "of its arguments, or pass several inputs as a tuple: ((a, b), y), or ((a, b),) without targets"
             ) from error
         if not hasattr(outputs, "dim"):
             get = outputs.get if isinstance(outputs, Mapping) else partial(getattr, outputs)

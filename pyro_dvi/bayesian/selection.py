@@ -112,9 +112,9 @@ def chosen(root: nn.Module, include: Selection, exclude: Selection) -> list[list
     if not trained:
         kinds = ", ".join(sorted({type(c.module).__name__ for c in everything})[:6]) or "no module"
         raise ModelError(
-            f"No parameter would become Bayesian: of {len(everything)} parameters, of {kinds}, include= chooses "
-            f"{len(included)} and exclude= {len(excluded)}; {len(touched)} are frozen, requires_grad_(True) unfreezes "
-            "them"
+            f"No parameter would become Bayesian. Of {len(everything)} parameters ({kinds}), include= matches "
+            f"{len(included)} and exclude= matches {len(excluded)}. {len(touched)} chosen parameters are frozen; "
+            "requires_grad_(True) unfreezes them"
         )
     return trained
 
@@ -142,7 +142,7 @@ def _check_that_all_match(everything: Sequence[Candidate], selectors: Sequence[S
     for selector in selectors:
         if isinstance(selector, str | type) and not any(c.chosen_by(selector) for c in everything):
             hint = suggestion(selector, everything) if isinstance(selector, str) else ""
-            raise ModelError(f"{selector!r} of include= or exclude= matches no parameter. {hint}")
+            raise ModelError(f"{selector!r} in include= or exclude= matches no parameter. {hint}")
 
 
 def _candidates(root: nn.Module) -> list[Candidate]:

@@ -55,8 +55,8 @@ def check_loader(loader: Any, passes: int, role: str = "loader") -> None:
         )
     if isinstance(loader, Iterator) and passes > 1:
         raise DataError(
-            f"{role} is an iterator ({type(loader).__name__}) and ends after one pass, not after {passes}: pass a "
-            "DataLoader, or list(...) of the batches"
+            f"{role} is an iterator ({type(loader).__name__}), which ends after one pass, but {passes} passes are "
+            "needed: pass a DataLoader, or list(...) of the batches"
         )
     if number_of_batches(loader) == 0:
         raise DataError(

@@ -229,10 +229,10 @@ def given_to(site: str, base: Any, made: list[Built]) -> dict[str, Any]:
         if common and all(memory[name] == other[name] for name in common):
             return built.given
     raise UnsupportedError(
-        f"observed site {site!r}: the tensors from which {type(base).__module__}.{type(base).__name__} was built are "
-        "unknown. Replace a class of torch.distributions by the class of the same name in pyro.distributions. For a "
-        "mixture, or another distribution of distributions, choose a pyro.deterministic site of the prediction with "
-        "site='...'"
+        f"observed site {site!r}: the parameters of {type(base).__module__}.{type(base).__name__} cannot be traced to "
+        "tensors of the model. If it is a class of torch.distributions, use the class of the same name in "
+        "pyro.distributions. If it contains other distributions, like a mixture, add a pyro.deterministic site for "
+        "the prediction and choose it with site='...'"
     )
 
 

@@ -23,5 +23,5 @@ def check_format_version(what: str, found: int) -> None:
     if found > FORMAT_VERSION:
         raise CheckpointError(
             f"{what} has format version {found}, but pyro-dvi {version('pyro-dvi')} reads only versions up to "
-            f"{FORMAT_VERSION}: update pyro-dvi to the release that wrote it or a later one, or train again"
+            f"{FORMAT_VERSION}: update pyro-dvi, or train again"
         )

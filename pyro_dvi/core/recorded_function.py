@@ -119,7 +119,7 @@ class _Common:
                 node = self._graph.call_function(operator.mul, (self._num_rows, slope))
                 return self._graph.call_function(operator.add, (node, offset)) if offset else node
         raise UnsupportedError(
-            f"the integers {values} in the operators are not a linear function of the numbers of rows {self._rows}"
+            f"the operators contain integers, {values} for {self._rows} rows, that are not linear in the number of rows"
         )
 
     @cached_property

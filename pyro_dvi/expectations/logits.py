@@ -145,8 +145,8 @@ class TiltedBound(LogitEstimator):
         """Minimise over a, then evaluate the bound; at the optimum, a does not contribute to the gradient."""
         if has_covariances(logits):
             raise UnsupportedError(
-                "TiltedBound() requires independent logits, but these have covariances: use Sobol(64), leave out "
-                "full_covariance=True, or use covariances within each output only, the default of LastLayerGuide"
+                "TiltedBound() requires independent logits, but these have covariances. Use Sobol(64), leave out "
+                "full_covariance=True, or use LastLayerGuide with PerOutput() (the default)"
             )
         mu, v = logits.loc, logits.variance
         a = self._tilt(mu.detach(), v.detach())

@@ -214,10 +214,10 @@ def check_domain(family: type, name: str, parameter: GaussianMoments, values: Te
     if is_recording() or _admitted(constraint, values):
         return
     raise UnsupportedError(
-        f"the uncertain parameter of {family.__name__}({name}=...) can leave its domain ({constraint}): its Gaussian "
-        f"reaches {values.detach().min().item():.3g}. Pass logits= instead of probs=, or make softmax, sigmoid, "
-        "F.softplus or torch.exp the last function of the network: after a later step (a product or sum of two "
-        "uncertain terms, cat, stack, writing by index, dropout), the Gaussian is not known"
+        f"the uncertain parameter of {family.__name__}({name}=...) must lie in the domain {constraint}, but can take "
+        f"values from {values.detach().min().item():.3g} to {values.detach().max().item():.3g}. Pass logits= instead "
+        "of probs=, or apply softmax, sigmoid, F.softplus or torch.exp as the last step of the network. No product or "
+        "sum of two uncertain terms, cat, stack, writing by index or dropout may follow this step"
     )
 
 

@@ -260,8 +260,8 @@ class FactorisedGuide(AutoGuide):
             fresh = [name for name in sites if name not in loaded]
             if 0 < len(fresh) < len(sites):
                 raise GuideError(
-                    f"the loaded state has no site {fresh[0]!r}, which is latent in this run: call "
-                    "guide.initialize(*args) with observations, or load a state of this model"
+                    f"the loaded state has no site {fresh[0]!r}, but this site is latent in the model. If it is data, "
+                    "pass the observed values to guide.initialize(*args); otherwise, load a state of this model"
                 )
             self._check_sites(sites)
             self._warn_of_shared_parameters(sites)

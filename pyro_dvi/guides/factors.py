@@ -287,8 +287,8 @@ def complete_loaded(
     expected = {kind: tuple(value.shape) for kind, value in fresh.items() if kind != "locs"}
     if found != expected:
         raise GuideError(
-            f"the loaded state has spread parameters of shapes {found} for site {site!r}, but this guide has "
-            f"{expected}: construct {guide} with the options with which it was saved"
+            f"for the scales of site {site!r}, the loaded state has parameters of shapes {found}, but this guide has "
+            f"{expected}: construct {guide} with the same options as when the state was saved"
         )
     for owner in loaded.values():
         constraint, _ = owner._pyro_params[leaf]

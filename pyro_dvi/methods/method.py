@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base class of methods, from a network to its posterior."""
+"""Base class of methods, which train a posterior for a network."""
 
 import os
 from abc import ABC, abstractmethod
@@ -97,7 +97,9 @@ class Method(Tunable, ABC):
 
     def _train(self, svi: SVI, loader: Loader, epochs: int, **options: Any) -> History:
         if "validation" in options:
-            raise ArgumentError("validation= is for tune; in fit, validate=loader records a loss")
+            raise ArgumentError(
+                "validation= is an argument of tune; for fit, pass validate=loader to record a loss"
+            )
         return fit(svi, loader, epochs, **options)
 
     def load(self, path: str | os.PathLike[str], model: Any, loader: Loader, **options: Any) -> Posterior:

@@ -32,7 +32,7 @@ def as_model(model: Any, loader: Loader, prior_scale: Any, noise_scale: Any) -> 
     Integer targets are treated as labels; other targets get Normal noise.
     """
     if not callable(model):
-        raise ArgumentError(f"the model is a {type(model).__name__}: pass a network, and then a loader")
+        raise ArgumentError(f"the model is a {type(model).__name__}: pass a network first, then a loader")
     model = copy.deepcopy(model) if isinstance(model, nn.Module) else model
     if not is_network(model):
         return model
@@ -41,8 +41,8 @@ def as_model(model: Any, loader: Loader, prior_scale: Any, noise_scale: Any) -> 
     targets = [_target(batch) for batch in (loader if size is None else islice(loader, 1))]
     if not targets or not all(isinstance(target, Tensor) and target.dim() for target in targets):
         raise DataError(
-            "a network needs batches (inputs, targets), ((a, b), targets) for several inputs, or mappings with its "
-            "arguments and 'labels'; for other data, pass a Pyro model, def model(x, y=None), instead of the network"
+            "batches for a network must be (inputs, targets), ((a, b), targets) for several inputs, or mappings with "
+            "its arguments and 'labels'. For other data, pass a Pyro model, def model(x, y=None), instead of a network"
         )
     if not was_converted(model):
         to_bayesian_(model, prior_scale)
@@ -57,11 +57,13 @@ def _look_at(numbers: Tensor, prior_scale: Any) -> None:
     """Warn of targets that are labels, or in units for which priors, noise and step sizes are not meant."""
     size = float(numbers.square().mean().sqrt())
     if bool((numbers * (numbers - 1) == 0).all()):
-        warn("targets that are 0 or 1 in floating point get Normal noise: if they are labels, pass y.long()")
+        warn(
+            "all targets are 0.0 or 1.0, and are modelled with Normal noise: if they are labels, pass y.long()"
+        )
     elif prior_scale == 1.0 and (size < 0.1 or size > 10):
         warn(
-            f"the root mean square of the targets is {size:.3g}, and priors, noise and step sizes are by default for "
-            "targets around 1: standardise the targets, or predictions may be far off"
+            f"the root mean square of the targets is {size:.3g}, but the default priors, noise and step sizes are for "
+            "targets of size about 1. Standardise the targets, or predictions may be far off"
         )
 
 

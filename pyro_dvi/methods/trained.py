@@ -118,7 +118,7 @@ class NaturalGradients(Method):
         """Return the optimizer; ``fit`` tells it the number of steps."""
         if not callable(self.by) or isinstance(self.by, PyroOptim):
             raise ArgumentError(
-                f"by must be VOGN, OGN, IVON or NoisyKFAC itself, without options, not {self.by!r}"
+                f"by must be the function VOGN, OGN, IVON or NoisyKFAC, without options, not {self.by!r}"
             )
         return self.by({"max_step": self.max_step})
 

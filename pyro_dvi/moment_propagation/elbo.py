@@ -223,8 +223,9 @@ def _check_shape(site: ObservedSite, expected: torch.Size | None) -> None:
     shape = site.fn.batch_shape + site.fn.event_shape
     if expected is not None and shape != expected:
         raise ModelError(
-            f"observed site {site.name!r} has the shape {tuple(expected)} if latents are tensors, but {tuple(shape)} "
-            'if they are moments, for which torch.is_tensor is False: use hasattr(x, "shape") in the model'
+            f"observed site {site.name!r} has the shape {tuple(expected)} if the latents are tensors, but "
+            f"{tuple(shape)} if they are moments. The model may call torch.is_tensor(x), which is False for moments: "
+            'use hasattr(x, "shape") instead'
         )
 
 
@@ -265,7 +266,7 @@ def _check_reached(call: Call, log_likelihood: Tensor, latents: list[Latent], st
     lost = sorted(missing & structure.reached)
     if lost:
         raise ModelError(
-            f"gradients of the likelihood do not reach latent site {lost[0]!r} if it enters as moments, because a "
-            "custom torch.autograd.Function or a reentrant checkpoint drops them: call torch functions directly (or "
-            "write a moment rule for a function that calls yours), and use checkpoint(..., use_reentrant=False)."
+            f"gradients of the likelihood do not reach latent site {lost[0]!r} when means and variances are "
+            "propagated, because a custom torch.autograd.Function or a reentrant checkpoint drops the gradients. Call "
+            "torch functions directly (or write a moment rule), and use checkpoint(..., use_reentrant=False)."
         )

@@ -198,9 +198,9 @@ class _RowsGuide(AutoContinuous):
         rows = {shape[0] if shape else 1 for shape in shapes.values()} if self.per_output else {1}
         inputs = [name for name, units in products.units.items() if any(0 in unit.axes for unit in units)]
         if len(rows) > 1 or (self.per_output and inputs):
-            found = f", and the model contracts inputs with the first dimension of {inputs}" if inputs else ""
+            found = f", but the model sums over the first dimension of {inputs}" if inputs else ""
             raise ArgumentError(
-                "PerOutput() needs sites whose first dimension indexes the outputs of the layer; the shapes are "
+                "PerOutput() needs sites whose first dimension indexes the outputs of the layer. The shapes are "
                 f"{ {name: tuple(shape) for name, shape in shapes.items()} }{found}. Use AllOutputs() or LowRank(rank)."
             )
         loc = self._init_loc()

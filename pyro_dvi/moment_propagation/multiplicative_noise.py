@@ -152,8 +152,8 @@ class MultiplicativeNoiseGuide(FactorisedGuide):
         if isinstance(units, InputUnits):
             if constrained:
                 raise ModelError(
-                    f"input_axis makes site {name!r} a weight, but its support {site['fn'].support} is constrained: "
-                    "remove it from input_axis"
+                    f"input_axis declares site {name!r} as a weight, but the support of the site is constrained, "
+                    f"{site['fn'].support}: remove the site from input_axis"
                 )
             return MultiplicativeNoise(units, self.initial_rho, self.eps)
         if local or constrained:
@@ -173,8 +173,8 @@ class MultiplicativeNoiseGuide(FactorisedGuide):
         axes = f"the axes {[units and units.axes for units in seen]}" if seen else "no axis"
         warn(
             f"the input axis of site {name!r}, of shape {tuple(loc.shape)}, is unclear: the products in the model "
-            f"suggest {axes}, and axis 1 is used. Pass the correct axis, as in input_axis={{{name!r}: 0}}, or None "
-            "instead of 0 if the site is not a weight."
+            f"suggest {axes}, so axis 1 is used. Pass the correct axis, as in input_axis={{{name!r}: 0}}. If the site "
+            "is not a weight, pass None instead of 0."
         )
         return InputUnits((1,))
 

@@ -185,7 +185,8 @@ def pow(input: Any, exponent: Any) -> GaussianMoments:
         exponent = exponent.item()
     if isinstance(exponent, GaussianMoments | Tensor):
         raise UnsupportedError(
-            "torch.pow of moments needs a number as exponent: write x ** 2, or exp(exponent * log(x)) if both vary"
+            "torch.pow of moments needs a number as exponent, as in x ** 2: for a tensor or an uncertain exponent, "
+            "write exp(exponent * log(x))"
         )
     if exponent == 0:
         return GaussianMoments(torch.ones_like(input.loc), torch.zeros_like(input.loc))
@@ -217,10 +218,10 @@ def _expanded_power(x: GaussianMoments, p: float) -> GaussianMoments:
     c2 = x.variance / m.square()
     if not is_recording() and not _can_be_expanded(m, c2, p):
         raise UnsupportedError(
-            f"the power {p:g} of an uncertain x is expanded around the mean, which requires a positive mean or an "
+            f"the power {p:g} of an uncertain x is expanded around the mean. This requires a positive mean or an "
             f"integer exponent, and a standard deviation of at most {_LARGEST_VARIATION} times the mean (here "
-            f"{math.sqrt(c2.max().item()):.3g} times): use a power of x.loc if the mean may replace x, or write x as "
-            f"exp(h) with a Gaussian h, and its power as exp({p:g} * h)."
+            f"{math.sqrt(c2.max().item()):.3g} times). Write x as exp(h) with a Gaussian h, and the power as "
+            f"exp({p:g} * h); or take the power of x.loc, which ignores the uncertainty."
         )
     power = m.pow(p)
     second, fourth = p * (p - 1) / 2, p * (p - 1) * (p - 2) * (p - 3) / 8

@@ -90,7 +90,7 @@ class Entry:
         if kwargs:
             if kwargs.pop("out", None) is not None:
                 raise UnsupportedError(
-                    f"{name_of(func)}(out=...) cannot write moments into a tensor: drop the argument out"
+                    f"{name_of(func)}(out=...) cannot write moments into a tensor: drop the argument out="
                 )
             in_place = bool(kwargs.pop("inplace", False)) or in_place
         target = args[0] if args else None
@@ -121,7 +121,7 @@ def _check(func: Callable, rule: Callable, result: Any) -> None:
     for part in result if isinstance(result, tuple | list) else (result,):
         if not isinstance(part, GaussianMoments | Tensor):
             raise UnsupportedError(
-                f"{where} returned {type(part).__name__}: return GaussianMoments, or a tensor if deterministic"
+                f"{where} returned {type(part).__name__}: return GaussianMoments, or a tensor for a deterministic value"
             )
         if isinstance(part, GaussianMoments) and not is_recording() and bool((part.variance < 0).any()):
             worst = part.variance.min().item()

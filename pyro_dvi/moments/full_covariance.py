@@ -129,11 +129,11 @@ def _check(product: Any, x: Any, weight: Any, bias: Any) -> None:
     for factor in map(gaussian_behind, (weight, bias)):
         if isinstance(factor, JointMoments):
             sites = factor.noise.sites
-            _refuse(f"weights {sites} that have covariances" if sites else "activations as a second factor")
+            _refuse(f"weights {sites} that have covariances" if sites else "activations as the second factor")
     if link is not None and (has_covariances(link.inner) or not link.separate):
         _refuse(f"{link.name or 'a function'} of dependent activations")
     if isinstance(behind, JointMoments) and not behind.noise.in_rows:
-        _refuse("a product of activations that were moved out of the rows of their examples")
+        _refuse("a product of activations that were moved to other rows or copied")
 
 
 def _noise(base: Tensor, covariance: Tensor) -> SharedNoise:
@@ -161,7 +161,7 @@ class _FullCovariance(Followed):
             return result
         if entry.kind in (Kind.AFFINE, Kind.ELEMENTWISE) and result.dim() > 1:
             if any((part.shape[-1:] or (1,)) < result.shape[-1:] for part in uncertain):
-                _refuse(f"{name_of(func)} of an uncertain number that several units share")
+                _refuse(f"{name_of(func)} of an uncertain value that several units share")
         if isinstance(x, JointMoments) and entry.kind is Kind.ELEMENTWISE and len(uncertain) == 1:
             if not x.noise.between_outputs:
                 return independent(result)

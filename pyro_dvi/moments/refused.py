@@ -22,8 +22,8 @@ def _refusing(function: Callable, instead: str) -> Callable[..., NoReturn]:
 
 _WITH_INDICES = [f"{kind}max_pool{dims}d_with_indices" for kind in ("", "adaptive_") for dims in (1, 2, 3)]
 _REMEDIES: dict[str, list[Callable]] = {
-    "A comparison of uncertain values has a probability instead of a result. Compare x.loc to decide by the mean (as "
-    "in torch.where(x.loc > 0, x, y)), or use the activation function that the comparison implements": (
+    "A comparison of uncertain values gives a probability instead of True or False. Compare x.loc to decide by the "
+    "mean (as in torch.where(x.loc > 0, x, y)), or use the activation function that the comparison implements": (
         functions_of(
             torch,
             "eq ne not_equal gt ge greater greater_equal lt le less less_equal isclose allclose equal bitwise_not "
@@ -31,9 +31,9 @@ _REMEDIES: dict[str, list[Callable]] = {
         )
         + functions_of(torch.Tensor, "__eq__ __ne__ __gt__ __ge__ __lt__ __le__")
     ),
-    "The index of the largest element is itself uncertain. Choose by the mean (x.loc.argmax(-1), then x.gather), use "
-    "x.amax(-1) or pooling without indices for the element with the largest mean, and torch.logsumexp or softmax for a "
-    "smooth maximum": functions_of(
+    "The index of the largest element is itself uncertain. Choose by the mean (x.loc.argmax(-1), then x.gather). For "
+    "the element with the largest mean, use x.amax(-1) or pooling without indices; for a smooth maximum, use "
+    "torch.logsumexp or softmax": functions_of(
         torch,
         "aminmax argmax argmin cummax cummin topk sort argsort kthvalue median quantile mode nonzero unique bernoulli "
         "multinomial max_pool1d_with_indices",
@@ -43,8 +43,8 @@ _REMEDIES: dict[str, list[Callable]] = {
     "F.group_norm, which have rules, or ((x - x.loc.mean()) ** 2).mean()": functions_of(
         torch, "var std var_mean std_mean"
     ),
-    "A loss of uncertain values is its expectation over the Gaussian, not its value at one point: let the model "
-    "sample the data (pyro.sample('obs', dist.Categorical(logits=logits), obs=y)), or take the loss of x.loc": [
+    "The loss of uncertain values is an expectation, which the ELBO computes from observed sites. Write "
+    "pyro.sample('obs', dist.Categorical(logits=logits), obs=y) in the model, or take the loss of x.loc": [
         *functions_of(
             F,
             "cross_entropy nll_loss binary_cross_entropy binary_cross_entropy_with_logits mse_loss l1_loss "

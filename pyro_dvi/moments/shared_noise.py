@@ -25,8 +25,8 @@ from pyro_dvi.moments.tensor_like import ENTRIES, name_of
 from pyro_dvi.moments.value import GaussianMoments, loc_of, second_moment_of, variance_of
 
 NO_RULE = (
-    "for which full covariances have no rule. They pass through linear layers, matrix products, ReLU, and functions "
-    "that shift, scale or move elements. Without full covariances (the default), only variances are propagated"
+    "for which full covariances have no rule. They are supported for linear layers, matrix products, ReLU, and "
+    "functions that shift, scale or move elements. For this model, propagate only variances (the default)"
 )
 
 
@@ -164,8 +164,7 @@ def covariance_of(*gaussians: GaussianMoments) -> Tensor:
         for n, g in zip(noises, gaussians, strict=True)
     ):
         raise UnsupportedError(
-            "the model has a density of elements that were moved out of the rows of their examples, as in (W @ x.T).T, "
-            f"{NO_RULE}"
+            f"the model has a density of activations that were moved to other rows, as in (W @ x.T).T, {NO_RULE}"
         )
     none = SharedNoise(torch.zeros_like(shared[0].factor[..., :1]), "")
     given = [(noise or none, (-1, *g.shape)) for noise, g in zip(noises, gaussians, strict=True)]
@@ -177,8 +176,9 @@ def covariance_of(*gaussians: GaussianMoments) -> Tensor:
 def _check_bases(*noises: SharedNoise) -> None:
     if any(noise.base is not noises[0].base for noise in noises):
         raise UnsupportedError(
-            "the parameters of one distribution come from different hidden layers, whose covariance is not propagated: "
-            "compute them in one layer, as for regressor(noise_scale=Heteroscedastic()), or omit full_covariance=True"
+            "the parameters of one distribution come from different hidden layers. Covariances between these layers "
+            "are not propagated. Compute the parameters from one layer, as regressor(noise_scale=Heteroscedastic()) "
+            "does, or omit full_covariance=True"
         )
 
 
@@ -207,9 +207,9 @@ def joint_product(product: Callable[..., Tensor], x: Any, weight: Any, bias: Any
     """
     joint, other = (weight, x) if isinstance(weight, JointMoments) else (x, weight)
     if not isinstance(joint, JointMoments) or not joint.of_weights or isinstance(other, JointMoments):
-        _refuse(next(a for a in (weight, x, bias) if isinstance(a, JointMoments)), "enter a product")
+        _refuse(next(a for a in (weight, x, bias) if isinstance(a, JointMoments)), "are used in a product")
     if isinstance(bias, JointMoments) and bias.noise.sites != joint.noise.sites:
-        _refuse(bias, "have the noise of another layer")
+        _refuse(bias, "are used with weights of another site")
 
     def of(factor: Tensor, by: Tensor, *shift: Tensor) -> Tensor:
         return product(by, factor, *shift) if joint is weight else product(factor, by, *shift)
@@ -281,7 +281,7 @@ class Followed:
             adds = False  # they may belong to different rows or examples, which are independent
         if all(a.link is None for a in found) and (adds or (alone and (moves or entry.kind is Kind.AFFINE))):
             return _as(result, _through(entry.rule, found, args, kwargs, parts))
-        return _refuse(gaussian_behind(first), f"enter {name_of(func)}")
+        return _refuse(gaussian_behind(first), f"are passed to {name_of(func)}")
 
 
 def _through(
@@ -340,7 +340,7 @@ def _refuse(joint: JointMoments, what: str) -> NoReturn:
         raise UnsupportedError(f"activations {what}, {NO_RULE}")
     subject = "weights" if joint.of_weights else "outputs of the layer"
     raise UnsupportedError(
-        f"the posterior of {joint.noise.sites} has covariances, and its {subject} {what}. Only a last layer may "
-        "have covariances: a linear layer, followed only by shifts, scaling and views. Use LastLayerGuide, "
+        f"the posterior of {joint.noise.sites} has covariances, but the {subject} {what}. Covariances are supported "
+        "only for a last layer: a linear layer, followed only by shifts, scaling and views. Use LastLayerGuide, "
         "or train with Pyro's Trace_ELBO and predict with Samples(n)."
     )

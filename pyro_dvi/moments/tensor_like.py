@@ -47,8 +47,8 @@ def _no_rule(func: Callable) -> str:
         f"    @moment_rule({name})\n"
         f"    def {name.rsplit('.', 1)[-1].strip('_')}_moments(x, ...):\n"
         "        return GaussianMoments(mean_of_the_result, variance_of_the_result)\n\n"
-        "(see 'Adding a moment rule' in the documentation), replace the function with one that has a rule, "
-        "or train with TaylorELBO, which needs none."
+        "See 'Adding a moment rule' in the documentation. Or replace the function with one that has a rule, or train "
+        "with TaylorELBO, which needs no rules."
     )
 
 
@@ -93,7 +93,7 @@ class TensorLike:
         raise UnsupportedError(
             "the code needs the value of an uncertain tensor (an if, .item(), a conversion to a number or array): "
             "use x.loc to decide by the mean, or write a rule with pyro_dvi.moments.moment_rule. If a class in "
-            "torch.distributions needs it, use the class of the same name in pyro.distributions."
+            "torch.distributions needs the value, use the class of the same name in pyro.distributions."
         )
 
     __bool__ = __float__ = __int__ = __index__ = __complex__ = __array__ = _refuse_value  # type: ignore[assignment]
@@ -139,7 +139,7 @@ class TensorLike:
     def __len__(self) -> int:
         if not self.shape:
             raise TypeError(
-                "an uncertain scalar has no length, and torch.tensor and torch.as_tensor take plain numbers: pass x.loc"
+                "an uncertain scalar has no length, and torch.tensor and torch.as_tensor need plain numbers: pass x.loc"
             )
         return len(self.loc)
 

@@ -164,14 +164,14 @@ class DrawnRun(PosteriorRun):
             if any(parents):
                 raise ModelError(
                     f"natural gradients need priors with fixed parameters, but the prior of site {latent.name!r} "
-                    f"depends on site {self.drawn[parents.index(True)].name!r}: make this site a learned parameter "
-                    "(LearnedScale), or use TaylorELBO"
+                    f"depends on site {self.drawn[parents.index(True)].name!r}. Replace the latter by a learned "
+                    "parameter (LearnedScale), or train with TaylorELBO"
                 )
         whole = latent.mask is None or latent.mask is True
         if torch.is_tensor(latent.plate_scale) or latent.plate_scale != 1 or not whole:
             raise ModelError(
-                f"latent site {latent.name!r} is scaled or masked, for example by a subsampled plate around it, but "
-                "natural gradients update every element in every step: use the whole data set in each step, or "
+                f"latent site {latent.name!r} is scaled or masked, for example by a subsampled plate, but natural "
+                "gradients update every element in every step. Use the whole data set in each step, or train with "
                 "TaylorELBO"
             )
         return prior
@@ -209,8 +209,8 @@ class SquareMeasurement:
 
     For a single observed site whose examples form one dimension, the squares are computed in the backward pass of the
     loss. With several sites, or weights of single examples, every site takes a backward pass of its own; with further
-    batch dimensions, so does every index of these. Latents that are used outside layers with a rule take a pass per
-    example, or per element.
+    batch dimensions, so does every index of these. If a latent is also used outside layers with a rule, its squares
+    take one pass for each example, or for each element of the latent.
 
     Args:
         num_particles: K; squares are averaged over K draws, and gradients of the loss contain a factor 1/K.
@@ -238,8 +238,8 @@ class SquareMeasurement:
         graphs = [graph_of([term.log_prob]) for term in terms]
         if any(type(node).__name__ == "CheckpointFunctionBackward" for node in set().union(*graphs)):
             raise UnsupportedError(
-                "the model uses torch.utils.checkpoint.checkpoint(..., use_reentrant=True), which hides the uses of "
-                "weights in its function: pass use_reentrant=False"
+                "the model uses torch.utils.checkpoint.checkpoint(..., use_reentrant=True), which hides how the "
+                "function uses its weights: pass use_reentrant=False"
             )
         wanted = {k: drawn[k] for k in range(len(drawn)) if k not in without}
         for one in wanted.values():
@@ -271,7 +271,7 @@ class SquareMeasurement:
     def _by_passes(self, term: _Term, served: Served, axis: int) -> None:
         """Measure the squares for a site with separate backward passes."""
         columns = [term.columns(values, axis).unbind(1) for values in (term.log_prob, term.root)]
-        advice = f"if a row, such as an image, is one example, write .to_event({term.log_prob.dim() - 1})"
+        advice = f"If a row, such as an image, is one example, write .to_event({term.log_prob.dim() - 1})"
         self._warn_of_passes(term, len(columns[0]), advice)
         for log_prob, root in zip(*columns, strict=True):
             for k, squares in term.run.recorder.measured(served, log_prob, root).items():
@@ -295,9 +295,9 @@ class SquareMeasurement:
         # Latents with few elements take a pass per element instead.
         slow = [k for k in ordered if 8 * drawn[k].value.numel() > term.log_prob.numel()]
         if slow and term.log_prob.requires_grad:
-            advice = "use layers such as F.linear, write a per_example_rule, or use smaller minibatches"
+            advice = "Use layers such as F.linear, write a per_example_rule, use smaller minibatches"
             reason = f"{drawn[slow[0]].name.removesuffix('_unconstrained')!r} {term.run.recorder.obstacle(slow[0])}"
-            self._warn_of_passes(term, term.log_prob.numel(), f"{reason}; {advice}")
+            self._warn_of_passes(term, term.log_prob.numel(), f"Site {reason}. {advice}")
         values = [drawn[k].value for k in ordered]
         for k, total in zip(ordered, squares_without_rules(term.log_prob, term.root, values), strict=True):
             drawn[k].measurement.add(total / self.num_particles)
@@ -309,5 +309,5 @@ class SquareMeasurement:
             self._warned.add(site)
             warn(
                 f"observed site {site!r}: squared gradients take {passes} backward passes in each step, which is exact "
-                f"but slow. To avoid this, {advice}; or train with IVON"
+                f"but slow. {advice}, or train with IVON"
             )

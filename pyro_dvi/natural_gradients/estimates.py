@@ -155,8 +155,8 @@ class NaturalStep:
         """
         if any(site.precision.grad is not None for site in self.sites):
             raise GuideError(
-                "no natural-gradient optimizer has used the gradients of the last step: train with VOGN, OGN, IVON or "
-                "NoisyKFAC and take an optimizer step after each backward pass, or drop the gradients with "
+                "no natural-gradient optimizer has used the gradients of the last step. Train with VOGN, OGN, IVON or "
+                "NoisyKFAC, and take an optimizer step after each backward pass. To drop the gradients, call "
                 "elbo.prepare(guide, optimizer)"
             )
         self.measured = self.wanted

@@ -204,8 +204,8 @@ class KroneckerGuide(NaturalGradientGuide):
                 self.layers = self._found(sites, following)
         if not self.layers and any(site["value"].dim() > 1 for site in sites.values()):
             warn(
-                "KroneckerGuide found no layers, so all weights are independent: a layer is a dense or convolutional "
-                "function, such as F.linear(x, w), x @ w or F.conv2d(x, w), that uses its weights once"
+                "KroneckerGuide found no layers, so all weights are independent. A layer is a dense or convolutional "
+                "function, such as F.linear(x, w), x @ w or F.conv2d(x, w), and its weights must be used only once"
             )
 
     def _found(self, sites: dict[str, Any], following: dict[str, str | None]) -> dict[str, str | None]:
@@ -240,8 +240,8 @@ class KroneckerGuide(NaturalGradientGuide):
         if name in self.layers:
             if loc.dtype not in (torch.float32, torch.float64):
                 raise UnsupportedError(
-                    f"site {name!r} is {loc.dtype}, in which torch decomposes no matrices: convert the model by "
-                    ".float(), and train it under torch.autocast"
+                    f"site {name!r} is {loc.dtype}, for which torch has no matrix decompositions: convert the model "
+                    "with .float(), and train it under torch.autocast"
                 )
             return _Weights(self.initial_scale, self.layers[name] is not None)
         weight = next((weight for weight, bias in self.layers.items() if bias == name), None)

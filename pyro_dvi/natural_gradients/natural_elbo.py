@@ -178,10 +178,10 @@ def _check_training(kl_weight: float) -> None:
     if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
         raise UnsupportedError(
             "torch's DistributedDataParallel does not average squared gradients over processes: use "
-            "pyro_dvi.training.DataParallel(NaturalGradientELBO())(model, guide) without it"
+            "pyro_dvi.training.DataParallel(NaturalGradientELBO())(model, guide) instead"
         )
     if not kl_weight > 0:
         raise ArgumentError(
-            "kl_weight divides the precision of the posterior, so it must be positive, also at the start of a "
-            "schedule, as in LinearWarmup(steps, start=0.1); for a point estimate, use AutoDelta with SampledELBO"
+            "the precision of the posterior is divided by kl_weight, which must be positive, also at the start of a "
+            "schedule: LinearWarmup(steps, start=0.1). For a point estimate, use AutoDelta with SampledELBO"
         )

@@ -85,9 +85,9 @@ class NoisyKFACOptimizer(VOGNOptimizer):
             rows, columns = unflattened(curvature, p)
             if update.locs[0].dim() < 2 or len(columns) != update.locs[0][0].numel() + len(update.locs) - 1:
                 raise GuideError(
-                    "weight and bias of a layer have different options, or only one of them has a gradient: give both "
+                    "weight and bias of a layer have different options, or only one of them has a gradient. Give both "
                     "the same options, and freeze both or neither. Pyro's schedulers make one optimizer for each "
-                    "parameter: use a scheduler of torch with NoisyKFACOptimizer"
+                    "parameter, which is not supported: use a torch scheduler with NoisyKFACOptimizer"
                 )
             update.measurements = 1 + (update.count - 1) // update.group["factor_interval"]
             update.is_new &= not update.step.measured.rest_only

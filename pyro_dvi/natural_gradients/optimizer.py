@@ -91,7 +91,7 @@ class Update:
                 memory["momentum"], memory["unit"] = torch.zeros_like(site.loc), _unit(site)
             elif "unit" not in memory:
                 raise CheckpointError(
-                    "the optimizer's state belongs to another version: start with a new optimizer"
+                    "the optimizer's state was saved by another version of pyro-dvi: start with a new optimizer"
                 )
         holders = self.memories[: len(self.measured)]
         for memory, measured in zip(holders, self.measured, strict=True):
@@ -202,8 +202,8 @@ class NaturalGradientOptimizer(Optimizer):
         if moved and not (steps and all(site.precision.grad is not None for site in means)):
             raise GuideError(
                 f"{type(self).__name__.removesuffix('Optimizer')} found no posterior means among its parameters, or no "
-                "measured curvature: use it with NaturalGradientGuide and NaturalGradientELBO, one step after each "
-                "backward pass; for other guides, use pyro_dvi.optim.Adam(learning_rates(1e-3))"
+                "squared gradients for them. Train a NaturalGradientGuide with NaturalGradientELBO, and take one step "
+                "after each backward pass. For other guides, use pyro_dvi.optim.Adam(learning_rates(1e-3))"
             )
         if means and any(step.measured != self.wanted for step in steps):
             # Only in the first step of an objective that was not prepared for this optimizer.
@@ -280,8 +280,8 @@ def _check_options(optimizer: str, options: Mapping[str, Any], known: Mapping[st
     for name, value in options.items():
         if name not in known:
             raise ArgumentError(
-                f"{optimizer} has no option {name!r}: choose from {', '.join(sorted(known))}, and, except for IVON, "
-                "formulation and estimate. The Normal prior of the model plays the role of weight decay"
+                f"{optimizer} has no option {name!r}: choose from {', '.join(sorted(known))}, formulation and estimate "
+                "(the last two not for IVON). Instead of weight decay, choose a Normal prior in the model"
             )
         if name == "betas":
             rates = value if isinstance(value, tuple | list) else ()
@@ -313,9 +313,9 @@ def wanted_by(optimizer: Any) -> Estimate:
     constructor = getattr(optimizer, "pt_optim_constructor", type(optimizer))
     if not (isinstance(constructor, type) and issubclass(constructor, NaturalGradientOptimizer)):
         raise GuideError(
-            f"{getattr(constructor, '__name__', 'unknown')} cannot train with NaturalGradientELBO: use VOGN, OGN, "
-            "IVON, or NoisyKFAC with a KroneckerGuide (for elbo(model, guide), VOGNOptimizer and the other torch "
-            "optimizers of pyro_dvi.natural_gradients). An optimizer that wraps one of them must forward its "
+            f"{getattr(constructor, '__name__', 'unknown')} cannot train with NaturalGradientELBO. Use VOGN, OGN or "
+            "IVON, or NoisyKFAC with a KroneckerGuide. For elbo(model, guide), use a torch optimizer of "
+            "pyro_dvi.natural_gradients, such as VOGNOptimizer. An optimizer that wraps one of these must forward the "
             "attribute 'wanted'"
         )
     options = {} if callable(optimizer.pt_optim_args) else optimizer.pt_optim_args

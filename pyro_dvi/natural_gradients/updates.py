@@ -137,8 +137,8 @@ class AsPrinted(Formulation):
     def set_precisions(self, update: Update, damped: Tensors) -> None:
         if update.step.temperature != 1:
             raise UnsupportedError(
-                "AsPrinted() supports only the paper's temperature, which is kl_weight: leave temperature at 1, or "
-                "use Consistent()"
+                "AsPrinted() does not support temperature, because the temperature of the paper is kl_weight: leave "
+                "temperature at 1, or use Consistent()"
             )
         torch._foreach_copy_(update.precisions, damped)
         torch._foreach_mul_(update.precisions, update.group["data_augmentation"])

@@ -25,7 +25,7 @@ from pyro_dvi.runs.trained_for import check_trainable, note_trained_for
 
 
 class Objective(ELBO):
-    r"""Base class of objectives, which replace Pyro's ELBOs in ``SVI`` and as ``elbo(model, guide)``.
+    r"""Base class of objectives. Like Pyro's ELBOs, they are passed to ``SVI`` or called as ``elbo(model, guide)``.
 
     .. math::
         \mathrm{loss} = \mathrm E_q[-\log p(y \mid w)]
@@ -262,7 +262,7 @@ class Objective(ELBO):
         listed = ", ".join(f"{k}={v:.4g}" for k, v in parts.items())
         return (
             f"the loss is {value} in step {self.step} ({listed}); not finite: {', '.join(bad) or 'their sum'}. "
-            "No update was made. Lower the learning rate (first that of the scales), or train in float64."
+            "No update was made. Lower the learning rate (of the scales first), or train in float64."
         )
 
     def _get_trace(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> Any:

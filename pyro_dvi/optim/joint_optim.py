@@ -364,7 +364,7 @@ def _joint(constructor: type[Optimizer], given: Rates, clip_args: Any, scheduler
         made = error
     if not isinstance(made, LRScheduler | ReduceLROnPlateau):
         raise ArgumentError(
-            f"{constructor.__name__}: scheduler= must return a torch scheduler for a torch optimizer, like partial("
-            f"torch.optim.lr_scheduler.ExponentialLR, gamma=0.99); {scheduler!r} returns {made!r}"
+            f"{constructor.__name__}: scheduler= must return a torch scheduler for a torch optimizer, as does "
+            f"partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.99), but {scheduler!r} returns {made!r}"
         )
     return ScheduledJointOptim(scheduler, constructor, optim_args, clip_args)

@@ -205,7 +205,7 @@ def check_parts(module: ELBOModule) -> None:
         if not isinstance(part, nn.Module):
             raise UnsupportedError(
                 f"The {role} of the ELBOModule is a function. Its parameters are in Pyro's store, where a torch "
-                "optimizer does not find them: train it with pyro.infer.SVI, or write it as a PyroModule."
+                f"optimizer does not find them: train with pyro.infer.SVI, or write the {role} as a PyroModule."
             )
 
 

@@ -132,7 +132,7 @@ class Components:
                 if own.keys() != first.keys():
                     sites = f"{sorted(own)} and {sorted(first)}"
                     raise UnsupportedError(
-                        f"members have different latent sites, {sites}: export with sites=[]"
+                        f"members have different latent sites, {sites}: pass sites=[] to export only predictions"
                     )
                 yield of_member(place, own)
 

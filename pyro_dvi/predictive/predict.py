@@ -180,8 +180,8 @@ def rule_of(method: Any, guide: Any) -> PredictionRule:
     fitted = hasattr(guide, "linearised")
     if trained_for(guide) in ("AtMean", AtMean()) and not fitted and isinstance(method, (Moments, Samples)):
         warn(
-            f"{method} predicts with the variance of a posterior that TaylorELBO trained for predictions at its mean: "
-            "use AtMean(), the default, unless the model is nearly linear in its weights."
+            f"TaylorELBO trains a posterior for predictions at the mean, but {method} also uses the variance. Use "
+            "AtMean(), the default, unless the model is nearly linear in its weights."
         )
     return method
 

@@ -146,8 +146,8 @@ class Mixture(_Reader):
         elif _form(response) != _form(self.last):
             raise ModelError(
                 "members of the ensemble predict different sites, or values of different shapes: (site, shape) is "
-                f"{_form(self.last)} for the first member and {_form(response)} for another. Choose a site that all "
-                "models have with site="
+                f"{_form(self.last)} for the first member and {_form(response)} for another. With site=, choose a site "
+                "that all models have"
             )
         self.last = response
         if self._scored is not None:
@@ -254,7 +254,7 @@ class ObservationDraws(_Reader):
         count: total number of draws.
         num_components: number of distributions, each of which contributes the same number of draws.
         seeds: generates the seed of each component's draws.
-        observed: the site in a run with the observations, which are scored; None if there are none.
+        observed: the site in a run with observations, whose log density is computed; None without observations.
 
     Attributes:
         values: the draws, ``[count, N, ...]``.
@@ -327,7 +327,7 @@ class ObservationDraws(_Reader):
         if not bool((masks == self._whole(self.first.mask, self.first.distribution)).all()):
             raise UnsupportedError(
                 f"the mask of site {self.first.site!r} depends on the latent values, so log_likelihood would have a "
-                "different length for each draw: export inputs alone"
+                "different length for each draw: export predictions without observations"
             )
         rows = log_prob.movedim(self.first.axis, 1)
         if self._added == 0:

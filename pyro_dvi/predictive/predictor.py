@@ -84,8 +84,8 @@ class Predictor(nn.Module):
         rows = [value.shape[0] for value in inputs if value.dim()]
         if shapes != self._shapes or rows != rows[:1] * len(rows):
             raise DataError(
-                f"inputs with {rows} rows have row shapes {shapes}, but must have equal numbers of rows and the row "
-                f"shapes {self._shapes} of the example"
+                f"the inputs have {rows} rows of shapes {shapes}. All inputs need the same number of rows, and rows "
+                f"must have the shapes of the example, {self._shapes}"
             )
         with torch.no_grad():
             mean, *spread = self.operators(*inputs)

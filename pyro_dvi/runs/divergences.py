@@ -90,7 +90,7 @@ def entropy(latents: Iterable[Latent]) -> Tensor:
         if elementary(latent.transform) != elementary(unconstraining_transform(latent.prior.support)):
             raise UnsupportedError(
                 f"the posterior of site {latent.name!r} is not Normal in unconstrained space, so its entropy is "
-                "unknown: use a site that is Normal there, or leave temperature at 1"
+                "unknown: use a Normal posterior in this space, or leave temperature at 1"
             )
     terms = [scale_and_mask(_entropy(latent), latent.guide_scale, latent.mask).sum() for latent in latents]
     sources = {id(a.source): a for a in latents if _has_covariances(a)}
@@ -242,7 +242,7 @@ def _log_prior(latent: Latent, value: Tensor) -> Tensor:
         return latent.prior.log_prob(value)
     except ValueError as error:
         raise DataError(
-            f"the prior of site {latent.name!r} does not accept values of its posterior: {error}"
+            f"the prior of site {latent.name!r} does not accept values drawn from the posterior: {error}"
         ) from error
 
 

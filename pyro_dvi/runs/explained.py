@@ -14,9 +14,7 @@ from pyro_dvi.core.arguments import misfit, positional
 from pyro_dvi.core.batches import is_strided, named_arguments, non_finite_inputs
 from pyro_dvi.errors import DataError, DeviceError, ModelError, ParameterError, PyroDviError, UnsupportedError
 
-AS_A_MODEL = (
-    "To make a model of a network, use dvi.classifier(dvi.to_bayesian_(net), num_data=...), or dvi.regressor."
-)
+AS_A_MODEL = "To turn a network into a model, use dvi.classifier(dvi.to_bayesian_(net), num_data=...) or dvi.regressor."
 
 
 @contextmanager
@@ -131,7 +129,7 @@ _TEXTS: dict[str, tuple[type[PyroDviError], str]] = {
     ),
     "does not support sampling": (
         ModelError,
-        "{}: a latent site needs a proper prior, such as Normal(0, 100), to initialise it and for the KL divergence",
+        "{}: a latent site needs a proper prior, such as Normal(0, 100), for initialisation and the KL divergence",
     ),
     "to satisfy the constraint": (
         ParameterError,
@@ -164,8 +162,8 @@ def bad_values(args: tuple, kwargs: dict) -> DataError | None:
     if not found:
         return None
     return DataError(
-        f"{' and '.join(found)} of the model: NaN or infinite values. Drop these rows, or replace the values (and mask "
-        "the site of missing observations with pyro.poutine.mask)"
+        f"arguments of the model contain NaN or infinite values: {' and '.join(found)}. Drop these rows, or replace "
+        "the values (and mask the site of missing observations with pyro.poutine.mask)"
     )
 
 

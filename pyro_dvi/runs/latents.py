@@ -190,8 +190,8 @@ def match_latents(model_trace: Any, guide_trace: Any, marginals: Marginals) -> l
 def not_in_guide(name: str) -> str:
     """Return the error message for a site without a value."""
     return (
-        f"site {name!r} is neither observed nor in the guide. If it is data, pass the observed values (y was None?); "
-        f"if it is a latent variable, add pyro.sample({name!r}, ...) to the guide, or set the guide up with this model"
+        f"site {name!r} is neither observed nor in the guide. If it is data, pass the observed values (y was None?). "
+        f"If it is a latent variable, add pyro.sample({name!r}, ...) to the guide, or set the guide up with this model"
     )
 
 

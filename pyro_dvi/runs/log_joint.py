@@ -71,8 +71,8 @@ def run_joint(model: Callable, args: tuple, kwargs: dict[str, Any], values: Mapp
     unvisited = [name for name in values if name not in trace.nodes]
     if unvisited:
         raise ModelError(
-            f"the model did not sample {unvisited[0]!r}, which is in the guide: set the guide up with this model and "
-            "with observations; the set of latent variables must not depend on the arguments"
+            f"the guide has a site {unvisited[0]!r}, which the model did not sample. Set the guide up with this model "
+            "and with observations. The set of latent variables must not depend on the arguments"
         )
     observed = observed_sites(trace)
     for site in observed.terms:
@@ -209,9 +209,9 @@ def rescaled(site: str, fn: Any, factor: float) -> Any:
     name = scale_name(fn)
     if name is None:
         raise UnsupportedError(
-            f"the distribution of site {site!r} is {type(fn).__name__}, whose scale cannot be multiplied (supported "
-            "are Normal, MultivariateNormal, StudentT, Laplace and Cauchy): make the scale an argument, and compare "
-            "models"
+            f"the distribution of site {site!r} is {type(fn).__name__}, whose scale cannot be multiplied (only Normal, "
+            "MultivariateNormal, StudentT, Laplace and Cauchy are supported). Make the scale an argument of the model, "
+            "and compare models with different scales"
         )
 
     def replaced(base: Any) -> Any:

@@ -45,7 +45,7 @@ def observed_sites(trace: Any) -> Observed:
     """Return the observed sites and the ``pyro.factor`` terms of a run.
 
     Raises:
-        ModelError: if the model observes nothing.
+        ModelError: if the model has no observed site.
         DataError: if observed values do not have the shape of a draw.
     """
     data = sites_of(trace, is_data)
@@ -55,7 +55,7 @@ def observed_sites(trace: Any) -> Observed:
     if not sites and not factors:
         raise ModelError(
             "the model has no observed site: pass the observed values and use them in pyro.sample(name, distribution, "
-            f"obs=values). dvi.fit treats a list [x, y] as two batches: pass [(x, y)] for one. {AS_A_MODEL}"
+            f"obs=values). dvi.fit treats a list [x, y] as two batches; for one batch, pass [(x, y)]. {AS_A_MODEL}"
         )
     return Observed(sites, factors)
 
@@ -113,8 +113,8 @@ def _check_shape(node: Any) -> None:
             raise DataError(
                 f"observed site {node['name']!r}: values of shape {tuple(value.shape)} would be broadcast against "
                 f"{type(fn).__name__} with batch shape {tuple(fn.batch_shape)} and event shape "
-                f"{tuple(fn.event_shape)}. Pass values of the shape of a draw (f.squeeze(-1) for y with one column), "
-                "or declare dimensions with a plate or to_event. A value for all rows must be a scalar: y.squeeze()"
+                f"{tuple(fn.event_shape)}. Pass values of the shape of a draw (for one output, write f.squeeze(-1)), "
+                "or declare dimensions with a plate or to_event. If one value is for all rows, pass y.squeeze()"
             )
 
 
@@ -159,9 +159,9 @@ def check_num_data(sites: list[ObservedSite], num_data: int) -> None:
         if not agreeing or rows in agreeing:
             raise DataError(
                 f"observed site {name!r} sees {rows} of {num_data} examples, but its likelihood is scaled to "
-                f"{scale * rows:.6g} examples: write pyro.plate('data', size={num_data}, subsample_size=len(x)), or "
-                "correct num_data, the number of examples in the data set (not of batches), which fit takes from "
-                "loader.dataset"
+                f"{scale * rows:.6g} examples. Write pyro.plate('data', size={num_data}, subsample_size=len(x)), or "
+                "correct num_data, which must be the number of examples, not of batches (fit takes it from "
+                "loader.dataset)"
             )
 
 
@@ -199,8 +199,8 @@ def check_list(messages: list[Any], batches: Sequence[Any], refuse: bool) -> Non
     name, size, lengths = found[0]
     message = (
         f"observed site {name!r} sees {lengths[0]} of {sum(lengths)} examples in the list of batches, but its "
-        f"likelihood is scaled to {size}: write pyro.plate('data', size={sum(lengths)}, subsample_size=len(x)), or "
-        f"pass num_data={size} to an ELBO of pyro_dvi, if that is the number of examples in the data set"
+        f"likelihood is scaled to {size}. Write pyro.plate('data', size={sum(lengths)}, subsample_size=len(x)). If the "
+        f"data set has {size} examples, pass num_data={size} to an ELBO of pyro_dvi"
     )
     if refuse:
         raise DataError(message)

@@ -152,8 +152,9 @@ def _deterministic(site: str, value: Tensor, num_rows: int) -> Outputs:
     if value.dim() == 0 or len(value) != num_rows:
         raise DataError(
             f"deterministic site {site!r} has the shape {tuple(value.shape)}: its first dimension must index the "
-            f"{num_rows} examples. If it has one value per group, read the latents from guide.sample or "
-            "guide.quantiles, or index it by example in the model, pyro.deterministic('own', value[group])"
+            f"{num_rows} examples. If it has one value per group, write pyro.deterministic('own', value[group]) in the "
+            "model, where group is the index of each example's group, or read the latents from guide.sample or "
+            "guide.quantiles"
         )
     if not value.requires_grad:
         raise _without_latents(f"deterministic site {site!r} does not depend")
@@ -191,7 +192,7 @@ def observed_outputs(site: str, fn: Any, axis: int, num_rows: int, made: list[Bu
         real = (value if transform is None else transform.inv(value)).movedim(position, 0)
         if not bool(torch.isfinite(real.detach()).all()):
             raise NonFiniteError(
-                f"observed site {site!r}: {name!r} of {type(base).__name__} is NaN, infinite or at the edge of its "
+                f"observed site {site!r}: {name!r} of {type(base).__name__} is NaN, infinite or at the edge of the "
                 "domain for some examples: use logits= instead of probs=, or keep scales away from zero"
             )
         parts.append(real.reshape(num_rows, -1))

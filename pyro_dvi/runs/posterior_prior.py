@@ -84,7 +84,7 @@ def posterior_prior(
             reason = type(base).__name__ if real else "constrained"
             raise UnsupportedError(
                 f"the posterior of site {name!r} is not a factorised Gaussian over its values ({reason}): keep the "
-                f"prior of the model with as_prior(exclude=[{name!r}]), or use a mean-field posterior for it"
+                f"prior of the model with as_prior(exclude=[{name!r}]), or use a mean-field posterior"
             )
         loc, scale = torch.broadcast_tensors(base.loc.detach(), base.scale.detach())
         gaussians[name] = (loc.clone(), scale * temperature**-0.5)
@@ -111,8 +111,8 @@ class _Priors(Messenger):
         if fn.shape() != loc.shape or not is_real(fn.support):
             raise ModelError(
                 f"site {name!r} has the shape {tuple(fn.shape())} and the support {fn.support}, but its posterior in "
-                f"{self.origin} has the shape {tuple(loc.shape)} and real support: for a head of another size, or a "
-                f"latent with one value per example, keep the prior of the model with as_prior(exclude=[{name!r}])"
+                f"{self.origin} has the shape {tuple(loc.shape)} and real support. Keep the prior of the model with "
+                f"as_prior(exclude=[{name!r}]), as for a head of another size, or a latent with one value per example"
             )
         prior = dist.Normal(loc, scale, validate_args=False).to_event(fn.event_dim)
         prior.initial_value = loc  # initial value of the next guide
@@ -123,8 +123,8 @@ class _Priors(Messenger):
         missing = sorted(set(self.gaussians) - self.seen)
         if missing and error[0] is None:
             raise ModelError(
-                f"the model has no site {missing[0]!r}, for which {self.origin} has a posterior: exclude the head of "
-                f"an earlier task with as_prior(exclude=[{missing[0]!r}])"
+                f"{self.origin} has a posterior of site {missing[0]!r}, which is not in the model. If the site is the "
+                f"head of an earlier task, exclude it with as_prior(exclude=[{missing[0]!r}])"
             )
 
 

@@ -181,8 +181,8 @@ def refuse_site(name: str, fn: Any) -> NoReturn:
         )
     raise GuideError(
         f"guide site {name!r} is {type(fn).__name__}, which is not a factorised Gaussian: use MeanFieldGuide, "
-        "AutoNormal, AutoDiagonalNormal, AutoDelta or independent Normal sites; for dependent posteriors use Pyro's "
-        "Trace_ELBO, or MomentPropagationELBO for the dependent posterior of a last layer"
+        "AutoNormal, AutoDiagonalNormal, AutoDelta or independent Normal sites. Train other posteriors with Pyro's "
+        "Trace_ELBO, or, if only a last layer has a dependent posterior, with MomentPropagationELBO"
     )
 
 

@@ -74,7 +74,7 @@ def sites_named(argument: str, patterns: str | Iterable[str], names: Sequence[st
     for pattern in listed:
         if not isinstance(pattern, str) or not any(fnmatchcase(name, pattern) for name in names):
             like = [name for name in names if fnmatchcase(name, f"*{pattern}")]
-            hint = f"write '*{pattern}' for {like}" if like else f"there are {names}"
+            hint = f"write '*{pattern}' for {like}" if like else f"the sites are {names}"
             raise ArgumentError(f"{argument} names {pattern!r}, which is not a site of the guide; {hint}")
     return [name for name in names if any(fnmatchcase(name, pattern) for pattern in listed)]
 
@@ -139,9 +139,9 @@ def choose_response(site: str | None, names: list[str]) -> str:
             "be None, and a guide that was set up with the observed values"
         )
     raise ModelError(
-        f"the model has several sites that the guide does not cover: {names}. Choose the one to predict with "
-        "site=. If one of them is a latent variable, the guide belongs to another model, or omits the variable on "
-        "purpose: then predict with Samples(n), which averages over its draws"
+        f"the model has several sites that the guide does not cover: {names}. With site=, choose the one to predict. "
+        "If one of them is a latent variable, use a guide for this model. If the guide omits the variable on purpose, "
+        "predict with Samples(n), which averages over draws of this variable"
     )
 
 
@@ -164,8 +164,8 @@ def example_axis(name: str, node: Any, num_rows: int) -> int:
     problem = f"{len(found)} plates of {num_rows} rows, {[f.name for f in found]}, may index the examples"
     raise DataError(
         f"observed site {name!r} with batch shape {shape} and event shape {tuple(node['fn'].event_shape)}: "
-        f"{problem if found else f'no dimension indexes the {num_rows} examples'}. Put it in pyro.plate('data', size, "
-        "subsample_size=len(x)) with the batch as the model's argument, and an example's own dimensions in to_event"
+        f"{problem if found else f'no dimension indexes the {num_rows} examples'}. Pass the batch to the model, put "
+        "the site in pyro.plate('data', size, subsample_size=len(x)), and declare other dimensions with to_event"
     )
 
 

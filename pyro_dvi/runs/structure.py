@@ -118,9 +118,9 @@ def _look(run: PosteriorRun, gradients: bool) -> Structure:
         source: Any = latent.source
         if latent.shared is not None and (latent.transform is not None or source.name in sampled):
             raise GuideError(
-                f"in guide site {source.name!r}, latent {latent.name!r} has covariances with others, which are not "
-                "supported for a latent that is constrained or sets the prior of another latent: hide it from this "
-                "guide with pyro.poutine.block, and add a MeanFieldGuide for it in an AutoGuideList"
+                f"in guide site {source.name!r}, latent {latent.name!r} has covariances with other latents. This is "
+                f"not supported, because {latent.name!r} is constrained or sets the prior of another latent. Hide it "
+                "from this guide with pyro.poutine.block, and add a MeanFieldGuide for it in an AutoGuideList"
             )
     return Structure(sampled, names, shapes, reached, joint, starts)
 
@@ -197,7 +197,7 @@ def check_gradients(call: Call, trace: Any, log_likelihood: Tensor) -> None:
         raise ModelError(
             f"observed site {observed} depends on latent site {blind[0]!r}, but no gradient of the likelihood reaches "
             "it, because .detach(), .item(), round, floor, argmax or a comparison is in between. Remove this "
-            "operation, use a smooth function (sigmoid for a step), or let gradients pass: f + (f.round() - f).detach()"
+            "operation, use a smooth function (sigmoid for a step), or pass gradients on: f + (f.round() - f).detach()"
         )
 
 
@@ -295,11 +295,11 @@ def start_apart(starts: Starts) -> None:
             mean.copy_(initial)
     unknown = [name for name, _, initial in starts if initial is None]
     warn(
-        f"the guide starts with all means at zero (site {starts[0][0]!r} and {len(starts) - 1} more), so hidden units "
-        "are identical, and training can hardly make them different. "
+        f"the initial means of the guide are all zero (site {starts[0][0]!r} and {len(starts) - 1} more), so hidden "
+        "units are identical, and training can hardly make them different. "
         + (
             f"The model has no weights for {unknown[0]!r} to start from: pass init_loc_fn=init_to_sample."
             if unknown
-            else "They now start from the weights of the network; init_loc_fn=pyro_dvi.bayesian.init_to_module does so."
+            else "The means have been set to the weights of the network, as init_loc_fn=init_to_module does."
         )
     )

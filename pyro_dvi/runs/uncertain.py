@@ -129,8 +129,8 @@ def _uncertain(cls: Any, args: tuple, kwargs: dict[str, Any], estimator: LogitEs
 def _check_wrapper(cls: type, values: tuple) -> None:
     if not issubclass(cls, WRAPPERS):
         raise UnsupportedError(
-            f"{cls.__name__} of a distribution with uncertain parameters has no rule, like any mixture or other sum of "
-            "densities. Train such models with TaylorELBO or Pyro's Trace_ELBO"
+            f"{cls.__name__} of a distribution with uncertain parameters has no rule, and nor has any other sum of "
+            "densities, such as a mixture. Train such models with TaylorELBO or Pyro's Trace_ELBO"
         )
     transforms = chain.from_iterable(v if isinstance(v, list | tuple) else [v] for v in values)
     for transform in (t for t in transforms if isinstance(t, td.Transform)):

@@ -146,8 +146,9 @@ def load(
                 route.initialise(*stand_ins(args, kwargs, route.device()), always=incomplete)
         except Exception as error:
             raise CheckpointError(
-                "The checkpoint belongs to another model or guide, because these do not run on inputs of the shapes in "
-                f"the file ({first_line(error)}). If they are the same, pass one batch of the loader as example=."
+                f"The model or guide does not run on inputs of the shapes in the file ({first_line(error)}). The "
+                "checkpoint may belong to another model or guide. If it does not, pass one batch of the loader as "
+                "example=."
             ) from error
     _load_weights(saved, route)
     rule = getattr(route.elbo, "prediction_rule", "Samples")
@@ -180,8 +181,8 @@ def _check(saved: Mapping[str, Any], route: Route) -> None:
         before = saved["described"][what]
         if before != now and None not in (before, now):
             raise CheckpointError(
-                f"The checkpoint was trained with {what}{before}, but the target has {now}. Build it as for the saved "
-                "run; change kl_weight only after load."
+                f"The checkpoint was trained with {what}{before}, but the target has {now}. Build all objects as for "
+                "the saved run, and change kl_weight only after load."
             )
     check_parameters(route)
     if "model" in route.modules():
@@ -217,7 +218,7 @@ def _load_weights(saved: Mapping[str, Any], route: Route) -> None:
     missing += saved["store"].keys() - existing.keys()
     if missing:
         raise CheckpointError(
-            f"The checkpoint and the target differ in {missing[:5]}. Build model and guide as for the saved run; if "
+            f"The checkpoint and the target differ in {missing[:5]}. Build model and guide as for the saved run. If "
             "they are functions, pass the result of fit as history= to save, or one batch as example= to load."
         )
     _check_state("parameter store", existing, saved["store"])
@@ -232,8 +233,8 @@ def _load_weights(saved: Mapping[str, Any], route: Route) -> None:
             modules[role].load_state_dict(states[role])
         except (RuntimeError, KeyError, GuideError) as error:
             raise CheckpointError(
-                f"The checkpoint does not fit the {role}: {first_line(error)}. Build it as for the saved run; for a "
-                "guide without parameters before its first call, pass one batch of the loader as example=."
+                f"The checkpoint does not fit the {role}: {first_line(error)}. Build the {role} as for the saved run. "
+                "If the guide has no parameters before its first call, pass one batch of the loader as example=."
             ) from error
     with torch.no_grad():
         for name, value in existing.items():
@@ -248,9 +249,9 @@ def _load_weights(saved: Mapping[str, Any], route: Route) -> None:
         route.set_weights(before)
         raise CheckpointError(
             f"The checkpoint belongs to another model: {differences} (saved → now, in evaluation mode, at the "
-            "centre of the posterior). Build the model as for the saved run; attributes that change in training "
-            "(annealed noise, a growing plate) must have the values at the time of saving. To load only the weights, "
-            "call guide.load_state_dict(...)."
+            "centre of the posterior). Build the model as for the saved run. Attributes that change in training "
+            "(annealed noise, a growing plate) must have the values that they had at the time of saving. To load only "
+            "the weights, call guide.load_state_dict(...)."
         )
 
 
@@ -317,7 +318,7 @@ def _read(path: Path, map_location: Any) -> dict[str, Any]:
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise CheckpointError(
             f"{str(path)!r} was not written by pyro_dvi.save: it contains {list(content)[:5]}. Load a plain state_dict "
-            "with load_state_dict, and a parameter store with its own load."
+            "with load_state_dict, and a parameter store with pyro.get_param_store().load(path)."
         )
     check_format_version(f"{str(path)!r} of pyro-dvi {content['versions']['pyro-dvi']}", content["version"])
     return content

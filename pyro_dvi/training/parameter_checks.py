@@ -26,7 +26,7 @@ _owners: Any = WeakIdKeyDictionary()
 
 _WAY_OUT = (
     "Call pyro.clear_param_store() before you build model and guide, or separate models with "
-    "pyro.get_param_store().scope(); if you loaded the store from a file, call model and guide before training."
+    "pyro.get_param_store().scope(). If you loaded the store from a file, call model and guide before training."
 )
 
 
@@ -91,8 +91,8 @@ def check_still_own(model: Any, guide: Any) -> None:
             if stored in _owners and _owner_of(stored) not in own:
                 raise GuideError(
                     f"Pyro's parameter store contains another parameter under the name {name!r}, which this {role} "
-                    "uses: another model or guide with the same names has been trained since. Predict before you train "
-                    "another one, separate them with pyro.get_param_store().scope(), or reload this one with "
+                    "uses, because another model or guide with the same names has been trained since. Predict before "
+                    "you train another one, separate them with pyro.get_param_store().scope(), or reload this one with "
                     "pyro_dvi.load."
                 )
 

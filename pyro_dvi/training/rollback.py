@@ -95,7 +95,8 @@ class Rollback:
         """
         if non_finite_tensors(self.route):
             raise self.report(
-                epoch, f"the loss was finite until the last step. {_diagnosis(self.route, (), {})}"
+                epoch,
+                f"the last update was not finite, although the loss was. {_diagnosis(self.route, (), {})}",
             )
 
     def report(self, epoch: int, finding: str, snapshot: _Snapshot | None = None) -> NonFiniteError:
@@ -108,7 +109,7 @@ class Rollback:
         self.history.stopped = "non-finite"
         error = NonFiniteError(
             f"Training diverged in epoch {epoch}, step {step}: {finding} Parameters, buffers and optimizer are "
-            f"{kept}; the record until then is the attribute history of this error."
+            f"{kept}. The attribute history of this error contains the record until then."
         )
         error.history, error.epoch, error.step = self.history, epoch, step
         return error
@@ -161,6 +162,6 @@ def _diagnosis(route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> s
             f"{name} (up to {sizes.get(name, 0.0):.3g})"
         )
     return (
-        f"{text}. Lower the learning rate (first scale_multiplier, for posterior scales), warm up the KL weight, clip "
-        "gradients (clip_args), or train in float64."
+        f"{text}. Lower the learning rate (of posterior scales first, with scale_multiplier), warm up the KL weight, "
+        "clip gradients (clip_args), or train in float64."
     )

@@ -227,8 +227,8 @@ class SVIRoute(Route):
         by_pyro = getattr(svi.loss_and_grads, "__qualname__", "").startswith("SVI.")
         if by_pyro and not getattr(loss, "requires_grad", False):
             raise ArgumentError(
-                f"The loss of the SVI, {svi.loss!r}, has no gradient. Write loss=elbo instead of loss=elbo.loss; your "
-                "own loss function must return a tensor that depends on the parameters."
+                f"The loss of the SVI, {svi.loss!r}, has no gradient. Write loss=elbo instead of loss=elbo.loss. A "
+                "loss function of your own must return a tensor that depends on the parameters."
             )
         value = _finite(loss)
         sites: Any = capture.trace.nodes.values()
@@ -291,8 +291,8 @@ class ModuleRoute(Route):
             what = ", ".join(missing[:5]) or f"those of {type(self.guide).__name__}, which has none yet"
             raise GuideError(
                 f"The optimizer lacks {len(missing) or 'the'} parameters of the model and guide: {what}. Call "
-                "guide(*batch) before you build the optimizer, and freeze parameters that are not trained with "
-                "requires_grad_(False)."
+                "guide(*batch) before you build the optimizer. If some parameters should not be trained, freeze them "
+                "with requires_grad_(False)."
             )
 
     def step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
@@ -349,9 +349,8 @@ def route_of(target: Any, optimizer: Optimizer | None = None, *, train: bool = T
         return SVIRoute(target)
     if not isinstance(optimizer, Optimizer) and (train or optimizer is not None):
         raise ArgumentError(
-            f"An ELBOModule needs a torch optimizer, not {type(optimizer).__name__}, such as "
-            "torch.optim.Adam(parameter_groups(elbo(model, guide), base=1e-3)). Pyro's optimizers work with "
-            "pyro.infer.SVI."
+            "An ELBOModule needs a torch optimizer, such as torch.optim.Adam(parameter_groups(elbo(model, guide), "
+            f"base=1e-3)), not {type(optimizer).__name__}. Pyro's optimizers work only with pyro.infer.SVI."
         )
     return ModuleRoute(target, optimizer, train)
 

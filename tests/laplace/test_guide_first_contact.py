@@ -36,8 +36,12 @@ def with_value(tensor: Tensor, value: float) -> Tensor:
 
 LOADER = TensorDataset(X, LABELS)
 MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "NaN": (lambda: halves(with_value(X, torch.nan), LABELS), DataError, r"argument 1 \(2 of 6 elem.*NaN"),
-    "infinite": (lambda: halves(with_value(X, torch.inf), LABELS), DataError, "argument 1 .*infinite.*Drop"),
+    "NaN": (
+        lambda: halves(with_value(X, torch.nan), LABELS),
+        DataError,
+        r"NaN or infinite.*argument 1 \(2 of 6 elem",
+    ),
+    "infinite": (lambda: halves(with_value(X, torch.inf), LABELS), DataError, "infinite.*argument 1 .*Drop"),
     "float64": (lambda: halves(X.double(), LABELS), DataError, r"argument 1 torch.float64.*x.float\(\)"),
     "whole numbers": (lambda: halves(X.long(), LABELS), DataError, r"argument 1 torch.int64.*x.float\(\)"),
     "labels first": (lambda: halves(LABELS, X), DataError, r"argument 1 torch.int64 \(3,\).*in the order of"),

@@ -207,7 +207,7 @@ def test_nan_is_named():
     problem = LinearRegression()
     x, y = problem.x.clone(), problem.y.clone()
     y[7] = math.nan
-    with pytest.raises(DataError, match=r"argument 2 \(1 of 5 elements\) of the model: NaN"):
+    with pytest.raises(DataError, match=r"NaN or infinite values: argument 2 \(1 of 5 elements\)"):
         problem.guide().diagnose(ragged(x, y))
     guide = problem.guide()
     with torch.no_grad():

@@ -60,7 +60,7 @@ def test_the_prior_the_noise_and_the_number_of_data():
     ],
 )
 def test_batches_of_a_network_are_inputs_and_targets(batches):
-    with pytest.raises(DataError, match="a network needs batches .* pass a Pyro model|is an iterator"):
+    with pytest.raises(DataError, match="batches for a network must be .* pass a Pyro model|is an iterator"):
         dvi.MAP().fit(network(), batches, 1, progress=False)
 
 
@@ -170,10 +170,10 @@ X, Y = rows(60, 0, labels=False)
 @pytest.mark.parametrize(
     ("targets", "net", "hint"),
     [
-        ((Y > 0).float(), network(1), r"0 or 1 in floating point .* y\.long\(\)"),
-        (nn.functional.one_hot(X.argmax(1)).float(), network(), r"0 or 1 in floating point .* y\.long\(\)"),
-        (150 + 70 * Y, network(1), "root mean square of the targets is .*: standardise"),
-        (0.01 * Y, network(1), "root mean square of the targets is .*: standardise"),
+        ((Y > 0).float(), network(1), r"targets are 0.0 or 1.0.* y\.long\(\)"),
+        (nn.functional.one_hot(X.argmax(1)).float(), network(), r"targets are 0.0 or 1.0.* y\.long\(\)"),
+        (150 + 70 * Y, network(1), "root mean square of the targets is .* Standardise"),
+        (0.01 * Y, network(1), "root mean square of the targets is .* Standardise"),
     ],
 )
 def test_targets_that_the_defaults_do_not_suit(targets, net, hint):
@@ -198,9 +198,17 @@ def on_numbers(method, **options):
             ArgumentError,
             "by must be .* not 'vogn'",
         ),
-        (lambda: on_numbers(dvi.NaturalGradients(by=dvi.IVON({}))), ArgumentError, "by must be VOGN"),
+        (
+            lambda: on_numbers(dvi.NaturalGradients(by=dvi.IVON({}))),
+            ArgumentError,
+            "by must be the function VOGN",
+        ),
         (lambda: on_numbers(dvi.Ensemble(dvi.MAP)), ArgumentError, r"member .* write MAP\("),
-        (lambda: on_numbers(dvi.MAP(), validation=(X, Y)), ArgumentError, "is for tune; in fit, validate="),
+        (
+            lambda: on_numbers(dvi.MAP(), validation=(X, Y)),
+            ArgumentError,
+            "argument of tune; for fit, pass validate=",
+        ),
         (lambda: dvi.MAP().fit(network(), [(X, X.argmax(1).float())], 1), DataError, r"y\.long\(\)"),
         (
             lambda: dvi.MAP().fit(TwoInputs(), [(X, Y > 0)], 1),

@@ -221,7 +221,7 @@ def test_an_input_axis_that_is_none(option):
         ({"w1": True}, "'w1' is .*pass an axis"),
         ({"w1": 1.0}, "'w1' is .*pass an axis"),
         ({"shift": 0}, "'shift' is 0, but its values have 0 dimensions"),
-        ({"w3": 0}, "names 'w3', which is not a site of the guide; there are .*'w1'"),
+        ({"w3": 0}, "names 'w3', which is not a site of the guide; the sites are .*'w1'"),
     ],
 )
 def test_an_input_axis_that_does_not_fit_names_the_site(option, message):

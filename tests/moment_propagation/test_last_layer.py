@@ -159,6 +159,6 @@ def test_rows_that_are_inputs_are_refused(product):
             return pyro.sample("obs", dist.Normal(product(x, w), 1.0).to_event(1), obs=y)
 
     x = torch.ones(4, 3)
-    with pytest.raises(ArgumentError, match=r"contracts inputs with the first dimension of \['w'\]"):
+    with pytest.raises(ArgumentError, match=r"sums over the first dimension of \['w'\]"):
         dvi.LastLayerGuide(model, "w").initialize(x, x)
     dvi.LastLayerGuide(model, "w", covariance=AllOutputs()).initialize(x, x)

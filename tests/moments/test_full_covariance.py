@@ -274,20 +274,20 @@ REFUSED = {
     "examples subtracted": (lambda w: (lambda f: f[:2] - f[2:])(network(X, w)), r"torch\.sub"),
     "other rows": (
         lambda w: F.linear(network(X, w[:2]).reshape(5, 4), layers(4, 2)[0][0]),
-        "moved out of the rows",
+        "moved to other rows",
     ),
-    "columns": (lambda w: F.linear(network(X, w[:2]).t(), layers(4, 2)[0][0]), "moved out of the rows"),
+    "columns": (lambda w: F.linear(network(X, w[:2]).t(), layers(4, 2)[0][0]), "moved to other rows"),
     "positions": (lambda w: F.linear(X.expand(2, 4, 3), *w[0]), r"same weights at each of \(4,\) positions"),
-    "on the right": (lambda w: torch.ones(4, 4) @ network(X, w[:2]), "as a second factor"),
+    "on the right": (lambda w: torch.ones(4, 4) @ network(X, w[:2]), "as the second factor"),
     "a softmax": (lambda w: F.linear(F.linear(X, *w[0]).softmax(-1), w[1][0]), "softmax of dependent"),
     "a larger one": (lambda w: (lambda h: torch.maximum(h, h.flip(-1)))(F.linear(X, *w[0])), "maximum"),
-    "one bias": (lambda w: F.linear(X, *w[0]) + ONE, "number that several units share"),
-    "one bias later": (lambda w: network(X, w) - ONE, "number that several units share"),
-    "one scale": (lambda w: F.linear(X * ONE, *w[0]), "number that several units share"),
-    "a unit twice": (lambda w: F.linear(network(X, w[:1]).relu()[:, [0, 0, 1, 2, 3, 4]], w[1][0]), "moved out"),
-    "copies of it": (lambda w: F.linear(network(X, w[:1])[:, :1].relu().expand(-1, 6), w[1][0]), "moved out"),
-    "repeated": (lambda w: F.linear(network(X, w[:1]).relu().repeat(1, 2)[:, :6], w[1][0]), "moved out"),
-    "a turned matrix": (lambda w: covariance_of((w[0][0] @ X.T).T), "density of elements"),
+    "one bias": (lambda w: F.linear(X, *w[0]) + ONE, "value that several units share"),
+    "one bias later": (lambda w: network(X, w) - ONE, "value that several units share"),
+    "one scale": (lambda w: F.linear(X * ONE, *w[0]), "value that several units share"),
+    "a unit twice": (lambda w: F.linear(network(X, w[:1]).relu()[:, [0, 0, 1, 2, 3, 4]], w[1][0]), "or copied"),
+    "copies of it": (lambda w: F.linear(network(X, w[:1])[:, :1].relu().expand(-1, 6), w[1][0]), "or copied"),
+    "repeated": (lambda w: F.linear(network(X, w[:1]).relu().repeat(1, 2)[:, :6], w[1][0]), "or copied"),
+    "a turned matrix": (lambda w: covariance_of((w[0][0] @ X.T).T), "density of activations"),
     "a change in place": (lambda w: torch.tanh_(network(X, w)), "are changed in place"),
     "dropout": (lambda w: F.dropout(network(X, w)), "dropout"),
 }  # fmt: skip
@@ -299,7 +299,7 @@ def test_what_loses_covariances_is_refused_by_name(case):
     weights = layers(3, 6, 5, 2)
     with full_covariances(), pytest.raises(UnsupportedError, match=message) as error:
         function(X, weights) if case == "an activation" else function(weights)
-    assert "Without full covariances (the default)" in str(error.value)
+    assert "propagate only variances (the default)" in str(error.value)
 
 
 def test_weights_with_covariances_are_refused():

@@ -148,5 +148,5 @@ def test_a_function_of_outputs_keeps_the_gaussian_behind_it():
 def test_a_bias_with_the_noise_of_another_layer_is_refused():
     w, b = weights((2, 3), (2,), rest=False)
     b.noise = SharedNoise(b.noise.factor, "'other.bias'")
-    with pytest.raises(UnsupportedError, match="'other.bias' has covariances.* the noise of another layer"):
+    with pytest.raises(UnsupportedError, match="'other.bias' has covariances.* with weights of another site"):
         F.linear(X, w, b)

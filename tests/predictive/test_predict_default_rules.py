@@ -126,7 +126,9 @@ def test_an_export_has_draws_that_differ():
 def test_the_width_of_a_posterior_that_is_predicted_at_its_mean(method):
     guide = dvi.MeanFieldGuide(model)
     in_a_loop(training(guide, dvi.TaylorELBO()))
-    with pytest.warns(DviWarning, match=r"TaylorELBO trained for predictions at its mean.*AtMean\(\)"):
+    with pytest.warns(
+        DviWarning, match=r"TaylorELBO trains a posterior for predictions at the mean.*AtMean\(\)"
+    ):
         dvi.predict(model, guide, X, method)
     pyro.clear_param_store()
     in_a_loop(training(guide := dvi.MeanFieldGuide(model), dvi.MomentPropagationELBO()))

@@ -88,12 +88,12 @@ MISTAKES = {
     "guide never run": (
         lambda: predict(model, MeanFieldGuide(model), X),
         GuideError,
-        r"has not seen.*guide\(x, y\)",
+        r"is not initialised.*guide\(x, y\)",
     ),
     "Pyro guide never run": (
         lambda: predict(model, AutoNormal(model), X),
         GuideError,
-        "AutoNormal has not seen",
+        "AutoNormal is not initialised",
     ),
     "SVI in place of the guide": (
         lambda: predict(model, SVI(model, guide, Adam({"lr": 0.1}), Trace_ELBO()), X),
@@ -173,7 +173,7 @@ MISTAKES = {
     "mixture not kept": (
         lambda: predict(pairs_of_labels, guide, X, Samples(3)).log_likelihood(torch.zeros(10, 2)),
         UnsupportedError,
-        r"its 3 distributions \(Bernoulli\).*pass \(x, y\) to predict for scores",
+        r"its 3 distributions \(Bernoulli\).*For scores, pass \(x, y\) to predict",
     ),
     "entropy of a mixture": (
         lambda: predict(model, guide, X, Samples(3)).entropy,
@@ -271,7 +271,7 @@ def test_a_response_is_not_taken_for_a_latent_of_a_loaded_guide():
     pyro.clear_param_store()
     again = MeanFieldGuide(model)
     again.load_state_dict(state)
-    with pytest.raises(GuideError, match="has no site 'obs'.*with observations"):
+    with pytest.raises(GuideError, match="has no site 'obs'.*pass the observed values"):
         again(X)
     again.initialize(X, X)
     assert set(again.median()) == {"w"}
@@ -289,7 +289,7 @@ def test_latents_of_single_examples_are_not_taken_for_those_of_the_first_data_af
     pyro.clear_param_store()
     again = MeanFieldGuide(local)
     again.load_state_dict(state)
-    with pytest.raises(GuideError, match="has not seen its model"):
+    with pytest.raises(GuideError, match="is not initialised"):
         predict(local, again, X)
 
 

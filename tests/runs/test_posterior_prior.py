@@ -192,7 +192,7 @@ def test_heads_of_tasks_keep_their_own_priors():
     net = TwoHeads()
     first = MeanFieldGuide(net)
     SVI(net, first, pyro.optim.Adam({"lr": 0.01}), loss=MomentPropagationELBO()).step(x, 0, y)
-    with pytest.raises(ModelError, match=r"no site 'head0.bias'.*exclude="):
+    with pytest.raises(ModelError, match=r"'head0.bias', which is not in the model.*exclude="):
         poutine.trace(first.as_prior()(net)).get_trace(x, 1, y)
     prior = first.as_prior(exclude="head*")
     pyro.clear_param_store()
@@ -350,5 +350,5 @@ def test_models_that_do_not_fit():
         prior(wider)(x, y)
     with pytest.raises(ModelError, match=r"'w' has .* the support"):
         prior(positive)(x, y)
-    with pytest.raises(ModelError, match="no site 'w'"):
+    with pytest.raises(ModelError, match="site 'w', which is not in the model"):
         prior(lambda x, y: None)(x, y)

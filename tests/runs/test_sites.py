@@ -63,7 +63,7 @@ def test_a_reparameterised_site_is_no_data():
 def test_a_pattern_without_sites_is_refused():
     assert sites_named("exclude", "net.*", ["net.a", "b"]) == ["net.a"]
     with pytest.raises(
-        ArgumentError, match=r"exclude names 'c', which is not a site of the guide; there are \['b'\]"
+        ArgumentError, match=r"exclude names 'c', which is not a site of the guide; the sites are \['b'\]"
     ):
         sites_named("exclude", ["c"], ["b"])
     with pytest.raises(ArgumentError, match=r"write '\*fc\.\*' for \['net\.fc\.bias'\]"):

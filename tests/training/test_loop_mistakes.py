@@ -159,7 +159,7 @@ MISTAKES = [
         "Pyro optimizer",
         lambda: module_route(optimizer=Adam({"lr": 1})),
         ArgumentError,
-        "work with pyro.infer.SVI",
+        "work only with pyro.infer.SVI",
     ),
     ("optimizer before the guide", unfinished_guide, GuideError, "AutoNormal, which has none yet"),
     (

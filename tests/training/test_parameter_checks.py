@@ -39,7 +39,7 @@ def test_a_later_training_of_the_same_names_is_found_out(use):
     pyro.clear_param_store()
     second = trained(-1.0)
     use(*second)
-    with pytest.raises(GuideError, match="'noise_scale', which this model uses: another"):
+    with pytest.raises(GuideError, match="'noise_scale', which this model uses, because another"):
         use(*first)
 
 

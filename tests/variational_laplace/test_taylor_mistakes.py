@@ -350,7 +350,7 @@ MISTAKES = [
         "NaN input",
         lambda: evaluate(args=(with_nan(X), Y)),
         DataError,
-        r"argument 1 .* of the model: NaN.*Drop these rows",
+        r"NaN or infinite values: argument 1 .*Drop these rows",
     ),
     Mistake(
         "label out of range",
@@ -382,7 +382,7 @@ MISTAKES = [
         "plate of the wrong size",
         lambda: evaluate(args=(X, Y, 300), num_data=600),
         DataError,
-        r"site 'y' sees 6 of 600 .* scaled to 300 examples: write pyro.plate.*or correct num_data",
+        r"site 'y' sees 6 of 600 .* scaled to 300 examples. Write pyro.plate.*or correct num_data",
     ),
     Mistake(
         "meta device",

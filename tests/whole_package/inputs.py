@@ -265,7 +265,7 @@ def two_parts(f: Tensor) -> Any:
 
 BROADCAST = every(DataError, r"'y'.*would be broadcast.*shape of a draw")
 NOT_THESE = every(DataError, r"'y': values of shape .* do not fit")
-NOT_FINITE = every(DataError, "argument 1 .* of the model: NaN or infinite")
+NOT_FINITE = every(DataError, "NaN or infinite values: argument 1 ")
 NO_LOSS = every(NonFiniteError, "not finite: log_likelihood")
 TYPES = every(DataError, r"the data \(.*and the weights.*different dtypes.*convert")
 NOT_SCALED = every(DataError, "'y' sees 8 of 32 examples.*subsample_size")

@@ -164,8 +164,8 @@ def to_arviz(
         check_count("prior", prior)
     if isinstance(guide, AutoLaplaceApproximation):
         raise GuideError(
-            "this AutoLaplaceApproximation is still a point mass: export guide.laplace_approximation(*args), with the "
-            "arguments used in training, or train an AutoDelta if a point mass is intended"
+            "this AutoLaplaceApproximation is still a point mass. Export guide.laplace_approximation(*args), with the "
+            "arguments used in training; if you want a point mass, train an AutoDelta"
         )
     options: Any = {"observed": observed, "batch_size": batch_size, "device": device}
     options["sites"] = names_of_sites(model, guide)
@@ -256,9 +256,9 @@ def _through(
         changed = [name for name in kept if not torch.equal(first[name], drawn[name])]
         if changed:
             raise DataError(
-                f"the posterior of sites {changed} depends on the inputs, so each batch has its own: pass the data in "
-                "one batch (a tuple, with a batch_size of at least their number), or export only predictions with "
-                "sites=[]"
+                f"the posterior of sites {changed} depends on the inputs, so it differs between batches. Pass all data "
+                "in one batch (a tuple, with batch_size at least the number of examples), or pass sites=[] to export "
+                "only predictions"
             )
         inputs.append(batch.inputs)
     return inputs_of(model, inputs, predicted[0].rows)
@@ -273,7 +273,7 @@ def _nothing_predicted() -> Iterator[None]:
             yield
         except UnsupportedError as error:  # raised by a LaplaceGuide without draws
             reason = str(error).splitlines()[0]  # Pyro adds the shapes of its trace
-            raise UnsupportedError(f"{reason}; sites=[] exports only predictions") from error
+            raise UnsupportedError(f"{reason}; pass sites=[] to export only predictions") from error
 
 
 def _rule_and_count(
@@ -301,8 +301,8 @@ def _rule_and_count(
         )
     if num_samples % components:
         raise ArgumentError(
-            f"num_samples={num_samples} must be a multiple of the {components} distributions of method={rule}, each of "
-            "which contributes the same number of draws"
+            f"num_samples={num_samples} must be a multiple of {components}: method={rule} predicts with {components} "
+            "distributions, and each contributes the same number of draws"
         )
     return rule, num_samples
 

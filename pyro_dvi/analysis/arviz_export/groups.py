@@ -73,7 +73,7 @@ class Group:
             self.coords[f"{name}_observed"] = np.flatnonzero(counts)
         if name in _SAMPLE_DIMS:
             raise ModelError(
-                f"{name!r} is the name of a dimension of ArviZ: rename the site or input of this name in the model"
+                f"ArviZ uses the name {name!r} for a dimension: rename the site or input in the model"
             )
         self.arrays[name] = array[None] if self.sampled else array
         self.suggested[name] = tuple(suggested)
@@ -180,9 +180,9 @@ def assemble(
     }
     if groups["observed_data"].arrays and not groups["log_likelihood"].arrays:
         attributes["log_likelihood_left_out"] = (
-            "the predictive distribution is the same for every draw, so az.loo cannot reweight draws: compare "
-            "predictions of held-out data with diagnostics.compare_held_out, or export a posterior that was trained "
-            "with sampled weights, with method=Samples(500)"
+            "the predictive distribution is the same for every draw, so az.loo cannot reweight draws. Compare "
+            "predictions of held-out data with diagnostics.compare_held_out, or train with sampled weights and export "
+            "with method=Samples(500)"
         )
     # ArviZ plots integers and floating-point numbers differently, so labels with NaN are converted in all groups.
     for name in groups.keys() & {"posterior_predictive", "prior_predictive"}:

@@ -44,8 +44,8 @@ class GivenSamples(FromDraws):
         lengths = {name: len(v) if v.dim() else 0 for name, v in self.samples.items()}
         if len(set(lengths.values())) != 1 or 0 in lengths.values():
             raise ArgumentError(
-                f"the numbers of given draws are {lengths}: pass tensors [num_samples, ...] by site name, with the "
-                "same number of draws for every site"
+                f"the numbers of draws are {lengths}: pass tensors [num_samples, ...] by site name, with the same "
+                "number of draws for every site"
             )
         self.num_samples = next(iter(lengths.values()))
 
@@ -79,7 +79,7 @@ class GivenSamples(FromDraws):
         if not set(self.samples) <= set(latent) or (is_complete and len(self.samples) < len(latent)):
             raise ArgumentError(
                 f"the draws are for sites {list(self.samples)}, but the latent sites of the model are {latent}: pass "
-                "draws for these sites"
+                "draws for the latent sites"
             )
         for name, values in self.samples.items():
             fn = nodes[name]["fn"]

@@ -40,7 +40,7 @@ def _observations(batch: Batch, sites: Sequence[str], nodes: Mapping[str, Any]) 
     """Return the observation of each site in a run of :func:`~pyro_dvi.predictive.engine.model_runs.observed_run`.
 
     Raises:
-        DataError: if the data contain an observation but a site observes nothing.
+        DataError: if the data contain an observation, but a site is not observed.
     """
     found = {}
     for name in sites:
@@ -49,8 +49,8 @@ def _observations(batch: Batch, sites: Sequence[str], nodes: Mapping[str, Any]) 
             found[name] = node
         elif batch.observed is not None:
             raise DataError(
-                f"site {name!r} observes nothing when the model is called with the observation of the data: choose the "
-                "argument that it observes with observed=..., or the site with site=..."
+                f"site {name!r} is not observed when the model is called with these data. Name the argument that "
+                "contains the observations with observed=..., or choose another site with site=..."
             )
     return found
 

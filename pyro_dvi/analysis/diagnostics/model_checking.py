@@ -108,7 +108,7 @@ def prior_predictive_check(
         except NotImplementedError as error:
             raise ModelError(
                 f"cannot draw from a prior of the model ({type(error).__name__} {error}): improper priors have no "
-                "prior predictive distribution"
+                "prior predictive distribution, so use a proper prior"
             ) from error
         latents = [name for name in responses(nodes, ()) if not nodes[name]["is_observed"]]
         name = choose_response(

@@ -77,7 +77,7 @@ def compare_with_sampling(
         ArgumentError: if there are fewer than two draws, or ``propagation`` is not a propagation.
         DataError: if moments or draws are not finite.
         GuideError: if the guide is not a factorised Gaussian, or was never run.
-        ModelError: if nothing that the model computes is uncertain.
+        ModelError: if the outputs of the model are deterministic.
         UnsupportedError: if a function of the model has no rule.
 
     Example:
@@ -117,8 +117,8 @@ def compare_with_sampling(
             keep(parameter, value)
         if not propagated:
             raise ModelError(
-                "nothing that the model computes is uncertain: no module returned moments, and the parameters of site "
-                f"{response.site!r} are deterministic. Does the model use the guide's Gaussians?"
+                "the outputs of the model are deterministic: no module returned moments, and the parameters of site "
+                f"{response.site!r} are plain tensors. Check that the model uses the latent sites of the guide"
             )
         sampled = {place: _RunningMoments() for place in propagated}
 

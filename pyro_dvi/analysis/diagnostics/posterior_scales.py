@@ -288,10 +288,10 @@ def _gaussians(guide: Any) -> Iterator[tuple[str, Tensor, Tensor, Tensor | None,
             yield node["name"], loc, scale, start, True
     elif not isinstance(guide, AutoDelta):
         raise GuideError(
-            f"{getattr(guide, '__name__', type(guide).__name__)} is not known to be Gaussian: scales can be read from "
-            "guides of this library (for an ensemble, take guide.members[k].guide), from AutoNormal, "
-            "AutoDiagonalNormal, AutoMultivariateNormal and AutoLowRankMultivariateNormal, and from the "
-            "result of AutoLaplaceApproximation.laplace_approximation(*args)"
+            f"{getattr(guide, '__name__', type(guide).__name__)} is not known to be Gaussian. Scales can be read from "
+            "guides of this library, AutoNormal, AutoDiagonalNormal, AutoMultivariateNormal, "
+            "AutoLowRankMultivariateNormal, and the result of AutoLaplaceApproximation.laplace_approximation(*args). "
+            "For an ensemble, pass guide.members[k].guide"
         )
 
 

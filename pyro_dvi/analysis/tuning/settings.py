@@ -193,15 +193,15 @@ def tune(
     if not done.scores:
         listed = "; ".join(f"{', '.join(map(_text, key))}: {why}" for key, why in done.failures.items())
         raise NonFiniteError(
-            f"every training run has failed ({listed}). Call train with one of these settings until it works; if it "
-            "diverges, lower the learning rate (first that of the posterior scales), or train in float64"
+            f"every training run has failed ({listed}). First make train work with one of these settings. If training "
+            "diverges, lower the learning rate (of the posterior scales first), or train in float64"
         ) from done.cause
     chosen = done.choice()
     for i, (name, value) in enumerate(zip(lists, chosen, strict=True)):
         if (following := done.beyond(i)) is not None:
             warn(
-                f"the best {name}, {value:g}, is at an end of the values that were tried: try {following:g} as well "
-                f"(add it to the list of {name}, or allow more training runs with max_trainings)"
+                f"the best {name}, {value:g}, is the smallest or largest value that was tried. Try {following:g} too: "
+                f"add it to the list of {name}, or allow more training runs with max_trainings"
             )
         if name in TEMPERATURES and are_numbers(lists[name]) and value < _COLD:
             warn(
@@ -227,9 +227,9 @@ def _lists(space: Any) -> dict[str, list[Any]]:
         fine = (math.isfinite(v) if isinstance(v, Real) else isinstance(v, str | None) for v in own)
         if not own or not all(fine) or name in _SCORES:
             raise ArgumentError(
-                f"setting {name!r} must not have a name of {_SCORES}, and its values must be finite numbers, or "
-                f"strings, booleans and None, not {values!r}. Represent other objects by strings, and look them up "
-                "inside train"
+                f"setting {name!r} with values {values!r} cannot be tuned. Values must be a list of finite numbers, "
+                f"strings, booleans or None, and the names {_SCORES} are reserved. Represent other objects by strings, "
+                "and look them up inside train"
             )
         kind = int if all(isinstance(value, Integral) for value in own) else float
         lists[name] = sorted(map(kind, own)) if are_numbers(own) else own

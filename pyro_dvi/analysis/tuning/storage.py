@@ -35,8 +35,8 @@ def read_results(path: Path, names: list[str], seed: int) -> dict[Key, Tensor | 
             row = {}
         if set(row.get("settings", ())) != set(names) or row.get("seed") != seed:
             raise CheckpointError(
-                f"{path} contains a line that is not a training run with seed {seed} and the settings "
-                f"{', '.join(names)}: {line[:100]}; choose another path for storage"
+                f"{path} contains a line that is not a training run of this search (seed {seed}, settings "
+                f"{', '.join(names)}): {line[:100]}. Choose another path for storage"
             )
         key = tuple(row["settings"][name] for name in names)
         found[key] = row["failure"] if "failure" in row else as_score(row["score"])

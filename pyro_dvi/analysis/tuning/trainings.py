@@ -50,7 +50,7 @@ class Trainings:
         if len({tuple(rows.shape) for rows in self.scores.values()}) > 1:
             raise ArgumentError(
                 "the scores of two training runs have different shapes: score must return one number per row of the "
-                "same validation data, in the same order; for other data, choose another path for storage"
+                "same validation data, in the same order. For other data, choose another path for storage"
             )
         if self.path is not None and key not in self.recorded:
             write_result(self.path, self.named(key), self.seed, result)

@@ -86,7 +86,7 @@ def batches(
             held = [i for i in held if taken.names[i] in called]
             if not held:
                 raise ArgumentError(
-                    f"any of the arguments {names} may be the observation: name it, such as observed={names[-1]!r}"
+                    f"any of the arguments {names} may be the observation: name it, as in observed={names[-1]!r}"
                 )
         elif 0 < len(held) < len(places):
             missing = [taken.names[i] for i in places if i not in held]
@@ -148,7 +148,7 @@ class _Arguments:
             for name in asked:
                 if name not in self.names:
                     raise ArgumentError(
-                        f"observed={name!r} is not an argument of the model, which has {self.names}"
+                        f"observed={name!r} is not an argument of the model; its arguments are {self.names}"
                     )
             places = [self.names.index(name) for name in asked]
         else:
@@ -162,8 +162,9 @@ class _Arguments:
         inputs = tuple(None if i in held else a for i, a in enumerate(args))
         if by_name := [n for n, v in zip(self.by_name, inputs[self.count :], strict=False) if v is not None]:
             raise DataError(
-                f"the arguments {by_name} of the model are keyword-only, but predictions pass inputs by position: move "
-                f"the * of the signature behind them, or name the observation with observed={by_name[0]!r}"
+                f"the arguments {by_name} of the model are keyword-only, but predictions pass inputs by position. Move "
+                f"the * in the signature behind these arguments; if {by_name[0]!r} is the observation, pass "
+                f"observed={by_name[0]!r}"
             )
         while inputs and inputs[-1] is None:  # omitted if the model has a default; see with_missing
             inputs = inputs[:-1]

@@ -87,7 +87,7 @@ def respond(
         for place, (parameter, value) in enumerate(zip(positional(model), batch.inputs, strict=False)):
             first = learned_for.get(place, learned_for.get(parameter.name))
             if not all(map(_same_rows, tensors_in(value), tensors_in(first))):
-                raise _local(latent, "they were learnt for other examples")
+                raise _local(latent, "the values were learnt for other examples")
     drawn = tuple(other for other in names[: names.index(name)] if not nodes[other]["is_observed"])
     return Response(name, node["fn"], node["value"], node["is_observed"], axis, counted(node), drawn)
 
@@ -114,7 +114,10 @@ def sites_at(
         except _ReachedError:
             return stop.found
         missing = [name for name in names if name not in stop.found]
-        raise ModelError(f"the model did not reach its sites {missing} when run with other latent values")
+        raise ModelError(
+            f"sites {missing} were not reached when the model ran with other latent values: the sites of the model "
+            "must not depend on these values"
+        )
 
     return run
 
@@ -133,7 +136,7 @@ def check_observation(model: Callable[..., Any], batch: Batch, latents: Latents,
         the model.
 
     Raises:
-        DataError: if the site observes nothing or other values when the model is called with the observation.
+        DataError: if the site is not observed, or has other observed values, when the model is called with the data.
     """
     assert batch.observed is not None
     nodes = observed_run(model, batch, latents)
@@ -142,11 +145,11 @@ def check_observation(model: Callable[..., Any], batch: Batch, latents: Latents,
     value = node["value"]
     same = value is batch.observed or torch.equal(value.squeeze(), batch.observed.squeeze().to(value.dtype))
     if not (node["is_observed"] and same):
-        what = "observes other values" if node["is_observed"] else "observes nothing"
+        what = "has other observed values" if node["is_observed"] else "is not observed"
         raise DataError(
-            f"site {name!r} {what} when the model is called with the observation of the data: choose observed=... or "
-            "site=...; if the model transforms the observation, predict from inputs alone and call "
-            "metrics(transformed)"
+            f"site {name!r} {what} when the model is called with these data. Name the argument that contains the "
+            "observations with observed=..., or choose another site with site=.... If the model transforms the "
+            "observations, predict from inputs alone and call metrics(transformed)"
         )
     varies = _has_mask(node) or value.shape != batch.observed.shape
     return replace(batch, observed=batch.observed.reshape(value.shape), mask=counted(node), varies=varies)
@@ -192,10 +195,10 @@ def _same_rows(first: Tensor, second: Tensor) -> bool:
 def _local(site: str, which: str) -> DataError:
     return DataError(
         f"site {site!r} has one value per example, and it is unknown to which examples the values belong: {which}. If "
-        "the guide learnt the values for its training data: predict only these data, in one batch and in their order "
-        "(a tuple, with a batch_size of at least their number). For other data of the same groups, let the model take "
-        "the index of each row's group as an input. If the guide computes the values from its inputs: predict one "
-        "batch at a time, with a plate of the size of the batch, pyro.plate(name, len(x)), in model and guide"
+        "the guide learnt the values for its training data, predict only these data, in one batch and in the same "
+        "order (a tuple, with batch_size at least their number). For other data of the same groups, pass the index of "
+        "each row's group to the model as an input. If the guide computes the values from its inputs, predict one "
+        "batch at a time, with pyro.plate(name, len(x)) in model and guide"
     )
 
 

@@ -82,8 +82,8 @@ def check_is_set_up(guide: Any, inputs: tuple[Any, ...] = ()) -> None:
         ):
             return
         raise GuideError(
-            f"{type(guide).__name__} has not seen its model yet: train it, or call guide(x, y) once with the training "
-            "data, also after loading its state; load a checkpoint with load(..., example=batch)"
+            f"{type(guide).__name__} is not initialised: train it, or call guide(x, y) once with the training data "
+            "(also after load_state_dict). To load a checkpoint, use load(..., example=batch)"
         )
 
 
@@ -136,9 +136,9 @@ def posterior_gaussians(guide: Any, inputs: tuple[Any, ...]) -> tuple[dict[str, 
     factorised = getattr(guide, "factorised", guide)
     if factorised is None:
         raise GuideError(
-            f"the posterior of this {type(guide).__name__} is not a factorised Gaussian: predict with Samples(30); for "
-            "a LaplaceGuide, predict with Linearised(), or fit Diagonal(); for an ensemble, take one of guide.members "
-            "inside its in_store()"
+            f"the posterior of this {type(guide).__name__} is not a factorised Gaussian: predict with Samples(30). For "
+            "a LaplaceGuide, predict with Linearised(), or fit Diagonal(). For an ensemble, pass "
+            "guide.members[k].guide, within guide.members[k].in_store()"
         )
     with torch.enable_grad(), AllRows():
         means = Call(factorised, factorised, _arguments(guide, inputs)).run_guide(PosteriorMeans())

@@ -159,8 +159,8 @@ class OfMembers(PredictionRule):
         counts = [rule.num_components for rule in self.rules]
         if len(set(counts)) > 1:
             raise ArgumentError(
-                f"the members predict with different numbers of distributions, {counts}: choose one rule for all, such "
-                "as method=Samples(30)"
+                f"the prediction rules of the members average {counts} distributions, but must all average the same "
+                "number: choose one rule for all members, such as method=Samples(30)"
             )
 
     def __repr__(self) -> str:

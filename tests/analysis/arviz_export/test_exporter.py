@@ -335,7 +335,11 @@ MISTAKES = {
         "rows",
     ),
     "observed site": (lambda: export(site="y"), ModelError, r"no observed site 'y'; it has \['obs'\]"),
-    "guide never run": (lambda: to_arviz(line, MeanFieldGuide(line), data()), GuideError, "has not seen"),
+    "guide never run": (
+        lambda: to_arviz(line, MeanFieldGuide(line), data()),
+        GuideError,
+        "is not initialised",
+    ),
 }
 
 

@@ -181,7 +181,7 @@ def test_a_site_that_is_called_like_a_dimension_of_arviz_is_refused():
         with pyro.plate("data", len(x)):
             return pyro.sample("draw", dist.Normal(slope * x, 0.5), obs=y)
 
-    with pytest.raises(ModelError, match="'draw' is the name of a dimension"):
+    with pytest.raises(ModelError, match="uses the name 'draw' for a dimension"):
         to_arviz(confusing, guide, (X, Y), 4)
 
 

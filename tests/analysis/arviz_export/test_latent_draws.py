@@ -164,7 +164,7 @@ def test_kronecker_factors_export():
 
 def test_a_method_without_draws_exports_its_predictions():
     guide = laplace(ConjugateGradient())
-    with pytest.raises(UnsupportedError, match=r"no draws.*sites=\[\] exports only predictions"):
+    with pytest.raises(UnsupportedError, match=r"no draws.*sites=\[\] to export only predictions"):
         to_arviz(model, guide, (X, Y))
     exported = to_arviz(model, guide, (X, Y), sites=[])
     assert groups(exported) == {
@@ -240,7 +240,7 @@ DRAWS = torch.zeros(5, 3)
 MISTAKES = {
     "unequal lengths": (
         lambda: to_arviz(model, {"weight": DRAWS, "bias": torch.zeros(6)}, (X, Y)),
-        r"numbers of given draws are \{'weight': 5, 'bias': 6\}",
+        r"numbers of draws are \{'weight': 5, 'bias': 6\}",
     ),
     "misspelt": (
         lambda: to_arviz(model, {"weigth": DRAWS}, (X, Y)),
@@ -262,7 +262,7 @@ MISTAKES = {
         lambda: to_arviz(model, {"weight": torch.zeros(2, 5, 3)}, (X, Y)),
         r"draw of site 'weight' has the shape \(5, 3\), but its value.* has the shape \(3,\).*group_by_chain",
     ),
-    "nothing": (lambda: to_arviz(model, {}, (X, Y)), r"numbers of given draws are \{\}"),
+    "nothing": (lambda: to_arviz(model, {}, (X, Y)), r"numbers of draws are \{\}"),
     "no draws": (
         lambda: to_arviz(model, {"weight": torch.zeros(0, 3)}, (X, Y)),
         r"draws are \{'weight': 0\}",

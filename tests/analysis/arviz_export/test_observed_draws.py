@@ -159,7 +159,7 @@ MISTAKES = {
     "unobserved": (
         lambda: to_arviz(two, slope, {"x": X, "n": N}, observed="n", site=["number", "size"]),
         DataError,
-        "site 'size' observes nothing",
+        "site 'size' is not observed",
     ),
     "some batches": (
         lambda: to_arviz(two_in_one, slope, [(X, torch.stack([Y, N], -1)), (X,)], site="size"),

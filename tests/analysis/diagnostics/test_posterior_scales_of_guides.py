@@ -247,7 +247,7 @@ def before_its_fit():
 
 MISTAKES = {
     "a guide function": (lambda: model, "model is not known to be Gaussian"),
-    "never run": (lambda: MeanFieldGuide(model), "has not seen its model"),
+    "never run": (lambda: MeanFieldGuide(model), "is not initialised"),
     "a flow": (flow, "AutoIAFNormal is not known to be Gaussian"),
     "a point mass": (point_mass, "point mass at every site"),
     "before its fit": (before_its_fit, r"laplace_approximation\(\*args\)"),

@@ -98,7 +98,7 @@ def test_a_line_that_was_not_finished_is_left_out(tmp_path):
 def test_another_file_is_refused_and_left_as_it_is(content, tmp_path):
     path = tmp_path / "notes"
     path.write_text(content)
-    with pytest.raises(CheckpointError, match="not a training run with seed 0 and the settings lr, act"):
+    with pytest.raises(CheckpointError, match="not a training run of this search .seed 0, settings lr, act"):
         tune(stand_in, LISTS, score=score, storage=path)
     assert path.read_text() == content
 
@@ -106,7 +106,7 @@ def test_another_file_is_refused_and_left_as_it_is(content, tmp_path):
 def test_another_seed_and_other_rows_are_refused(tmp_path):
     path = tmp_path / "trainings.jsonl"
     tune(stand_in, LISTS, score=score, storage=path)
-    with pytest.raises(CheckpointError, match="with seed 1"):
+    with pytest.raises(CheckpointError, match="search .seed 1, "):
         tune(stand_in, LISTS, score=score, storage=path, seed=1)
     with pytest.raises(ArgumentError, match="choose another path for storage"):
         tune(stand_in, {**LISTS, "act": ("relu", "gelu")}, score=lambda *_: torch.ones(2), storage=path)
@@ -142,7 +142,7 @@ def optuna():
 
 def test_a_sampler_proposes_settings_jointly(optuna):
     seen = Recorder()
-    with pytest.warns(DviWarning, match="the best lr, 0.03, is at an end .* try 0.1 as well"):
+    with pytest.warns(DviWarning, match="the best lr, 0.03, is the smallest or largest .* Try 0.1 too"):
         tuned = tune(
             seen, LISTS, score=score, sampler=optuna.samplers.RandomSampler(seed=0), max_trainings=20
         )
@@ -166,7 +166,7 @@ def test_a_sampler_writes_no_lines_of_its_own(optuna, capfd):
 def test_a_grid_ends_by_itself_and_failures_are_rows(optuna):
     seen = Interrupted(None)
     sampler = optuna.samplers.GridSampler({name: list(values) for name, values in LISTS.items()})
-    with pytest.warns(DviWarning, match="at an end"):
+    with pytest.warns(DviWarning, match="smallest or largest"):
         tuned = tune(seen, LISTS, score=score, sampler=sampler, max_trainings=50)
     assert len(seen.calls) == tuned.table.rows == 6 and len(tuned.failures) == 2
 

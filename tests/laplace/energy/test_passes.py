@@ -105,7 +105,7 @@ def test_images_may_be_shuffled_in_single_precision():
 def test_values_that_are_not_finite_are_named_where_they_are_read(value):
     data = batches()
     data[1][1][2] = value
-    with pytest.raises(DataError, match=r"argument 2 \(1 of 4 elements\) of the model: NaN or infinite"):
+    with pytest.raises(DataError, match=r"NaN or infinite values: argument 2 \(1 of 4 elements\)"):
         list(Passes(data, None))
 
 

@@ -112,12 +112,12 @@ REFUSED = {
     "input by name only": (
         lambda: predict(by_name, guide, {"x": X, "scale": torch.ones(10), "y": X}, observed="y"),
         DataError,
-        r"arguments \['scale'\].* are keyword-only.*move the",
+        r"arguments \['scale'\].* are keyword-only.*Move the",
     ),
     "which is observed": (
         lambda: predict(masked, guide, (X, X, X)),
         ArgumentError,
-        "name it, such as observed='mask'",
+        "name it, as in observed='mask'",
     ),
     "guide of draws": (lambda: predict(model, {"w": torch.zeros(3)}, X), GuideError, "type dict.*Predictive"),
     "no guide": (lambda: predict(model, None, X), GuideError, "type NoneType"),

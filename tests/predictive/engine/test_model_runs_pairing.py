@@ -69,9 +69,9 @@ def by_other_names(x, first=None, second=None):
 def test_one_of_several_observations_is_named_and_checked(score):
     with pytest.raises(ArgumentError, match=r"\['first', 'second'\].*observed='second'"):
         score(by_other_names, slope, (X, X, -X), site="a")
-    with pytest.raises(DataError, match="site 'a' observes nothing.*observed="):
+    with pytest.raises(DataError, match="site 'a' is not observed.*observed="):
         score(two_responses, slope, {"x": X, "b": -X}, site="a", observed="b")
-    with pytest.raises(DataError, match="site 'b' observes nothing.*site="):
+    with pytest.raises(DataError, match="site 'b' is not observed.*site="):
         score(two_responses, slope, {"x": X, "a": X}, site="b", observed="a")
     assert score(two_responses, slope, {"x": X, "a": X}, site="a", observed="a") is not None
 
@@ -100,7 +100,7 @@ def test_an_observation_that_the_model_transforms_is_not_scored_as_it_is():
         with pyro.plate("data", len(x)):
             pyro.sample("obs", dist.Normal(w * x, 1.0), obs=None if y is None else y.log())
 
-    with pytest.raises(DataError, match="'obs' observes other values"):
+    with pytest.raises(DataError, match="'obs' has other observed values"):
         predict(model, slope, (X, X.exp()))
     assert predict(model, slope, X).metrics(2 * X)["rmse"] < 1e-6
 
