@@ -99,7 +99,7 @@ class LaplaceGuide(GaussianAtMode):
         *,
         subset: Subset | None = None,
         tolerance: float = 1e-10,
-        max_gradients: int = 3000,
+        max_gradients: int = 10_000,
         progress: bool = True,
     ) -> Polished:
         r"""Move the mode to a minimum of U, and verify the minimum with products of the true Hessian.
@@ -113,7 +113,8 @@ class LaplaceGuide(GaussianAtMode):
             batches: all the data, unchanged between passes.
             subset: the latents to optimise, as in :meth:`fit`.
             tolerance: bound on the Newton decrement :math:`g^\top P^{-1} g`, in squared posterior standard deviations.
-            max_gradients: maximum number of full-data gradients in the search, after which an error is raised.
+            max_gradients: maximum work of the search, in full-data gradients, after which an error is raised. The
+                preconditioner counts as the number of gradients that take as many floating-point operations.
             progress: show a progress bar in a terminal or notebook.
 
         Raises:
