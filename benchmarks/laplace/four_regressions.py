@@ -95,4 +95,4 @@ def measured(guide: LaplaceGuide, batches: Any, method: Method, x: Tensor) -> tu
     query = Query(energy.model, (x,), guide.unconstrained_mode(), energy.layout)
     read = posterior.responses if isinstance(method, HessianFree) else posterior.covariance  # type: ignore[attr-defined]
     variance = read(query)[:, 0, 0]
-    return variance.double().detach(), energy.work.done, time.perf_counter() - begin
+    return variance.double().detach(), round(energy.work.done), time.perf_counter() - begin

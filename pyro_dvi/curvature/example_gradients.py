@@ -153,10 +153,9 @@ class ExampleGradients:
             tensors: indices of the tensors to include; None means all.
         """
         total = self.values[0].new_zeros(self.size)
-        parts = total.split(self.sizes)
 
         def add(k: int, found: Tensor) -> None:
-            parts[k].add_(found.reshape(-1)[self._entries.get(k, slice(None))])
+            total[self.spans[k]] += found.reshape(-1)[self._entries.get(k, slice(None))]
 
         wanted = range(len(self.values)) if tensors is None else tensors
         uses = {k: self._uses[k] for k in wanted if k in self._uses}
@@ -166,7 +165,8 @@ class ExampleGradients:
             for k, calls in uses.items():
                 reached = _arranged(calls, deltas)
                 for n in range(len(units)) if reached else ():
-                    add(k, squares_of([(use.contribution, delta[n]) for use, delta in reached]))
+                    of_unit = [(use.contribution, delta[n]) for use, delta in reached]
+                    add(k, squares_of(of_unit, self.recorder.differentiable))
         rest = [k for k in wanted if k not in uses]
         for output in self.outputs.unbind(1) if rest else ():
             others = squares_without_rules(output, torch.ones_like(output), [self.values[k] for k in rest])
@@ -227,7 +227,8 @@ class ExampleGradients:
         # The graph saved about two numbers per number that passes through it.
         saved = 2 * self.held // len(self._units) * self.outputs.element_size()
         seeds = units.unsqueeze(1).expand(-1, len(self.outputs), -1)
-        found = gradients_at(self.outputs, edges, seeds, vectors_together(saved, seeds.device))
+        together, again = vectors_together(saved, seeds.device), self.recorder.differentiable
+        found = gradients_at(self.outputs, edges, seeds, together, create_graph=again)
         return dict(zip(edges, found, strict=True))
 
     @cached_property
@@ -241,7 +242,7 @@ class ExampleGradients:
             uses = self._uses.get(k)
             if uses is not None and rows * outputs * value.numel() <= _KEPT:
                 found[k] = self._by_rules(uses, value)
-            elif 8 * value.numel() <= rows * outputs:
+            elif 8 * value.numel() <= rows * outputs and not self.recorder.differentiable:
                 basis = torch.eye(value.numel()).to(value).reshape(-1, *value.shape)
                 found[k] = LinearMap(self.outputs, [value]).forward([basis]).movedim(0, -1)
         return found
@@ -259,7 +260,11 @@ class ExampleGradients:
         rows, outputs = self.outputs.shape
         places = torch.arange(rows * outputs).reshape(rows, outputs)[part].flatten()
         seeds = F.one_hot(places, rows * outputs).to(self.outputs).reshape(-1, rows, outputs)
-        found = LinearMap(self.outputs, [self.values[k] for k in tensors]).transposed(seeds)
+        jacobian, again = (
+            LinearMap(self.outputs, [self.values[k] for k in tensors]),
+            self.recorder.differentiable,
+        )
+        found = jacobian.transposed(seeds, create_graph=again)
         return [g.reshape(-1, outputs, g[0].numel()) for g in found]
 
 
@@ -276,12 +281,26 @@ def _arranged(uses: Sequence[Use], deltas: Mapping[Any, Tensor | None]) -> list[
 
 
 def by_examples(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    """Gather w f of pairs of shape ``[*batch_shape, K]`` into tensors ``[B, K]``, one per number of examples B."""
+    """Gather w f of pairs of shape ``[*batch_shape, K]`` into tensors ``[B, K]``, one per number of examples B.
+
+    Their gradients are those of f times w: w is constant for these gradients, which may be functions of w.
+    """
     groups: dict[int, list[Tensor]] = {}
     for f, w in pairs:
         rows = len(f) if f.dim() > 1 else 1
-        groups.setdefault(rows, []).append((f * w).reshape(rows, -1))
+        groups.setdefault(rows, []).append(_Weighted.apply(f, w).reshape(rows, -1))
     return [torch.cat(group, 1) for group in groups.values()]
+
+
+class _Weighted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, f: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(w)
+        return f * w
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient * ctx.saved_tensors[0], None
 
 
 # The Gauss-Newton matrix ----------------------------------------------------------------------------------------

@@ -39,16 +39,17 @@ class LinearMap:
         self.values = list(values)
         self.vectors_at_once = vectors_at_once
 
-    def transposed(self, cotangents: Tensor) -> list[Tensor]:
+    def transposed(self, cotangents: Tensor, **options: bool) -> list[Tensor]:
         r"""Return :math:`J^\top c` for each c.
 
         Args:
             cotangents: c, ``[S, *outputs]``.
+            options: ``create_graph`` of :func:`gradients_at`.
 
         Returns:
             One tensor ``[S, *value]`` for each value.
         """
-        return batched_gradients(self.outputs, self.values, cotangents, self.vectors_at_once)
+        return batched_gradients(self.outputs, self.values, cotangents, self.vectors_at_once, **options)
 
     def forward(self, vectors: Sequence[Tensor]) -> Tensor:
         r"""Return :math:`J v` for each v.
@@ -88,7 +89,9 @@ class LinearMap:
 
 
 def information_pairs(
-    sites: Sequence[ObservedSite], draw_labels: Callable[[ObservedSite], Sequence[Tensor]]
+    sites: Sequence[ObservedSite],
+    draw_labels: Callable[[ObservedSite], Sequence[Tensor]],
+    differentiable: bool = False,
 ) -> list[tuple[Tensor, Tensor]]:
     r"""Return f and w of each site, of shape ``[*batch_shape, K]``.
 
@@ -96,6 +99,7 @@ def information_pairs(
         sites: the observed sites.
         draw_labels: function that draws labels from a site's distribution; without a closed form, the Fisher
             information is estimated from these labels, with :math:`f_s = \log p(y_s)`.
+        differentiable: whether w has a graph.
     """
     found = []
     for site in sites:
@@ -105,7 +109,7 @@ def information_pairs(
             labels = draw_labels(site)
             terms = torch.stack([site.fn.log_prob(label) for label in labels], -1)
             pairs = [(terms, torch.full_like(terms.detach(), len(labels) ** -0.5))]
-        found += [(f, w.detach()) for f, w in of_site(pairs, site)]
+        found += [(f, w if differentiable else w.detach()) for f, w in of_site(pairs, site)]
     return found
 
 

@@ -45,7 +45,7 @@ class SquaredGradients(WeightRecorder):
 
     Args:
         values: the tensors that the model uses; None for a tensor that is transformed before its use.
-        differentiable: whether the squares are differentiable; if not, hooks do not keep the graph alive.
+        differentiable: whether squares and rows are differentiable; if not, hooks do not keep the graph alive.
 
     Attributes:
         values: the tensors by index, until :meth:`watch` is called.
@@ -56,7 +56,7 @@ class SquaredGradients(WeightRecorder):
     def __init__(self, values: Sequence[Tensor | None], *, differentiable: bool = False) -> None:
         super().__init__()
         self.values = {k: v for k, v in enumerate(values) if v is not None}
-        self._differentiable = differentiable
+        self.differentiable = differentiable
         self._uses: Served = {k: [] for k in self.values}
         self._without_rule: dict[int, str] = {}  # the first function without a rule
         # Batch normalisation in training mode, with its input.
@@ -74,7 +74,7 @@ class SquaredGradients(WeightRecorder):
             self._normalised.append((output.grad_fn, args[0] if args else kwargs["input"]))
         if not found:
             return
-        arguments = Arguments(args, kwargs, tuple(p for p, _ in found)).prepared(not self._differentiable)
+        arguments = Arguments(args, kwargs, tuple(p for p, _ in found)).prepared(not self.differentiable)
         for place, part in found:
             if place is not None and isinstance(output, Tensor) and has_rule(func):
                 edge = get_gradient_edge(output)
@@ -139,7 +139,7 @@ class SquaredGradients(WeightRecorder):
         edges = [use.output for uses in served.values() for use in uses]
         if not edges or not outputs.requires_grad:
             return {k: torch.zeros_like(self.values[k]) for k in served}
-        again = self._differentiable
+        again = self.differentiable
         deltas = iter(
             torch.autograd.grad(
                 outputs, edges, cotangent, retain_graph=True, create_graph=again, allow_unused=True

@@ -5,12 +5,13 @@ The base classes for your own methods, precisions and criteria are in the files 
 and solvers of ``HessianFree`` are in ``hessian_free``.
 """
 
+from pyro_dvi.laplace.approximation import largest_variance
 from pyro_dvi.laplace.energy.precision import GGN, Hessian
 from pyro_dvi.laplace.evidence.candidates import NoiseScale, PriorPrecision
 from pyro_dvi.laplace.evidence.evidence import ByLanczos
 from pyro_dvi.laplace.evidence.online_evidence import OnlineEvidence
 from pyro_dvi.laplace.evidence.scale_tuning import ByEvidence, ByValidation
-from pyro_dvi.laplace.guide import LaplaceGuide, largest_variance
+from pyro_dvi.laplace.guide import LaplaceGuide
 from pyro_dvi.laplace.hessian_free.second_fits import HessianFree, parameter_uncertainty
 from pyro_dvi.laplace.methods.conjugate_gradient import ConjugateGradient, PosteriorSamples
 from pyro_dvi.laplace.methods.full_and_low_rank import Dense, TopEigen

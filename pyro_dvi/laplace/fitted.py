@@ -82,8 +82,10 @@ class PointMass:
             raise ArgumentError(f"subset is empty: name sites or patterns, or None for all of {names}")
         return Layout({name: self.locs[name].shape for name in varying}, varying)
 
-    def energy(self, model: Callable, batches: Iterable[Any], subset: Subset | None) -> Energy:
-        """Return U on all the data, for a model with the scales in its code.
+    def energy(
+        self, model: Callable, batches: Iterable[Any], subset: Subset | None, **options: Any
+    ) -> Energy:
+        """Return U on all the data, for a model with the scales in its code, with options of :class:`Energy`.
 
         Raises:
             ArgumentError: a scale factor is not positive, or the model does not have its site.
@@ -96,6 +98,7 @@ class PointMass:
             layout=self.layout(subset),
             kl_weight=self.kl_weight,
             temperature=self.temperature,
+            **options,
         )
         if self.scale_factors:
             run = energy.at(energy.start).first.run

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from pyro_dvi.core.arguments import check_choice, check_count
 from pyro_dvi.core.progress import progress_bar
-from pyro_dvi.errors import ArgumentError, warn
+from pyro_dvi.errors import warn
 from pyro_dvi.laplace.approximation import GaussianAtMode
 from pyro_dvi.laplace.energy.energy import Energy, LocalEnergy
 from pyro_dvi.laplace.energy.precision import GGN
 from pyro_dvi.laplace.energy.query import Query, Subset
 from pyro_dvi.laplace.evidence.candidates import PriorPrecision, Scale
-from pyro_dvi.laplace.evidence.evidence import ByLanczos, Evidence, log_evidence
+from pyro_dvi.laplace.evidence.evidence import ByLanczos, Evidence, differentiable_log_evidence, log_evidence
 from pyro_dvi.laplace.evidence.scale_tuning import ByEvidence, Criterion, TuningCurve, tune_together
 from pyro_dvi.laplace.fitted import Fitted, PointMass, rescaled_model
 from pyro_dvi.laplace.methods.full_and_low_rank import Dense
@@ -99,7 +99,7 @@ class LaplaceGuide(GaussianAtMode):
         *,
         subset: Subset | None = None,
         tolerance: float = 1e-10,
-        max_gradients: int = 3000,
+        max_gradients: int = 10_000,
         progress: bool = True,
     ) -> Polished:
         r"""Move the mode to a minimum of U, and verify the minimum with products of the true Hessian.
@@ -113,7 +113,8 @@ class LaplaceGuide(GaussianAtMode):
             batches: all the data, unchanged between passes.
             subset: the latents to optimise, as in :meth:`fit`.
             tolerance: bound on the Newton decrement :math:`g^\top P^{-1} g`, in squared posterior standard deviations.
-            max_gradients: maximum number of full-data gradients in the search, after which an error is raised.
+            max_gradients: maximum work of the search, in full-data gradients, after which an error is raised. The
+                preconditioner counts as the number of gradients that take as many floating-point operations.
             progress: show a progress bar in a terminal or notebook.
 
         Raises:
@@ -277,6 +278,38 @@ class LaplaceGuide(GaussianAtMode):
         precision = GGN() if self._fitted is None else self._fitted.precision
         return log_evidence(energy, precision, determinant, *known)
 
+    def differentiable_log_evidence(
+        self, batches: Iterable[Any], method: Method | None = None, *, subset: Subset | None = None
+    ) -> Tensor:
+        r"""Return the log evidence as a differentiable function of tensors of the model.
+
+        Gradients reach all tensors that require gradients: scales of priors and of the noise, ``pyro.param``, and
+        parameters of networks without priors. The mode is constant; at a minimum, gradients therefore lack only the
+        effect of the mode on the determinant. Alternate between steps of an optimizer and :meth:`polish`.
+
+        Args:
+            batches: all the data, whose graphs are in memory at the same time.
+            method: method for the determinant: ``Dense()``, the default, ``Diagonal()``, ``KroneckerFactored()`` or
+                ``Functional()``, with ``GGN()``.
+            subset: as in :meth:`fit`.
+
+        Returns:
+            The value of :meth:`log_evidence` after a fit with this method, a scalar.
+
+        Raises:
+            ArgumentError: ``kl_weight`` or ``temperature`` is not 1: a tempered posterior has no evidence.
+            UnsupportedError: the determinant of the method is not differentiable.
+            NotPositiveDefiniteError: the precision is not positive definite.
+
+        Source: Immer et al. (2021), "Scalable marginal likelihood estimation for model selection in deep learning".
+        """
+        method = Dense() if method is None else method
+        check_method(method)
+        energy = self._point_mass(batches).energy(
+            self._plain_model.get(), batches, subset, differentiable=True
+        )
+        return differentiable_log_evidence(energy, method)
+
     def tune(
         self,
         batches: Iterable[Any],
@@ -350,52 +383,3 @@ class LaplaceGuide(GaussianAtMode):
 
         self._fit(candidates.local(value).energy, chosen, unconverged, posterior_of, progress)
         return curve
-
-
-def largest_variance(guide: LaplaceGuide, size: int) -> dict[str, Tensor]:
-    r"""Return masks of the weights with the largest posterior variances, for ``subset=``.
-
-    .. math:: S = \arg\max_{|S| = \text{size}} \sum_{i \in S} \sigma_i^2
-
-    Status: optimal for independent latents: of all subsets of this size, the posterior with the other latents fixed at
-    the mode is closest to the full posterior in Wasserstein distance. A heuristic for other Gaussians. Variances are in
-    squared units of the latents, so weights that the data do not determine come first.
-
-    Args:
-        guide: a guide fitted with a method that computes variances, such as ``Diagonal()`` for large networks.
-        size: number of latents to choose.
-
-    Returns:
-        For each site of the fit, a boolean mask with the shape of the site's unconstrained values.
-
-    Raises:
-        ArgumentError: ``size`` is zero, or more than the number of latents of the fit.
-        GuideError: the guide is not fitted, or its mode has moved since.
-        UnsupportedError: the method of the fit does not compute variances.
-
-    Source: Daxberger et al. (2021), "Bayesian Deep Learning via Subnetwork Inference", Section 5.
-
-    Example:
-        >>> import pyro_dvi as dvi
-        >>> from pyro_dvi.laplace import Dense, Diagonal, LaplaceGuide
-        >>> net = dvi.to_bayesian_(torch.nn.Linear(3, 1, bias=False))
-        >>> guide = LaplaceGuide(dvi.regressor(net, num_data=2, noise_scale=1.0))
-        >>> batches = [(torch.tensor([[3.0, 1.0, 2.0], [3.0, 1.0, 2.0]]), torch.zeros(2, 1))]
-        >>> _ = guide.polish(batches, progress=False)
-        >>> _ = guide.fit(batches, Diagonal())
-        >>> masks = largest_variance(guide, 2)
-        >>> masks
-        {'net.weight': tensor([[False,  True,  True]])}
-        >>> guide.fit(batches, Dense(), subset=masks).precision
-        tensor([[3., 4.],
-                [4., 9.]])
-    """
-    variances, layout = guide.fitted.posterior.marginal_variance(), guide.fitted.layout
-    check_count("size", size)
-    if size > layout.size:
-        raise ArgumentError(
-            f"size must be at most {layout.size}, the number of latents of the fit, got {size}"
-        )
-    chosen = torch.zeros_like(variances, dtype=torch.bool)
-    chosen[variances.topk(size).indices] = True
-    return layout.place(layout.split(chosen))

@@ -30,6 +30,7 @@ class BatchGraph:
         labels: function that draws labels for a site without a closed-form Fisher information; not needed for the
             prior.
         vectors_at_once: number of vectors per pass through the graph.
+        differentiable: whether products with the Hessian of the prior are differentiable.
     """
 
     layout: Layout
@@ -40,6 +41,7 @@ class BatchGraph:
     with_prior: bool = True
     labels: Any = None
     vectors_at_once: int = 2
+    differentiable: bool = False
 
     @cached_property
     @torch.enable_grad()  # even if the caller disabled gradients
@@ -58,12 +60,14 @@ class BatchGraph:
 
     @cached_property
     @torch.enable_grad()
-    def _prior_gradients(self) -> list[Tensor]:
+    def prior_gradients(self) -> list[Tensor]:
+        """The gradients of the log prior, with a graph."""
         return _gradients(self.prior_weight * self.run.log_prior, self.values, create_graph=True)
 
     @cached_property
     @torch.enable_grad()
-    def _information(self) -> tuple[LinearMap, Tensor]:
+    def information(self) -> tuple[LinearMap, Tensor]:
+        """The Jacobian of the outputs, and the weights of their squares in the Gauss-Newton matrix."""
         nothing = torch.zeros(0)
         pairs = information_pairs(sites_only(self.run), self.labels) or [(nothing, nothing)]
         outputs, weights = (torch.cat([p.reshape(-1) for p in parts]) for parts in zip(*pairs, strict=True))
@@ -74,20 +78,21 @@ class BatchGraph:
         return self._products(self._gradients, vectors)
 
     def prior_hessian(self, vectors: Tensor) -> Tensor:
-        return -self._products(self._prior_gradients, vectors)
+        return -self._products(self.prior_gradients, vectors)
 
     def _products(self, gradients: list[Tensor], vectors: Tensor) -> Tensor:
-        split = self.layout.split(vectors)
-        return self.layout.flatten(batched_gradients(gradients, self.values, split, self.vectors_at_once))
+        options: Any = {"create_graph": self.differentiable}
+        split, together = self.layout.split(vectors), self.vectors_at_once
+        return self.layout.flatten(batched_gradients(gradients, self.values, split, together, **options))
 
     def ggn(self, vectors: Tensor) -> Tensor:
-        jacobian, weights = self._information
+        jacobian, weights = self.information
         products = jacobian.forward(self.layout.split(vectors)) * weights
         total = self.layout.flatten(jacobian.transposed(products))
         return total + self.prior_hessian(vectors) if self.with_prior else total
 
     def ggn_noise(self, count: int, generator: torch.Generator) -> Tensor:
-        jacobian, weights = self._information
+        jacobian, weights = self.information
         noise = gaussian_rows(count, len(weights), weights, generator)
         return self.layout.flatten(jacobian.transposed(noise * weights.sqrt()))
 

@@ -9,7 +9,7 @@ posterior :math:`e^{-U}`. The temperature does not move minima.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, partial, reduce
@@ -48,8 +48,8 @@ class Work:
         report: function that is called with each addition, or None.
     """
 
-    done: int = 0
-    report: Callable[[int], object] | None = None
+    done: float = 0
+    report: Callable[[float], object] | None = None
 
 
 class Energy:
@@ -67,6 +67,8 @@ class Energy:
         temperature: T.
         memory: maximum bytes of graphs to keep between products at one point; larger graphs are rebuilt for each
             product.
+        differentiable: whether per-example gradients and the Hessian of the prior are functions of those tensors of the
+            model that require gradients, such as scales of priors. Products with the curvature are then refused.
 
     Raises:
         UnsupportedError: a latent has half precision.
@@ -86,6 +88,7 @@ class Energy:
         kl_weight: float = 1.0,
         temperature: float = 1.0,
         memory: int = 2**30,
+        differentiable: bool = False,
     ) -> None:
         self.model = model
         self.locs = {name: loc.detach() for name, loc in locs.items()}
@@ -99,7 +102,7 @@ class Energy:
             )
         self.passes = Passes(batches, reference.device)
         self.likelihood_weight, self.prior_weight = 1 / (kl_weight * temperature), 1 / temperature
-        self.memory = memory
+        self.memory, self.differentiable = memory, differentiable
         self.known: set[str] = set()  # checks and warnings that were already done; shared by copies
         self.work = Work()
         self._local: LocalEnergy | None = None
@@ -125,7 +128,7 @@ class Energy:
         other.model, other.work, other._local = model, Work(report=self.work.report), None
         return other
 
-    def count(self, work: int) -> None:
+    def count(self, work: float) -> None:
         """Add to the work done."""
         self.work.done += work
         if self.work.report is not None:
@@ -152,7 +155,8 @@ class Energy:
         sites = self.layout.place(values, self.locs)
         model = self.model if recorder is None else within(recorder(list(sites.values())), self.model)
         checked = explained_errors(self.model, values, args, kwargs)
-        with checked, evaluating(self.model), constant_parameters(self.model):
+        constant = nullcontext() if self.differentiable else constant_parameters(self.model)
+        with checked, evaluating(self.model), constant:
             found = run_joint(model, args, kwargs, {**self.locs, **sites})
             if torch.is_grad_enabled() and "gradients reach the latents" not in self.known:
                 self.known.add("gradients reach the latents")
@@ -196,7 +200,8 @@ class Energy:
     def graph(self, values: list[Tensor], run: JointRun, **options: Any) -> BatchGraph:
         """Return the graph of a run, with options of :class:`BatchGraph`."""
         weights = {"likelihood_weight": self.likelihood_weight, "prior_weight": self.prior_weight}
-        return BatchGraph(self.layout, values, run, **{**weights, **options})
+        known = {**weights, "differentiable": self.differentiable}
+        return BatchGraph(self.layout, values, run, **{**known, **options})
 
 
 class LocalEnergy:
@@ -231,9 +236,10 @@ class LocalEnergy:
         return total.to(self.point.dtype), gradient
 
     @cached_property
-    def log_likelihood(self) -> float:
-        """Log-likelihood of all data, summed in the widest dtype."""
-        return sum(float(graph.run.log_likelihood().detach()) for graph in self._graphs())
+    def log_likelihood(self) -> Tensor:
+        """Log-likelihood of all data, summed in the widest dtype; with a graph if U is differentiable."""
+        terms = [graph.run.log_likelihood().to(widest(self.point.device)) for graph in self._graphs()]
+        return torch.stack([term if self.energy.differentiable else term.detach() for term in terms]).sum()
 
     @property
     def first(self) -> BatchGraph:
@@ -289,13 +295,13 @@ class LocalEnergy:
         energy, recorders = self.energy, list[SquaredGradients]()
 
         def recorder(sites: list[Tensor]) -> SquaredGradients:
-            recorders.append(SquaredGradients(sites))
+            recorders.append(SquaredGradients(sites, differentiable=energy.differentiable))
             return recorders[-1]
 
         with torch.enable_grad():
             for index, (_, run) in enumerate(energy.runs(self.point, recorder)):
                 labels = partial(energy.labels, batch=index)
-                for outputs in by_examples(information_pairs(sites_only(run), labels)):
+                for outputs in by_examples(information_pairs(sites_only(run), labels, energy.differentiable)):
                     outputs = outputs * energy.likelihood_weight**0.5
                     if index == 0:  # counted once: a backward pass per output, through all batches
                         energy.count(outputs.shape[1])
@@ -303,6 +309,11 @@ class LocalEnergy:
                 recorders.clear()
 
     def _sum(self, part: Callable[[BatchGraph], Tensor], work: int) -> Tensor:
+        if self.energy.differentiable:
+            what = "products with the curvature have no gradient with respect to tensors of the model"
+            raise UnsupportedError(
+                f"{what}: use Dense(), Diagonal(), KroneckerFactored() or Functional(), of GGN()"
+            )
         total = reduce(torch.add, map(part, self._graphs()))
         self.energy.count(work)
         return total

@@ -120,6 +120,7 @@ class Query:
 
     Attributes:
         num_rows: B.
+        differentiable: whether an input requires gradients; outputs and J are then differentiable functions of it.
     """
 
     def __init__(
@@ -143,6 +144,7 @@ class Query:
         for tensor in tensors:
             if not bool(torch.isfinite(tensor).all()):
                 raise DataError(f"the query of shape {tuple(tensor.shape)} contains NaN or infinite values")
+        self.differentiable = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
     @cached_property
     def outputs(self) -> Outputs:
@@ -150,14 +152,16 @@ class Query:
         with torch.enable_grad():
             self._values = [piece.clone().requires_grad_() for piece in self.layout.pieces(self._locs)]
             sites = self.layout.place(self._values, self._locs)
-        self._recorder, self._saved = SquaredGradients(list(sites.values())), SavedBytes()
+        self._saved = SavedBytes()
+        self._recorder = SquaredGradients(list(sites.values()), differentiable=self.differentiable)
         with self._recorder, self._saved:
             return self._run(sites)
 
     @property
     def mean(self) -> Tensor:
         """Outputs at the mode, [B, K]."""
-        return self.outputs.values.detach()
+        values = self.outputs.values
+        return values if self.differentiable else values.detach()
 
     @property
     def size(self) -> int:
@@ -178,11 +182,14 @@ class Query:
 
     def forward(self, vectors: Tensor) -> Tensor:
         """Return J v as ``[S, B, K]`` for vectors ``[S, D]``."""
+        if self.differentiable:  # torch has no third derivative of layer normalisation
+            return (vectors @ torch.cat(list(self.rows())).mT).unflatten(1, self.mean.shape)
         return self._jacobian.forward(self.layout.split(vectors))
 
     def transposed(self, cotangents: Tensor) -> Tensor:
         """Return Jᵀ c as ``[S, D]`` for cotangents ``[S, B, K]``."""
-        return self.layout.flatten(self._jacobian.transposed(cotangents))
+        found = self._jacobian.transposed(cotangents, create_graph=self.differentiable)
+        return self.layout.flatten(found)
 
     def rows(self, at_once: int = 64) -> Iterator[Tensor]:
         """Yield the rows of J in order, example by example, as tensors ``[n, D]`` with n at most ``at_once``."""

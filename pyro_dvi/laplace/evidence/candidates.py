@@ -156,7 +156,7 @@ class Candidates:
             _, squares, count = self._normal
             return self.log_prior(1.0) + 0.5 * count * math.log(value) - 0.5 * (value - 1) * squares
         graph = (self.local(value) if changes else self.here).first
-        return free_terms(graph.values, graph.run, self.energy.layout)
+        return free_terms(graph.values, graph.run, self.energy.layout).item()
 
     @property
     def prior_is_proportional(self) -> bool:

@@ -12,13 +12,14 @@ from torch import Tensor
 from pyro_dvi.core.arguments import check_choice
 from pyro_dvi.core.autograd_graph import enters
 from pyro_dvi.core.table import InNotebook
+from pyro_dvi.core.undisturbed import widest
 from pyro_dvi.errors import ArgumentError, UnsupportedError
 from pyro_dvi.laplace.energy.energy import Energy, LocalEnergy
 from pyro_dvi.laplace.energy.passes import same_data
 from pyro_dvi.laplace.energy.precision import PrecisionMatrix
 from pyro_dvi.laplace.energy.query import Layout
 from pyro_dvi.laplace.methods.full_and_low_rank import Dense
-from pyro_dvi.laplace.methods.method import LaplacePosterior
+from pyro_dvi.laplace.methods.method import LaplacePosterior, Method
 from pyro_dvi.laplace.mode.diagnosis import sound
 from pyro_dvi.linalg.lanczos import TraceEstimate, trace_of_function
 from pyro_dvi.runs.log_joint import JointRun, log_prior_of_entries
@@ -156,7 +157,7 @@ def log_evidence(
     """
     check_options(energy, determinant)
     local = energy.at(energy.start)
-    log_likelihood = local.log_likelihood
+    log_likelihood = local.log_likelihood.item()
     found: TraceEstimate | None = None
     if determinant is None and posterior is not None and same_data(data, energy.passes.checksum):
         with suppress(UnsupportedError):
@@ -169,7 +170,7 @@ def log_evidence(
         else:
             determinant = determinant or ByLanczos()
             found = determinant.log_determinant(local, precision)(1.0, 1.0)
-    log_prior = free_terms(local.first.values, local.first.run, energy.layout)
+    log_prior = free_terms(local.first.values, local.first.run, energy.layout).item()
     size = energy.layout.size
     return Evidence(
         value=log_likelihood + log_prior + 0.5 * size * math.log(2 * math.pi) - 0.5 * found.value,
@@ -182,6 +183,26 @@ def log_evidence(
     )
 
 
+@torch.enable_grad()
+def differentiable_log_evidence(energy: Energy, method: Method) -> Tensor:
+    """Return the log evidence around ``energy.start`` as a function of tensors of the model.
+
+    Args:
+        energy: U on all the data, differentiable.
+        method: method for the log determinant.
+
+    Raises:
+        ArgumentError: ``kl_weight`` or ``temperature`` is not 1.
+        UnsupportedError: the determinant of the method is not differentiable.
+    """
+    check_options(energy, None)
+    local = energy.at(energy.start)
+    log_determinant = method.fit(local, seed=0).log_determinant()
+    log_prior = free_terms(local.first.values, local.first.run, energy.layout)
+    constant = 0.5 * energy.layout.size * math.log(2 * math.pi)
+    return local.log_likelihood + log_prior + constant - 0.5 * log_determinant
+
+
 def check_options(energy: Energy, determinant: ByLanczos | None) -> None:
     """Raise for an unknown determinant and for a tempered posterior, which has no evidence."""
     check_choice("determinant", determinant, (ByLanczos, type(None)), "ByLanczos(num_probes=32)")
@@ -191,7 +212,7 @@ def check_options(energy: Energy, determinant: ByLanczos | None) -> None:
         )
 
 
-def free_terms(values: list[Tensor], run: JointRun, layout: Layout) -> float:
+def free_terms(values: list[Tensor], run: JointRun, layout: Layout) -> Tensor:
     """Return the log prior of the latents that vary, given the fixed ones.
 
     The prior of a fixed site is included if it depends on a latent that varies, as the prior of weights may depend on
@@ -212,4 +233,4 @@ def free_terms(values: list[Tensor], run: JointRun, layout: Layout) -> float:
             found.append(term)
         elif name in layout.chosen:
             found.append(log_prior_of_entries(run.trace.nodes[name], layout.chosen[name]))
-    return math.fsum(float(term.detach()) for term in found)
+    return torch.stack([term.to(widest(term.device)) for term in found]).sum()

@@ -76,13 +76,13 @@ class ByEvidence(Criterion):
         energy = candidates.energy
         check_options(energy, self.determinant)
         log_determinant = self._log_determinant(candidates)
-        log_likelihood = candidates.here.log_likelihood
+        log_likelihood = candidates.here.log_likelihood.item()
         constant = 0.5 * energy.layout.size * math.log(2 * math.pi)
 
         def score(value: float) -> float:
             fit = log_likelihood
             if not candidates.scale.of_prior:
-                fit = candidates.local(value).log_likelihood
+                fit = candidates.local(value).log_likelihood.item()
             return fit + candidates.log_prior(value) + constant - 0.5 * log_determinant(value)
 
         return score

@@ -2,6 +2,7 @@
 """Covariances and samples from linear solves with the precision, with matrix-vector products only."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -97,11 +98,25 @@ class ConjugateGradientPosterior(LaplacePosterior):
         self.mode, self._method, self._local = local.point, method, local
 
     def solve(self, vectors: Tensor) -> Tensor:
-        return solutions(self._method, self._local, vectors)
+        found: Tensor = _Solve.apply(vectors, self)
+        return found
 
     def joint_covariance(self, query: Query) -> Tensor:  # does not store all rows
         found = torch.cat([query.forward(self.solve(rows)).flatten(1) for rows in query.rows()])
         return 0.5 * (found + found.mT)
+
+
+class _Solve(torch.autograd.Function):
+    """Solutions of P x = v as a differentiable function of v; P is symmetric."""
+
+    @staticmethod
+    def forward(ctx: Any, vectors: Tensor, posterior: ConjugateGradientPosterior) -> Tensor:
+        ctx.posterior = posterior
+        return solutions(posterior._method, posterior._local, vectors)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return ctx.posterior.solve(gradient), None
 
 
 def check_tolerance(tolerance: float) -> None:

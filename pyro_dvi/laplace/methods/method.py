@@ -234,11 +234,13 @@ class GaussianOutputs:
     @torch.enable_grad()  # Jacobians need gradients even if the caller disabled them
     def of(cls, posterior: LaplacePosterior, query: Query, *, joint: bool = False) -> "GaussianOutputs":
         """Return the outputs of a query; with ``joint``, also the covariance between examples."""
-        outputs = query.outputs.detached()
+        outputs, count, size = query.outputs, query.num_rows, query.size
+        whole = posterior.joint_covariance(query) if joint else posterior.covariance(query)
+        if not query.differentiable:
+            outputs, whole = outputs.detached(), whole.detach()
         if not joint:
-            return cls(outputs, posterior.covariance(query).detach())
-        count, size = query.num_rows, query.size
-        whole = posterior.joint_covariance(query).detach().reshape(count, size, count, size)
+            return cls(outputs, whole)
+        whole = whole.reshape(count, size, count, size)
         rows = torch.arange(count, device=whole.device)
         return cls(outputs, whole[rows, :, rows], whole)
 
@@ -246,7 +248,7 @@ class GaussianOutputs:
     def mean(self) -> Tensor:
         """Prediction at the mode, ``[B, ...]``."""
         first = self.outputs.parameters[0]
-        return self.outputs.values.detach()[:, : first.size].reshape(-1, *first.shape)
+        return self.outputs.values[:, : first.size].reshape(-1, *first.shape)
 
     @property
     def variance(self) -> Tensor:

@@ -4,7 +4,7 @@
 import math
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pyro_dvi.core.arguments import check_count, check_positive
 from pyro_dvi.core.progress import progress_bar
+from pyro_dvi.core.recorder import Watch
 from pyro_dvi.core.table import InNotebook
 from pyro_dvi.errors import (
     DviWarning,
@@ -33,7 +34,7 @@ from pyro_dvi.laplace.methods.kronecker_factored import (
     likelihood_diagonal,
 )
 from pyro_dvi.laplace.methods.method import RootPosterior
-from pyro_dvi.laplace.mode.diagnosis import kinks, smallest_in_prior_units, without_kinks
+from pyro_dvi.laplace.mode.diagnosis import kinks, scale_free, smallest_in_prior_units, without_kinks
 from pyro_dvi.linalg.minimise import Descent, InMetric, Minimum, descend, minimise_newton
 from pyro_dvi.linalg.operator import conjugate_gradients
 
@@ -72,6 +73,7 @@ _STEPS = 30  # quasi-Newton steps before the metric is recomputed
 _NEWTON_STEPS = 5  # Newton steps before the metric is recomputed
 _NEGLIGIBLE = 1e-6  # decrease of U, in nats, below which another round is not worth its cost
 _KRYLOV_STEPS = 200
+_LEAST = 3e7  # smallest cost of a gradient, in operations: Pyro alone takes about a millisecond
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,33 @@ class Polished(InNotebook):
         return "\n".join([f"{state}: {self.reason}", *(f"  {k:<20} {text}" for k, text in rows.items())])
 
 
+_ATEN = torch.ops.aten
+_OPERATIONS: dict[Any, Callable[..., int]] = {  # of the positional arguments
+    **dict.fromkeys(
+        (_ATEN.mm, _ATEN.bmm, _ATEN.addmm, _ATEN.addmm_, _ATEN.baddbmm),
+        lambda *args: 2 * args[-2].numel() * args[-1].shape[-1],
+    ),
+    _ATEN.convolution_backward: lambda gradient, x, w, *_: 4 * gradient.numel() * w[0].numel(),
+    _ATEN.linalg_cholesky_ex: lambda a, *_: a.numel() * a.shape[-1] // 3,
+    _ATEN.linalg_solve_triangular: lambda a, b: b.numel() * a.shape[-1],
+    _ATEN._linalg_eigh: lambda a, *_: 9 * a.numel() * a.shape[-1],
+}
+
+
+class Operations(Watch):
+    """A context that counts the operations of matrix products, factorisations, solves and gradients of convolutions.
+
+    torch's own counter loads triton, and does not count factorisations.
+    """
+
+    total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in _OPERATIONS:
+            self.total += _OPERATIONS[func.overloadpacket](*args)
+        return func(*args, **(kwargs or {}))
+
+
 class BudgetSpent(Exception):
     """The budget of gradients is exhausted."""
 
@@ -133,7 +162,8 @@ class Search:
 
     Args:
         energy: U.
-        max_gradients: budget of the search, in full-data gradients.
+        max_gradients: budget of the search, in full-data gradients. The work for the metric counts as the number of
+            gradients with as many floating-point operations.
         report: function that is called after each step with U and the decrement (far from the minimum, an estimate: the
             squared norm of the gradient in the metric).
 
@@ -147,8 +177,11 @@ class Search:
         self.energy, self.report = energy, report
         self.before, self.max_gradients = energy.work.done, max_gradients
         self.limit: float = self.before + max_gradients
-        start = energy.at(energy.start)  # its gradient raises if U is not finite
-        self.best = start.point, float(start.value), float(start.gradient.norm())
+        start = energy.at(energy.start)
+        with Operations() as work:
+            value = float(start.value)  # raises if U is not finite
+        self._unit, self._costs = max(_LEAST, work.total), (0.0, 0.0)
+        self.best = start.point, value, float(start.gradient.norm())
         self.first_value = self.best[1]
         self.steps = 0
         self.decrement = math.nan
@@ -162,7 +195,7 @@ class Search:
             value=value,
             gradient_norm=norm,
             steps=self.steps,
-            gradients=self.energy.work.done - self.before,
+            gradients=round(self.energy.work.done - self.before),
             **outcome,
         )
 
@@ -184,12 +217,25 @@ class Search:
 
     def product(self, x: Tensor, vectors: Tensor, /) -> Tensor:
         """Return products with the Hessian of U."""
-        self._spend()
+        self._spend(len(vectors))
         return self.energy.at(x).hessian(vectors)
 
-    def _spend(self) -> None:
+    def _spend(self, vectors: int = 1) -> None:
         if self.energy.work.done >= self.limit:
             raise BudgetSpent
+        self.energy.count(vectors * self._costs[1])
+
+    def _in_metric(self, x: Tensor) -> InMetric:
+        """Return U in the metric at x; the first call measures the work for the metric and for its use."""
+        local, before = self.energy.at(x), self.energy.work.done
+        with nullcontext() if self._costs[0] else Operations() as of_metric:
+            metric = metric_at(local)
+        if of_metric is not None:
+            with Operations() as of_use:
+                metric.coloured(metric.whitened(x.unsqueeze(0)))
+            self._costs = of_metric.total / self._unit, of_use.total / self._unit
+        self.energy.count(max(0.0, self._costs[0] - (self.energy.work.done - before)))
+        return InMetric(self, metric, x)
 
     # --- minimum --------------------------------------------------------------------------------------------
 
@@ -219,6 +265,9 @@ class Search:
             value = smallest_in_prior_units(local, _KRYLOV_STEPS, 0.1).value
             positive = lowest.value > lowest.resolution and value > 0
             converged = positive and found.newton_decrement <= max(GOOD_ENOUGH, tolerance)
+        if not converged and (names := scale_free(self.energy)):
+            same = f"the scale of {', '.join(names)} hardly changes the outputs, as before a normalisation"
+            spent = f"{same}, and the priors pull it to zero, where a minimum may not exist"
         return self.ended(
             newton_decrement=found.newton_decrement,
             curvature="Hessian",
@@ -228,12 +277,12 @@ class Search:
         )
 
     def _descent(self, x: Tensor, target: float) -> tuple[Tensor, Descent]:
-        local = InMetric(self, metric_at(self.energy.at(x)), x)
+        local = self._in_metric(x)
         down = descend(local, torch.zeros_like(x), target=target, max_steps=_STEPS, callback=self._step)
         return local.x(down.x), down
 
     def _newton(self, x: Tensor, tolerance: float, steps: int) -> tuple[Tensor, Minimum]:
-        local = InMetric(self, metric_at(self.energy.at(x)), x)
+        local = self._in_metric(x)
         options: Any = {"tolerance": tolerance, "max_steps": steps, "callback": self._step}
         found = minimise_newton(local, torch.zeros_like(x), **options)
         return local.x(found.x), found
@@ -264,7 +313,7 @@ class Search:
         return self.ended(newton_decrement=decrement, curvature="GGN", converged=converged, reason=reason)
 
     def _gauss_newton_decrement(self, x: Tensor) -> float:
-        local, metric = self.energy.at(x), metric_at(self.energy.at(x))
+        local, metric = self.energy.at(x), self._in_metric(x).metric
         gradient = metric.whitened(local.gradient.unsqueeze(0))
         try:
             solution = conjugate_gradients(
@@ -302,7 +351,7 @@ def polish(
     with progress_bar(progress, max_gradients, unit="gradient") as bar:
         # Must not refer to the search, which refers to it.
         def report(value: float, decrement: float) -> None:
-            bar.update(work.done - spent - bar.n)
+            bar.update(round(work.done - spent) - bar.n)
             bar.set_postfix_str(f"U {value:.6g}, decrement {decrement:.2g}")
 
         search = Search(energy, max_gradients, report)
@@ -321,8 +370,12 @@ def polish(
             f"{why}: fit with GGN(), which does not require a minimum; to avoid kinks, use {without_kinks(kinked)}."
         )
     elif not found.converged:
-        ways = "a larger max_gradients", "float64, or a prior that constrains every direction"
-        way = ways["gradients" not in found.reason]
+        ways = {
+            "normalisation": "GGN(), which does not require a minimum, or a subset without one of these sites",
+            "gradients": "longer training, a larger max_gradients or a narrower prior",
+            "": "float64, or a prior that constrains every direction",
+        }
+        way = next(way for word, way in ways.items() if word in found.reason)
         error = UnconvergedError(
             f"polish ended without a minimum; the best point is kept.\n{found}\nTry {way}."
         )

@@ -62,6 +62,6 @@ def test_a_constant_weight_is_the_models_own(size: int, weight: float) -> None:
     energy = Energy(regression(lambda x: weight), batches(size), LOCS)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = torch.tensor(energy.at(energy.start).log_likelihood, dtype=X.dtype)
+        found = energy.at(energy.start).log_likelihood.to(X.dtype)
     expected = weight * dist.Normal(X, 1.0).log_prob(Y).sum()
     torch.testing.assert_close(found, expected)

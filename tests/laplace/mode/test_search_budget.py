@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Smooth models that polish brings to a minimum within its default budget, and what the budget counts."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer.mcmc.util import initialize_model
+from torch import Tensor, nn
+
+import pyro_dvi as dvi
+from pyro_dvi.errors import UnconvergedError
+from pyro_dvi.laplace import LaplaceGuide
+from pyro_dvi.laplace.mode import search
+from pyro_dvi.laplace.mode.diagnosis import scale_free
+
+Model = Callable[..., Any]
+QUIET = {"progress": False}
+NUM_DATA = 60
+
+
+def data() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = 2 * torch.rand(NUM_DATA, 1, generator=generator, dtype=torch.float64) - 1
+    noise = torch.randn(NUM_DATA, 1, generator=generator, dtype=torch.float64)
+    return x, (3 * x).cos() + (0.05 + 0.2 * (x > 0)) * noise
+
+
+def network(*layers: nn.Module, prior_scale: float = 1.0) -> nn.Module:
+    return dvi.to_bayesian_(nn.Sequential(*layers).double(), prior_scale=prior_scale)
+
+
+def heteroscedastic() -> Model:
+    net = network(nn.Linear(1, 10), nn.Tanh(), nn.Linear(10, 2))
+
+    def model(x: Tensor, y: Tensor | None = None) -> Any:
+        mean, log_variance = net(x).split(1, -1)
+        with pyro.plate("data", NUM_DATA, subsample_size=len(x)):
+            return pyro.sample("y", dist.Normal(mean, (0.5 * log_variance).exp()).to_event(1), obs=y)
+
+    return model
+
+
+def latent_noise() -> Model:
+    net = network(nn.Linear(1, 10), nn.Tanh(), nn.Linear(10, 1))
+
+    def model(x: Tensor, y: Tensor | None = None) -> Any:
+        scale, mean = pyro.sample("scale", dist.HalfNormal(x.new_ones(()))), net(x)
+        with pyro.plate("data", NUM_DATA, subsample_size=len(x)):
+            return pyro.sample("y", dist.Normal(mean, scale).to_event(1), obs=y)
+
+    return model
+
+
+def wide_prior() -> Model:
+    net = network(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1), prior_scale=10.0)
+    return dvi.regressor(net, num_data=NUM_DATA, noise_scale=0.2)
+
+
+class Residual(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = x + super().forward(x)
+        return result
+
+
+def residual() -> Model:
+    block = Residual(nn.LayerNorm(6), nn.Linear(6, 6), nn.Tanh())
+    net = network(nn.Linear(1, 6), nn.Tanh(), block, nn.Linear(6, 1))
+    return dvi.regressor(net, num_data=NUM_DATA, noise_scale=0.2)
+
+
+def normalised() -> Model:
+    net = network(nn.Linear(1, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 1))
+    return dvi.regressor(net, num_data=NUM_DATA, noise_scale=0.2)
+
+
+def trained(
+    build: Callable[[], Model], steps: int = 300
+) -> tuple[Model, LaplaceGuide, list[tuple[Tensor, Tensor]]]:
+    torch.manual_seed(0)
+    pyro.clear_param_store()
+    model = build()
+    guide, batch = LaplaceGuide(model), data()
+    svi = pyro.infer.SVI(model, guide, dvi.optim.Adam({"lr": 0.02}), pyro.infer.Trace_ELBO())
+    for _ in range(steps):
+        svi.step(*batch)
+    return model, guide, [batch]
+
+
+@pytest.mark.parametrize("build", [heteroscedastic, latent_noise, wide_prior, residual])
+def test_smooth_models_reach_a_minimum_of_the_potential_energy(build):
+    model, guide, batches = trained(build)
+    report = guide.polish(batches, **QUIET)
+    assert report.converged and report.newton_decrement <= 1e-2 and report.gradients < 10_000
+    # Pyro's own potential energy, in the unconstrained space of its HMC.
+    potential, mode = initialize_model(model, batches[0])[1], guide.unconstrained_mode()
+    names = list(mode)
+    sizes = [mode[name].numel() for name in names]
+
+    def energy(flat: Tensor) -> Tensor:
+        parts = zip(names, flat.split(sizes), strict=True)
+        value: Tensor = potential({name: part.reshape(mode[name].shape) for name, part in parts})
+        return value
+
+    flat = torch.cat([mode[name].flatten() for name in names])
+    gradient = torch.autograd.functional.jacobian(energy, flat).detach()
+    exact = torch.autograd.functional.hessian(energy, flat).detach()
+    assert float(torch.linalg.eigvalsh(exact)[0]) > 0
+    assert float(gradient @ torch.linalg.solve(exact, gradient)) <= 1e-6
+    assert report.value == pytest.approx(float(energy(flat).detach()), rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("build", "expected"),
+    [(normalised, ("0.weight", "0.bias")), (residual, ()), (wide_prior, ()), (latent_noise, ())],
+)
+def test_a_search_without_a_minimum_names_weights_before_a_normalisation(build, expected):
+    _, guide, batches = trained(build, 30)
+    names = scale_free(guide.energy(batches))
+    assert tuple(name.split(".", 1)[1] for name in names) == expected
+    with pytest.raises(UnconvergedError) as caught:
+        guide.polish(batches, max_gradients=5, **QUIET)
+    message = str(caught.value)
+    assert ("normalisation" in message) == bool(expected)
+    assert all(name in message for name in names)
+    assert ("GGN()" if expected else "max_gradients") in message.splitlines()[-1]
+
+
+def test_scales_before_a_normalisation_do_not_prevent_a_minimum():
+    """The constant that a normalisation adds to the variance gives U a minimum where the weights are small."""
+    net = nn.Sequential(nn.Linear(1, 3), nn.LayerNorm(3, eps=0.1), nn.Tanh(), nn.Linear(3, 1))
+    _, guide, batches = trained(lambda: dvi.regressor(network(*net), num_data=NUM_DATA, noise_scale=0.5))
+    assert guide.polish(batches, **QUIET).converged
+
+
+def test_operations_of_the_metric_are_counted():
+    a = torch.eye(20, dtype=torch.float64)
+    convolution = nn.Conv1d(2, 3, 3)
+    cases = {
+        lambda: torch.linalg.cholesky_ex(a): 20**3 // 3,
+        lambda: torch.linalg.cholesky(a): 20**3 // 3,
+        lambda: torch.linalg.solve_triangular(a, a[:, :7], upper=False): 20 * 20 * 7,
+        lambda: torch.linalg.eigh(a): 9 * 20**3,
+        lambda: torch.zeros(20, 5).double().addmm_(a, a[:, :5]): 2 * 20 * 20 * 5,
+        lambda: a @ a[:, :3]: 2 * 20 * 20 * 3,
+        lambda: torch.stack([a] * 2) @ torch.stack([a] * 2): 2 * 2 * 20**3,
+        lambda: convolution(torch.ones(4, 2, 10)).sum().backward(): 4 * (4 * 3 * 8) * (2 * 3),
+    }
+    for work, expected in cases.items():
+        with search.Operations() as found:
+            work()
+        assert found.total == expected
+
+
+def test_the_budget_counts_the_work_for_the_metric(monkeypatch):
+    """With the same trajectory, the metrics of D latents and N examples add at least D^3/3 + N D^2 operations."""
+    metrics, reports = [], []
+    metric_at = search.metric_at
+
+    def counted(local):
+        metrics.append(local)
+        return metric_at(local)
+
+    monkeypatch.setattr(search, "metric_at", counted)
+    for least in (1e30, 1.0):
+        _, guide, batches = trained(wide_prior)
+        metrics.clear()
+        monkeypatch.setattr(search, "_LEAST", least)
+        reports.append(guide.polish(batches, max_gradients=100_000, **QUIET))
+    free, whole = reports
+    assert free.steps == whole.steps and free.value == whole.value
+    size, of_gradient = len(free.mode), 2 * NUM_DATA * (16 + 16 + 8)  # two layers, forward and backward
+    least_work = (size**3 / 3 + NUM_DATA * size**2) / of_gradient
+    extra = whole.gradients - free.gradients
+    assert len(metrics) * least_work < extra
+    uses = 2 * size**2 / of_gradient * free.gradients  # two triangular solves per gradient or product
+    assert extra < 4 * len(metrics) * least_work + uses
+    with pytest.raises(UnconvergedError, match="gradients were not enough"):
+        _, guide, batches = trained(wide_prior)
+        guide.polish(batches, max_gradients=free.gradients + 1, **QUIET)

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients of predictions with respect to inputs, and of the evidence with respect to tensors of the model."""
+
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import gradcheck
+
+import pyro_dvi as dvi
+from pyro_dvi.errors import ArgumentError, UnsupportedError
+from pyro_dvi.laplace import (
+    ConjugateGradient,
+    Dense,
+    Diagonal,
+    Functional,
+    Hessian,
+    KroneckerFactored,
+    LaplaceGuide,
+    Method,
+    PosteriorSamples,
+    TopEigen,
+)
+from tests.laplace.problems import LinearRegression
+
+METHODS = [
+    Dense(),
+    ConjugateGradient(tolerance=1e-12),
+    Diagonal(),
+    KroneckerFactored(),
+    Functional(),
+    TopEigen(10),
+    PosteriorSamples(8),
+]
+of_method = pytest.mark.parametrize("method", METHODS, ids=lambda method: type(method).__name__)
+
+
+def fitted(method: Method, net: nn.Module, x: Tensor) -> LaplaceGuide:
+    model = dvi.regressor(dvi.to_bayesian_(net), num_data=len(x), noise_scale=0.5)
+    guide = LaplaceGuide(model)
+    guide.fit([(x, net(x).detach() + 0.5)], method, unconverged="accept")
+    return guide
+
+
+@of_method
+@pytest.mark.parametrize("layers", ["normalised", "convolution"])
+def test_predictions_have_the_gradients_of_finite_differences(method, layers):
+    torch.manual_seed(0)
+    if layers == "normalised":
+        net = nn.Sequential(nn.Linear(2, 5), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, 2)).double()
+        x = torch.randn(12, 2, dtype=torch.float64)
+    else:
+        net = nn.Sequential(nn.Conv1d(1, 2, 3), nn.Tanh(), nn.Flatten(), nn.Linear(6, 2)).double()
+        x = torch.randn(12, 1, 5, dtype=torch.float64)
+    guide = fitted(method, net, x)
+
+    def outputs(inputs: Tensor) -> tuple[Tensor, ...]:
+        found = guide.predictive(inputs, joint=True)
+        return found.mean, found.variance, found.joint_covariance, guide.predictive(inputs).covariance
+
+    query = x[:2].clone().requires_grad_()
+    assert gradcheck(outputs, query)
+    # Without gradients, the same values.
+    for found, plain in zip(outputs(query), outputs(x[:2]), strict=True):
+        assert found.requires_grad and not plain.requires_grad
+        torch.testing.assert_close(found.detach(), plain, rtol=1e-8, atol=1e-10)
+    with torch.no_grad():
+        assert not any(found.requires_grad for found in outputs(query))
+
+
+@pytest.mark.parametrize("method", [Dense(), ConjugateGradient(tolerance=1e-12)], ids=type)
+def test_variances_of_a_linear_regression_have_their_known_gradients(method):
+    problem = LinearRegression()
+    guide = problem.guide()
+    guide.fit(problem.batches, method)
+    x = problem.x[:4].clone().requires_grad_()
+    found = guide.predictive(x)
+    of_mean, of_variance = (
+        torch.autograd.grad(t.sum(), x, retain_graph=True)[0] for t in (found.mean, found.variance)
+    )
+    torch.testing.assert_close(of_mean, problem.mode().expand(4, -1))
+    torch.testing.assert_close(of_variance, 2 * torch.linalg.solve(problem.precision(), x.detach().mT).mT)
+
+
+def test_functions_and_second_derivatives():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    x = torch.linspace(-1, 1, 10, dtype=torch.float64).unsqueeze(-1)
+    guide = fitted(Dense(), net, x)
+    query = x[:2].clone().requires_grad_()
+    assert gradcheck(guide.functions(3), query)
+
+    def slope(inputs: Tensor) -> Tensor:
+        variance = guide.predictive(inputs).variance.sum()
+        return torch.autograd.grad(variance, inputs, create_graph=True)[0]
+
+    assert gradcheck(slope, query)
+
+
+def test_subset_without_inputs_has_constant_variances():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    x = torch.linspace(-1, 1, 10, dtype=torch.float64).unsqueeze(-1)
+    model = dvi.regressor(dvi.to_bayesian_(net), num_data=10, noise_scale=0.5)
+    guide = LaplaceGuide(model)
+    guide.fit([(x, x)], Dense(), subset="net.2.bias", unconverged="accept")
+    found = guide.predictive(x.requires_grad_())
+    torch.testing.assert_close(found.variance, torch.full((10,), 1 / 41.0, dtype=torch.float64))
+
+
+# The evidence ---------------------------------------------------------------------------------------------------
+
+
+class Scaled(nn.Module):
+    """y = tanh(x A) W1 W2 + noise: scales and A are parameters, W1, W2 and the noise of the second output latent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log_scale, self.log_noise = nn.Parameter(torch.tensor(0.1)), nn.Parameter(torch.tensor(-0.3))
+        self.first = nn.Linear(2, 2)
+        self.double()
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Any:
+        scale, zero = self.log_scale.exp(), x.new_zeros(())
+        noise = pyro.sample("noise", dist.LogNormal(zero, 1.0))
+        hidden = pyro.sample("hidden", dist.Normal(zero, scale).expand([4, 2]).to_event(2))
+        last = pyro.sample("last", dist.Normal(zero, 2 * scale).expand([2, 4]).to_event(2))
+        out = torch.tanh(torch.tanh(self.first(x)) @ hidden.mT) @ last.mT
+        scales = torch.stack([self.log_noise.exp(), self.log_noise.exp() * noise])
+        with pyro.plate("data", 12, subsample_size=len(x)):
+            return pyro.sample("y", dist.Normal(out, scales).to_event(1), obs=y)
+
+
+def scaled_problem() -> tuple[Scaled, LaplaceGuide, list[tuple[Tensor, Tensor]]]:
+    torch.manual_seed(1)
+    model = Scaled()
+    x, y = torch.randn(12, 2, dtype=torch.float64), torch.randn(12, 2, dtype=torch.float64)
+    guide = LaplaceGuide(model)
+    guide.initialize(x, y)
+    with torch.no_grad():
+        for loc in guide.locs.parameters():
+            loc.copy_(0.7 * torch.randn_like(loc))
+    return model, guide, [(x[:7], y[:7]), (x[7:], y[7:])]
+
+
+def test_evidence_of_linear_regression_has_the_gradient_of_its_closed_form():
+    problem = LinearRegression()
+    scales = torch.tensor([problem.prior_scale, problem.noise], dtype=torch.float64, requires_grad=True)
+    problem.prior_scale, problem.noise = scales.unbind()  # type: ignore[assignment]
+    guide = problem.guide()
+    found = guide.differentiable_log_evidence(problem.batches)
+    eye = torch.eye(problem.num_data, dtype=torch.float64)
+    covariance = scales[0] ** 2 * problem.x @ problem.x.T + scales[1] ** 2 * eye
+    exact = dist.MultivariateNormal(torch.zeros_like(problem.y), covariance).log_prob(problem.y)
+    torch.testing.assert_close(found, exact)
+    gradients = [torch.autograd.grad(value, scales)[0] for value in (found, exact)]
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("method", [Dense(), Diagonal(), KroneckerFactored(), Functional()], ids=type)
+def test_evidence_has_the_gradient_of_finite_differences(method):
+    model, guide, batches = scaled_problem()
+    subset = ("hidden", "last") if isinstance(method, Functional | KroneckerFactored) else None
+
+    def evidence(*_: Tensor) -> Tensor:
+        return guide.differentiable_log_evidence(batches, method, subset=subset)
+
+    # gradcheck changes the parameters in place.
+    assert gradcheck(evidence, tuple(model.parameters()))
+    guide.fit(batches, method, subset=subset, unconverged="accept")
+    assert guide.log_evidence(batches).value == pytest.approx(evidence().item(), rel=1e-9)
+
+
+@pytest.mark.parametrize("method", [Dense(Hessian()), TopEigen(5), ConjugateGradient()], ids=type)
+def test_methods_without_a_differentiable_determinant_are_named(method):
+    _, guide, batches = scaled_problem()
+    with pytest.raises(UnsupportedError, match="use Dense"):
+        guide.differentiable_log_evidence(batches, method)
+
+
+def test_tempered_posterior_has_no_differentiable_evidence():
+    problem = LinearRegression()
+    guide = LaplaceGuide(problem.model, temperature=0.5)
+    guide.initialize(*problem.batches[0])
+    with pytest.raises(ArgumentError, match="temperature"):
+        guide.differentiable_log_evidence(problem.batches)
