@@ -146,8 +146,8 @@ class Mixture(_Reader):
         elif _form(response) != _form(self.last):
             raise ModelError(
                 "members of the ensemble predict different sites, or values of different shapes: (site, shape) is "
-                f"{_form(self.last)} for the first member and {_form(response)} for another. With site=, choose a site "
-                "that all models have"
+                f"{_form(self.last)} for the first member and {_form(response)} for another. Choose a site "
+                "that all models have, with site="
             )
         self.last = response
         if self._scored is not None:

@@ -139,7 +139,7 @@ def choose_response(site: str | None, names: list[str]) -> str:
             "be None, and a guide that was set up with the observed values"
         )
     raise ModelError(
-        f"the model has several sites that the guide does not cover: {names}. With site=, choose the one to predict. "
+        f"the model has several sites that the guide does not cover: {names}. Choose one with site=. "
         "If one of them is a latent variable, use a guide for this model. If the guide omits the variable on purpose, "
         "predict with Samples(n), which averages over draws of this variable"
     )

@@ -61,20 +61,24 @@ def to_arviz(
 
     The object has these groups; arrays of draws begin with the dimensions ``chain`` (of length 1) and ``draw``:
 
-    ``posterior`` draws of the latent sites from the guide, in constrained space. For an ensemble, the draws of the
-        members are concatenated, and ``member`` is the index of the member.
+    ``posterior``
+        draws of the latent sites from the guide, in constrained space. For an ensemble, the draws of the members are
+        concatenated, and ``member`` is the index of the member.
     ``posterior_predictive``
         draws of every observed site from the predictive distribution of ``method``.
     ``log_likelihood``
         log density of each observation, :math:`\log p(y_i \mid x_i, \theta_k)`; only if the data contain observations
         and ``method`` predicts with several distributions.
-    ``log_prior``, ``sample_stats`` with ``log_prior=True``: :math:`\log p(\theta_k)` by site; ``lp``,
+    ``log_prior``, ``sample_stats``
+        with ``log_prior=True``, which requires the complete training data: :math:`\log p(\theta_k)` by site; ``lp``,
         :math:`\log p(y, \theta_k)` up to terms of ``pyro.factor``, if there is a ``log_likelihood``; and ``log_q``,
         :math:`\log q(\theta_k)`, if the guide has a density. Both are densities in the constrained space of the sites,
         so the Pareto k of ``lp - log_q`` measures the quality of the posterior (Yao et al., 2018, "Yes, but did it
-        work?"). This requires the complete training data.
-    ``observed_data``, ``constant_data`` the observations, and the inputs under the names of the model's arguments.
-    ``prior``, ``prior_predictive`` with ``prior=n``: n draws of latent and observed sites from the model's prior.
+        work?").
+    ``observed_data``, ``constant_data``
+        the observations, and the inputs under the names of the model's arguments.
+    ``prior``, ``prior_predictive``
+        with ``prior=n``: n draws of latent and observed sites from the model's prior.
     ``predictions``, ``predictions_constant_data``
         with ``predictions=``: draws of the observed sites for other inputs, and these inputs.
 
