@@ -108,7 +108,7 @@ dvi.fit(svi, loader, epochs=20, progress=False)
 # Before and after
 # ----------------
 #
-# A posterior should be compared with `temperature scaling <../how_to/calibration>`_, which divides the logits of the
+# A posterior should be compared with :doc:`temperature scaling </how_to/calibration>`, which divides the logits of the
 # trained network by one number, chosen on the same validation images. ``predict`` linearises the network around the
 # mode for Laplace, and averages over posterior samples for IVON.
 
