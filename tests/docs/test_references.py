@@ -10,6 +10,7 @@ import pyro_dvi
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(pyro_dvi.__file__).parent  # which may be installed elsewhere
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+TUTORIALS = [*(ROOT / "examples" / "tutorials").glob("*.py")]
 NAMED = re.compile(r"\b(?:pyro_dvi|tests|examples|benchmarks|docs)/[a-z][\w./]*\w")
 
 
@@ -73,3 +74,9 @@ def test_code_in_pages_and_tutorials_fits_their_column():
     lines = [(name, line) for name, block in blocks for line in block.splitlines()]
     assert len(lines) > 500
     assert [line for line in lines if len(line[1]) > 90] == []
+
+
+def test_tutorials_link_to_pages_by_their_documents():
+    """Sphinx checks ``:doc:`` and copies the address of a raw link, which then misses its ``.html``."""
+    raw = {p.name: re.findall(r"<(?!https?:)[\w./]*/[\w./]+>`_", p.read_text()) for p in TUTORIALS}
+    assert not any(raw.values()), raw
