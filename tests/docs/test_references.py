@@ -68,7 +68,7 @@ def test_code_in_pages_and_tutorials_fits_their_column():
         for page in (ROOT / "docs").rglob("*.md")
         for block in re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
     ]
-    for tutorial in (ROOT / "examples" / "tutorials").glob("*.py"):
+    for tutorial in TUTORIALS:
         code = tutorial.read_text().split('"""', 2)[2]  # what follows the title
         blocks.append((tutorial.name, re.sub(r"^#.*", "", code, flags=re.MULTILINE)))
     lines = [(name, line) for name, block in blocks for line in block.splitlines()]
