@@ -94,14 +94,13 @@ class Contribution:
 def summed_squares(
     gradients: Callable[[Tensor, Tensor], Tensor], x: Tensor, delta: Tensor, shape: torch.Size
 ) -> Tensor:
-    """Return the sum of squares of gradients, formed for a few examples at a time.
+    """Return the sum of squares of gradients, formed for as many examples at a time as fill a processor's cache.
 
     Args:
         gradients: function from x and delta of m examples to their gradients ``[m, *shape]``.
         x: inputs, with the examples in the first dimension.
         delta: output gradients, likewise.
         shape: shape of a gradient.
-        count: number of examples at a time; 0 means as many as fill a processor's cache.
     """
     count = max(1, (_BUDGET if x.device.type == "cpu" else 128 * _BUDGET) // shape.numel())
     total = delta.new_zeros(shape)
