@@ -11,8 +11,8 @@ with one head, and the network is not told which task an image belongs to. Five 
   all data       maximum a posteriori with the data of all tasks so far: accuracy without forgetting
 
 Turning the posterior into the next prior takes one line, `model = guide.as_prior()(model)`, and works with every
-factorised guide and objective of the library. The script prints, for each learner, the accuracy on each task after each
-task, and plots it to a file.
+factorised guide and objective of the library. For each learner, the script prints the accuracy on each task after each
+task, and plots these accuracies to a file.
 
 The data are scikit-learn's digits of 8 x 8 pixels. With --data-dir, the script uses MNIST from a folder with
 MNIST/raw/*-ubyte.gz; if the files are missing, torchvision downloads them there. The default KL weights and the

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train a Bayesian classifier with VOGN in several processes; the result equals one process with the joint minibatch.
+"""Train a Bayesian classifier with VOGN in several processes, as if one process trained on the joint minibatch.
 
 Start it with torchrun, with one process per GPU or per core::
 

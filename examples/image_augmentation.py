@@ -9,8 +9,8 @@ less than as many independent ones. A factor rho, set by hand, gives the effecti
 
 The precision of a weight is rho N s / beta + delta, with the average squared gradient s, the KL weight beta and the
 prior precision delta: a larger rho narrows the posterior and weakens the prior. Only the ratio rho / beta matters.
-There are two options because they describe different things: rho the effective number of images, and beta how cold the
-posterior given these images is.
+There are two options because they describe different things: rho sets the effective number of images, and beta sets how
+cold the posterior given these images is.
 
 One small convolutional network with batch normalisation is trained on images of Fashion-MNIST several times,
 

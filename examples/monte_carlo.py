@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def monte_carlo(energy: Callable[[Tensor], Tensor], start: Tensor, draws: int = 100) -> Tensor:
-    """Draw from the density exp(-energy), after a warm-up of the same length that adapts the step size of each chain.
+    """Draw from the density exp(-energy); a warm-up of equal length first adapts the step size of each chain.
 
     Args:
         energy: maps points ``[chains, D]`` to one energy per chain.

@@ -88,7 +88,7 @@ def curve(seed: int) -> Data:
 
 
 def train_network(data: Data, lr: float, prior: float, epochs: int = 1000) -> nn.Sequential:
-    """Train a network with plain torch; the weight decay of each layer is its prior."""
+    """Train a network with plain torch; the weight decay of each layer corresponds to its prior."""
     net, (x, y) = nn.Sequential(nn.Linear(1, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 1)), data.train
     decay = {name: 1 / (len(y) * (prior * scale) ** 2) for name, scale in LAYERS.items()}
     layers = [{"params": net.get_submodule(name).parameters(), "weight_decay": decay[name]} for name in decay]
@@ -312,7 +312,7 @@ def main(arguments: list[str] | None = None) -> dict[str, dict[str, Row]]:
         parser.error(f"--device {options.device} is not available here: {str(error).splitlines()[0]}")
     options.output_dir.mkdir(parents=True, exist_ok=True)
     picture, file = options.output_dir / "quickstart.png", options.output_dir / "posterior.nc"
-    torch.set_num_threads(1)  # networks this small are slower with more
+    torch.set_num_threads(1)  # more threads slow down networks this small
 
     figure = plt.figure(figsize=(9, 6.4), layout="constrained")
     parts: Any = figure.subfigures(2, 1, height_ratios=(3, 2))

@@ -140,8 +140,8 @@ for name, offset in estimates.items():
 #
 # After ``TaylorELBO``, ``predict`` uses the posterior mean. This works for laboratories with data, but is overconfident
 # for a new one, whose offset is set to zero. Sampling all weights does not help, because Variational Laplace does not
-# guarantee that networks with sampled weights predict well. However, the offsets may vary while the weights stay at
-# their mean: Pyro's ``condition`` fixes the weights in the model, ``block`` hides them in the guide, and ``Moments()``
+# guarantee that networks with sampled weights predict well. However, the offsets can vary while the weights stay at
+# their means: Pyro's ``condition`` fixes the weights in the model, ``block`` hides them in the guide, and ``Moments()``
 # integrates over the offset exactly.
 
 weights = {
@@ -168,8 +168,8 @@ for name, data in {"known laboratories": held_out, "new laboratories": new_labs}
         print(f"{name}, {rule:12}: NLL {nll:6.3f}, predictive sd {sd:.2f}")
 
 # %%
-# For known laboratories, this makes little difference. For new ones it is essential, because the band at the mean
-# covers only the noise.
+# For known laboratories, this makes little difference. For new laboratories it is essential, because the band at the
+# mean covers only the noise.
 #
 # Left: the offset of each laboratory. Right: the predictions for the last laboratory with data and for new
 # laboratories.

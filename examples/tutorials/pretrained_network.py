@@ -77,9 +77,9 @@ print(dvi.summary(laplace_model))
 # ---------------------
 #
 # ``polish`` moves the last layer to the optimum under the prior, ``fit`` puts a Gaussian there, and ``tune`` chooses
-# the scale of the prior on validation data. These should resemble the images that the network will meet. Here some of
-# those will be noisy, so half of the validation images get noise. (On clean images alone, the best Gaussian has no
-# width: the network is almost always right there.)
+# the scale of the prior on validation data. The validation images should resemble the images that the network will
+# meet. Here, some of the images that it meets will be noisy, so half of the validation images get noise. (On clean
+# images alone, the best Gaussian has no width: the network is almost always right there.)
 
 validation_x, validation_y = x[600:900].clone(), y[600:900]
 validation_x[150:] += 0.2 * torch.randn(150, 1, 32, 32)
@@ -158,10 +158,10 @@ print(
 
 # %%
 # The trained network stays confident even where its accuracy is close to chance. Temperature scaling lowers the
-# confidence on all images alike. Laplace lowers it most where images differ from the training data, so it has the lower
-# NLL of the two at every level of noise, clean images included. IVON was trained on clean images and is not tuned.
-# Under strong noise it is the least confident of the four, but it gives the true class little probability, so that its
-# NLL is about as high as that of the trained network.
+# confidence on all images alike. Laplace lowers the confidence most where images differ from the training data. Its NLL
+# is therefore lower than with temperature scaling at every level of noise, clean images included. IVON was trained on
+# clean images and is not tuned. Under strong noise, IVON is the least confident of the four, but it gives the true
+# class little probability, so its NLL is about as high as the NLL of the trained network.
 
 figure, axes = plt.subplots(
     1, 5, figsize=(15, 3.4), layout="constrained", sharex=True, sharey=True

@@ -44,8 +44,8 @@ train, test = measure(200), measure(400)
 # An ordinary network
 # -------------------
 #
-# It is trained with plain torch, which takes a second or two. Every method can start from these weights, and then needs
-# only a few epochs.
+# The network is trained with plain torch, which takes a second or two. Every method can start from these weights, and
+# then needs only a few epochs.
 
 net = nn.Sequential(nn.Linear(1, 30), nn.Tanh(), nn.Linear(30, 1))
 plain_adam = torch.optim.Adam(net.parameters(), lr=0.02)
@@ -79,9 +79,9 @@ print(dvi.summary(make_model()))
 # ------------
 #
 # A method consists of a guide, which is the family of posteriors, and an ELBO, which is the objective. ``kl_weight=1``
-# is Bayes' rule; with smaller values, the posterior is narrower and fits the data more closely. The three methods with
-# independent weights need this here: at 1, they explain part of the curve as noise. Moment propagation takes the most
-# steps, because its noise scale converges last. Laplace needs few steps, because ``polish`` does the rest.
+# is Bayes' rule; with smaller values, the posterior is narrower and fits the data more closely. Here, the three methods
+# with independent weights need a smaller value: at 1, they explain part of the curve as noise. Moment propagation takes
+# the most steps, because its noise scale converges last. Laplace needs few steps, because ``polish`` does the rest.
 
 EPOCHS = {
     "Variational Laplace": 200,
@@ -155,11 +155,11 @@ for name, band in bands.items():
     print(f"{name:30}" + "".join(f"{sd:14.3f}" for sd in sds))
 
 # %%
-# The band of Laplace widens strongly in the gap, the band of VOGN less, the others not at all. Theory predicts this:
-# many curves pass through the data and differ in the gap, but to move between them, several weights must change
-# *together*. Laplace keeps these covariances. VOGN and moment propagation treat weights as independent, so a posterior
-# that is confident on the data is confident nearly everywhere. Variational Laplace predicts at the posterior mean, and
-# its band contains only the noise.
+# The band of Laplace widens strongly in the gap, the band of VOGN widens less, and the other bands do not widen.
+# Theory predicts this: many curves pass through the data and differ in the gap, but to move between them, several
+# weights must change *together*. Laplace keeps these covariances. VOGN and moment propagation treat weights as
+# independent, so a posterior that is confident on the data is confident nearly everywhere. Variational Laplace predicts
+# at the posterior mean, and its band contains only the noise.
 #
 # ``interval(level)`` returns the central interval of each prediction, and ``quantiles(q)`` returns single quantiles. If
 # the model is right, the dark band contains 50 % of new observations and the light band 90 %.

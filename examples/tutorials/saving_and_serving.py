@@ -53,9 +53,9 @@ def build():
 # Stop and resume
 # ---------------
 #
-# ``checkpoint=`` writes a file after every epoch, from which a killed run can resume. Here, a callback stops the run
-# after ten of twenty epochs. Then everything is built anew, as in a new process, and ``load`` restores the state from
-# the file.
+# ``checkpoint=`` writes a file after every epoch. A killed run can resume from this file. Here, a callback stops the
+# run after ten of twenty epochs. Then everything is built anew, as in a new process, and ``load`` restores the state
+# from the file.
 
 svi, loader = build()
 dvi.fit(svi, loader, epochs=20, progress=False)
