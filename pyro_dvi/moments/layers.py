@@ -2,8 +2,8 @@
 r"""Convolutions, embeddings and dropout.
 
 **Convolutions** and their transposes are bilinear (:mod:`pyro_dvi.moments.bilinear`). Their moments are exact for
-independent inputs and weights, with every stride, padding, dilation and number of groups. Outputs at different
-positions share weights and are correlated; the next layer treats them as independent.
+independent inputs and weights, for every stride, padding, dilation and number of groups. Outputs at different positions
+share weights and are correlated; the next layer treats them as independent.
 
 **Dropout** in training multiplies by noise with known moments. With the mask :math:`b \sim \mathrm{Bernoulli}(1 - p)`,
 independent of x,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pyro_dvi.errors import UnsupportedError
 
-# Entries by the function as it is called.
+# The entry of each function, by the function as it is called.
 ENTRIES: dict[Callable, Any] = {}
 
 # Attributes and methods of a tensor that do not depend on its values.
