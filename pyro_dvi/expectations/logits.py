@@ -2,9 +2,10 @@
 r"""Estimators of the expected log-sum-exp of Gaussian logits, which has no closed form.
 
 Every estimator returns :math:`\mathrm E[\log\sum_c e^{f_c}]` for :math:`f_c \sim \mathcal N(\mu_c, v_c)`. The logits
-are independent unless they are the outputs of a last layer with covariances :math:`\Sigma`; points are then transformed
-with a Cholesky factor that is not differentiated. Gradients are not those of the average over points: the gradient of
-the exact expectation is estimated at the same points. With :math:`p = \mathrm{softmax}(f)`, it is
+are independent unless they are the outputs of a last layer with covariances :math:`\Sigma`. In that case, points are
+transformed with a Cholesky factor of :math:`\Sigma`, which is not differentiated. The backward pass does not
+differentiate the average over points; instead, it estimates the gradient of the exact expectation at the same points.
+With :math:`p = \mathrm{softmax}(f)`, it is
 
 .. math::
     \frac{\partial}{\partial\mu} = \mathrm E[p], \qquad
@@ -69,7 +70,7 @@ class Sobol(LogitEstimator):
     def expected_logsumexp(self, logits: GaussianMoments) -> Tensor:
         """Return the average over the points."""
         points = shifted_sobol(self.num_points, logits.shape[-1], logits.loc)
-        # As a strided view, because a compiler then stores the points; a fused kernel would recompute the quantiles for
+        # With a strided view, a compiler stores the points; otherwise, a fused kernel would recompute the quantiles for
         # every example.
         shape = (len(points), *(1,) * (logits.dim() - 1), logits.shape[-1])
         points = points.as_strided(shape, (shape[-1],) * (len(shape) - 1) + (1,))
@@ -108,7 +109,7 @@ class _MeanLogSumExp(Function):
 
 
 def _sums(values: Tensor, joint: bool) -> list[Tensor]:
-    """Return sums over points of the log-normaliser, p and its squares (or p pᵀ); ``values`` is overwritten."""
+    """Return sums over points of the log-normaliser, of p and of p² (or p pᵀ); ``values`` is overwritten."""
     highest = values.amax(-1, keepdim=True)
     total = values.sub_(highest).exp_().sum(-1, keepdim=True)
     p = values.div_(total)
@@ -166,7 +167,7 @@ class TiltedBound(LogitEstimator):
 
 
 def _root(covariance: Tensor) -> Tensor:
-    """Return a Cholesky factor, also for singular covariances."""
+    """Return a Cholesky factor of covariances, which may be singular."""
     diagonal = covariance.diagonal(dim1=-2, dim2=-1)
     info = torch.finfo(covariance.dtype)
     rounding = (4 * diagonal.shape[-1] * info.eps) * diagonal.amax(-1, keepdim=True) + info.tiny
