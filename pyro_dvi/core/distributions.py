@@ -56,7 +56,7 @@ def rewrapped(fn: Any, replace: Callable[[Any], Any], lead: tuple[int, ...] = ()
     Args:
         fn: a distribution.
         replace: returns the new innermost distribution, given the old one.
-        lead: batch dimensions of the new distribution to the left of those of the old one.
+        lead: batch dimensions that the new distribution has to the left of the old batch dimensions.
     """
     if isinstance(fn, td.Independent):
         return rewrapped(fn.base_dist, replace, lead).to_event(fn.reinterpreted_batch_ndims)
@@ -199,7 +199,7 @@ def building_by(build: Callable[[Any, tuple, dict[str, Any]], Any], place: int =
 
     Args:
         build: returns the distribution, or None for Pyro's usual one.
-        place: position of the function among Pyro's coercions, of which the first that returns a distribution counts.
+        place: position of the function among Pyro's coercions; the first coercion that returns a distribution counts.
     """
     coercions: list[Any] = pyro_distribution.COERCIONS
     coercions.insert(place, build)

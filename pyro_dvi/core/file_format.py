@@ -5,7 +5,7 @@ from importlib.metadata import version
 
 from pyro_dvi.errors import CheckpointError
 
-# One number for all formats, raised by a change of any. Later code must still read the files in
+# One number for all formats; it is raised when any of them changes. Later code must still read the files in
 # tests/whole_package/saved.
 FORMAT_VERSION = 1
 
