@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replace activations that have kinks, whose second derivative is zero almost everywhere, by smooth ones."""
+"""Smooth replacements for activations with kinks, whose second derivative is zero almost everywhere."""
 
 from collections.abc import Callable, Mapping
 
