@@ -2,8 +2,8 @@
 r"""Functions that move, join, select, sum, convert, read and write elements of mean and variance alike.
 
 Status: exact. Unlike views of tensors, views of moments do not share memory: after one is changed in place, the others
-raise an error when used (:meth:`~pyro_dvi.moments.GaussianMoments.alias`). Only ``x[index]`` writes through to its
-base.
+raise an error when used (:meth:`~pyro_dvi.moments.GaussianMoments.alias`). Only changes of ``x[index]`` and
+``x.detach()`` are also written into x.
 """
 
 from collections.abc import Callable, Sequence
