@@ -179,7 +179,7 @@ def to_deterministic(model_or_net: nn.Module, guide: Any) -> nn.Module:
         guide: a trained guide of the model, or a mapping from site names to values.
 
     Returns:
-        The network, in the same train or eval mode, device and dtype.
+        The network, in the same mode (train or eval) and with the same device and dtype.
 
     Raises:
         ArgumentError: if ``model_or_net`` is not a module.

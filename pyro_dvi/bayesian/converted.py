@@ -84,11 +84,11 @@ class SitePrior(ABC):
         """Return the prior, with ``initial_value`` set to the module's own weight.
 
         Raises:
-            ModelError: if it is called within a Pyro run but outside a call of the network, where Pyro would redraw the
-                weight at each access and record no site; or inside a plate, where a torch layer would get one weight
-                per row.
-            UnsupportedError: if it is called in the backward pass of a checkpointed layer, where Pyro would redraw the
-                weight.
+            ModelError: if the weight is read within a Pyro run but outside a call of the network, because Pyro would
+                then redraw it at each access and record no site; or if it is read inside a plate, because a torch layer
+                would then get one weight per row.
+            UnsupportedError: if the weight is read in the backward pass of a checkpointed layer, because Pyro would
+                redraw it there.
         """
         self._check_surroundings(module)
         initial = self.shown_value(module)

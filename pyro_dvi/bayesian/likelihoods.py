@@ -74,7 +74,7 @@ class LikelihoodModule(PyroModule):
 
     @staticmethod
     def own_names(named: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Convert a batch with names of network inputs, and ``labels`` or ``y``, to one with ``x`` and ``y``."""
+        """Convert a batch of named inputs, and ``labels`` or ``y``, to a batch with the keys ``x`` and ``y``."""
         if named.keys() <= {"x", "y"}:
             return named
         observation = "labels" if "labels" in named else "y"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prior scales that depend on the size of a layer, are learned, are optimal in closed form, or have a prior."""
+"""Prior scales: He scaling, learned scales, scales with an optimum in closed form, and scales with a prior."""
 
 import math
 from collections.abc import Callable
@@ -102,8 +102,8 @@ class LearnedScale(Prior):
     Status: exact; the optimum maximises the ELBO, a lower bound on the evidence.
 
     Args:
-        init: initial :math:`s`, in units of the weight: a float, or a callable of ``(name, parameter)`` that returns
-            one, such as ``fan_in``.
+        init: initial :math:`s`, in units of the weight: a float, or a callable of ``(name, parameter)`` that returns a
+            float, such as ``fan_in``.
 
     Example:
         >>> from pyro_dvi.bayesian import to_bayesian_
@@ -133,12 +133,12 @@ class OptimalScale(Prior):
     learned or sampled: the KL divergence to N(0, s*²), minus the log density of s*², is a function of the posterior.
 
     Status: exact for Gaussian posteriors, factorised or with covariances, and for point masses. Where the divergence is
-    sampled, as for flows, each draw has an optimum of its own. A MAP estimate, or a temperature below 1, shrinks the
+    sampled, as for flows, each draw has its own optimal variance. A MAP estimate, or a temperature below 1, shrinks the
     scale, though never below :math:`u\sqrt{2(\alpha + 1) / (n + 2(\alpha + 1))}`.
 
     Args:
         unit: u, the most probable scale, in units of the weight: a float, or a callable of ``(name, parameter)`` that
-            returns one, such as ``fan_in``.
+            returns a float, such as ``fan_in``.
         alpha: :math:`\alpha`, positive; the larger it is, the closer scales stay to u. The default is the value that
             the authors of the paper use.
 

@@ -20,7 +20,7 @@ def check_choice(name: str, value: object, kind: type | tuple[type, ...], exampl
         name: name of the option.
         value: the given value.
         kind: the required class, or a tuple of classes.
-        examples: what to pass instead, for the message.
+        examples: objects to pass instead, named in the message.
 
     Raises:
         ArgumentError: if the value is not such an instance.

@@ -147,7 +147,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def with_rows(value: Any) -> Tensor | None:
-    """Return the first tensor with rows in nested arguments, from which rows are counted; None if there is none."""
+    """Return the first tensor in nested arguments that has rows (they are the rows to count); None if there is none."""
     return next((tensor for tensor in tensors_in(value) if is_strided(tensor) and tensor.dim()), None)
 
 

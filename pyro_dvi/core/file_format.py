@@ -14,7 +14,7 @@ def check_format_version(what: str, found: int) -> None:
     """Raise an error for a file or state that a later release has written.
 
     Args:
-        what: the file or state, for the message.
+        what: the file or state, named in the message.
         found: its format version.
 
     Raises:

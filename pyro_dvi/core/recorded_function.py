@@ -3,7 +3,7 @@
 
 The function is recorded with three numbers of rows. Results that are equal each time, and are not computed from the
 inputs, become constants of the graph, so that everything that depends only on the weights is computed once. Integers
-that differ must be linear functions of the number of rows.
+that differ between the recordings must be linear functions of the number of rows.
 """
 
 import operator

@@ -61,8 +61,8 @@ def looking() -> Iterator[None]:
 def assumed(condition: Tensor) -> bool:
     """Return True if a condition holds, so that the caller may take a shortcut that gives the same result.
 
-    While recording, the result is False unless conditions are allowed; the recording then depends on the condition, and
-    replays in which the condition fails are void.
+    While recording, the result is False unless conditions are allowed. If they are, the recording depends on the
+    condition, and replays in which the condition fails are void.
     """
     recorder = _RECORDING.get()
     if recorder is None:
@@ -222,7 +222,7 @@ class Recorder(Watch):
         return not self._varying.isdisjoint(map(memory, given))
 
     def _look_for_problems(self, func: Any, args: Any, kwargs: dict[str, Any], varies: bool) -> None:
-        """Record the first problem that prevents a replay, without an exception, which the block might catch."""
+        """Record the first problem that prevents a replay, because the block might catch an exception."""
         problem = None
         if varies and torch.Tag.data_dependent_output in func.tags:
             problem = "Python reads a value"

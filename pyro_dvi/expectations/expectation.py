@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Expected log-likelihoods :math:`\mathrm E[\log p(y \mid \theta)]` for distributions with uncertain parameters.
 
-To add a rule, write a function of the observed value and of the parameters, named as in the constructor, and register
-it with :func:`expectation_rule`. Each parameter may be :class:`~pyro_dvi.moments.GaussianMoments` or a tensor. A rule
-returns ``NotImplemented`` for parameters that it does not cover.
+To add a rule, write a function of the observed value and of the parameters, which have the same names as in the
+distribution's constructor, and register the function with :func:`expectation_rule`. Each parameter may be
+:class:`~pyro_dvi.moments.GaussianMoments` or a tensor. A rule returns ``NotImplemented`` for parameters that it does
+not cover.
 
 Without a rule, the expectation is computed numerically: ``log_prob`` is averaged over predetermined integration points
 of the uncertain parameters. If a parameter is a function of a Gaussian, as in ``concentration=softplus(h)``, the
@@ -68,7 +69,7 @@ class Evaluation:
 
 
 def numerical_expectation(family: type, parameters: Mapping[str, Any], value: Tensor) -> Tensor:
-    """Return the expected log-likelihood, of the batch shape.
+    """Return the expected log-likelihood, with the batch shape of the distribution.
 
     Memory does not grow with the number of points: large problems are computed in parts, which the backward pass
     recomputes.
@@ -212,7 +213,7 @@ def expected_log_prob(
     value: Tensor,
     estimator: LogitEstimator | None = None,
 ) -> Tensor:
-    r"""Return :math:`\mathrm E[\log p(y \mid \theta)]`, of the batch shape of the distribution.
+    r"""Return :math:`\mathrm E[\log p(y \mid \theta)]`, with the batch shape of the distribution.
 
     Status: each rule states its accuracy. Uncertain parameters are treated as independent, unless they are functions of
     the same Gaussian or of the same view of it, such as ``h.squeeze(-1)``. Copies such as ``h.clone()`` or

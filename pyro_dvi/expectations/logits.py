@@ -128,11 +128,11 @@ class TiltedBound(LogitEstimator):
 
     for every a. The optimal a solves :math:`a = \mathrm{softmax}(\mu + \tfrac12(1 - 2a)v)`.
 
-    Status: an upper bound for Gaussian logits after any number of iterations. For ten classes, it is .03 above the
-    exact value at variance 1 and .4 above it at variance 4.
+    Status: an upper bound for Gaussian logits after any number of iterations. For ten classes, the bound is .03 above
+    the exact value at variance 1 and .4 above it at variance 4.
 
     Args:
-        num_iterations: Newton steps for a; each costs about one softmax.
+        num_iterations: number of Newton steps for a; each costs about as much as one softmax.
 
     Source: Knowles & Minka (2011), "Non-conjugate variational message passing for multinomial and binary regression".
     """
@@ -155,7 +155,7 @@ class TiltedBound(LogitEstimator):
 
     @torch.no_grad()
     def _tilt(self, mu: Tensor, v: Tensor) -> Tensor:
-        """Return the optimal a by Newton's method; the Hessian is a diagonal plus a matrix of rank one."""
+        """Return the optimal a, found with Newton's method; the Hessian is a diagonal plus a matrix of rank one."""
         a = torch.softmax(mu, -1)
         for _ in range(self.num_iterations):
             p = torch.softmax(mu + (0.5 - a) * v, -1)

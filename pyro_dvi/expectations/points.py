@@ -55,7 +55,7 @@ def shifted_sobol(num_points: int, dimension: int, like: Tensor) -> Tensor:
     """Return Gaussian points ``[num_points, dimension]`` with a fresh shift from torch's global generator.
 
     The shift is digital: the same random bits are flipped in all points, which preserves their even spread and makes
-    every point uniform, so averages are unbiased. It costs one random number per dimension.
+    every point uniform, so averages are unbiased. The shift costs one random number per dimension.
     """
     integers = _sobol_integers(num_points, dimension, like.device)
     shift = torch.randint(0, 2**_BITS, (dimension,), device=like.device)
@@ -164,7 +164,7 @@ def identity_of(gaussian: GaussianMoments) -> Hashable:
     """Return a key that is equal for moments with the same elements in the same order.
 
     Two views of the same elements (``h.squeeze(-1)`` twice) have the same key; copies (``h.clone()``, ``h.flip(0)``) do
-    not. The variance is part of the key: ``dropout(h)`` has the same mean as h.
+    not. The variance is part of the key, because ``dropout(h)`` has the same mean as h.
     """
     parts = gaussian.loc, gaussian.variance
     if torch.compiler.is_compiling():

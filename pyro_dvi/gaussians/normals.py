@@ -90,7 +90,8 @@ def total_correlation(fn: Any) -> Tensor:
 
     .. math:: \sum_i \log\sigma_i - \tfrac12\log\det\Sigma
 
-    Adding it to the divergences of the marginals from independent priors gives the divergence of the vector.
+    Adding this total correlation to the divergences of the marginals from independent priors gives the divergence of
+    the vector.
 
     Status: exact.
 
@@ -202,8 +203,8 @@ class MultiplicativeNormal(dist.Normal):
 
     A deterministic weight has this distribution if its input j is multiplied by noise with mean 1 and variance
     :math:`\alpha_j`, drawn independently for each product. The :math:`\varepsilon` keeps densities and gradients finite
-    if a weight is zero. In the paper, it appears only in the logarithm of the divergence. Here, it is a part of the
-    variance, so that samples, densities and divergences are consistent; this adds the constant
+    if a weight is zero. In the paper, :math:`\varepsilon` appears only in the logarithm of the divergence. Here, it is
+    a part of the variance, so that samples, densities and divergences are consistent; this adds the constant
     :math:`\varepsilon / 2 s^2` per weight to the divergence.
 
     Status: exact.

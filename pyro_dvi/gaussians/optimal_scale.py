@@ -24,7 +24,7 @@ class OptimalScaleNormal(dist.TorchDistribution):
             - c\log s^2 - \frac{S + 2\beta}{2 s^2}, \qquad
         S = \sum_i \mu_i^2 + \sigma_i^2, \quad c = \frac n2 + \alpha + 1.
 
-    It is largest at
+    This expectation is largest at
 
     .. math:: s_*^2 = \frac{S + 2\beta}{n + 2\alpha + 2}, \qquad \text{where } \frac{S + 2\beta}{2 s_*^2} = c.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base class of factorised guides: finding sites, parameters by site, sampling, saving and loading."""
+"""The base class of factorised guides, which finds sites, creates their parameters, samples, saves and loads."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -104,7 +104,7 @@ class FactorisedGuide(AutoGuide):
     def _within_plates(
         self, sample: Callable[[GuideSite], Tensor], *args: Any, **kwargs: Any
     ) -> dict[str, Tensor]:
-        """Draw every site with a function, inside its plates."""
+        """Draw every site with ``sample``, inside the plates of the site."""
         plates = self._create_plates(*args, **kwargs)
         result = {}
         for site in self._sites():
@@ -177,7 +177,7 @@ class FactorisedGuide(AutoGuide):
     def initial_scales(self) -> dict[str, Tensor]:
         """Return the posterior standard deviations at the start of training, in unconstrained space.
 
-        If they depend on the mean (multiplicative noise), the current mean is used.
+        If the standard deviations depend on the mean (as for multiplicative noise), the current mean is used.
 
         Returns:
             Standard deviations by site name, of the sites whose spread is learned.
@@ -199,7 +199,7 @@ class FactorisedGuide(AutoGuide):
 
         The variances of a cold posterior are divided by its temperature, so that earlier data count once. The posterior
         is copied, so training this guide further does not change the prior. A new guide for the model with this prior
-        starts at the means of the old guide. This works with every objective, because the KL divergence to these
+        starts at the means of the old guide. The new prior works with every objective, because the KL divergence to its
         Gaussians is exact.
 
         Args:

@@ -97,7 +97,7 @@ class PerSite(PerWeight):
 class SGDStepSize(ScaleFamily):
     r"""One fixed variance for all weights, the stationary variance of SGD: :math:`\sigma^2 = \eta / 2M`.
 
-    Together with ``TaylorELBO(curvature=MinibatchGradient())``, only the means are learned. The objective is
+    With this family and ``TaylorELBO(curvature=MinibatchGradient())``, only the means are learned. The objective is
     :math:`\tfrac NM[\log p - \tfrac{\eta}{4M}\sum_\lambda g_\lambda^2] - \beta\,\mathrm{(weight\ decay)}`, where g is
     the gradient summed over the minibatch.
 
@@ -105,7 +105,8 @@ class SGDStepSize(ScaleFamily):
         lr: step size :math:`\eta` of SGD on the mean loss.
         batch_size: number of examples M in a minibatch.
 
-    Source: Unlu & Aitchison (2021), Eq. 29 (arXiv), where it is written with the mean gradient :math:`g / M`.
+    Source: Unlu & Aitchison (2021), Eq. 29 (arXiv), where the objective is written with the mean gradient
+    :math:`g / M`.
     """
 
     learned: ClassVar[bool] = False

@@ -78,7 +78,7 @@ class SobolSoftmax(ClassLink):
 
 @dataclass(frozen=True)
 class Probit(ClassLink):
-    r"""Shrink each logit by its variance, :math:`\mathrm{softmax}_c\bigl(\mu_c / \sqrt{1 + \pi v_c / 8}\bigr)`.
+    r"""Shrink logits according to their variance, :math:`\mathrm{softmax}_c\bigl(\mu_c / \sqrt{1 + \pi v_c / 8}\bigr)`.
 
     Status: exact to 1e-9 for two classes, where the sigmoid of the difference of the logits is averaged; otherwise
     approximate. For ten classes, the total variation distance from the average softmax is .03 at variance 1 and .07 at

@@ -68,11 +68,11 @@ class LastLayerGuide(AutoGuideList):
 
     .. math:: q(w) = \mathcal N(w_{\mathrm{last}};\, \mu, \Sigma)\; q_{\mathrm{rest}}(w_{\mathrm{rest}})
 
-    With point masses for all other sites (the default), this is the posterior of variational Bayesian last layers. With
-    :class:`~pyro_dvi.MomentPropagationELBO`, the outputs then have exact means and covariances, and the loss is a bound
-    on the evidence given the other sites (except for classification, where the expected log-normaliser is averaged over
-    quadrature points). If the other sites are uncertain, the loss is as accurate as the moments of the layer's inputs.
-    Predict with :class:`~pyro_dvi.Moments`.
+    With point masses for all other sites (the default), this is the posterior of variational Bayesian last layers. If
+    this posterior is trained with :class:`~pyro_dvi.MomentPropagationELBO`, the outputs have exact means and
+    covariances, and the loss is a bound on the evidence given the other sites, except for classification, where the
+    expected log-normaliser is averaged over quadrature points. If the other sites are uncertain, the loss is as
+    accurate as the moments of the layer's inputs. Predict with :class:`~pyro_dvi.Moments`.
 
     Args:
         model: a Pyro model.

@@ -129,8 +129,8 @@ def softplus(input: GaussianMoments, beta: float = 1, threshold: float = 20) -> 
 def gelu(input: GaussianMoments, *, approximate: str = "none") -> GaussianMoments:
     r"""Moments of :math:`x\,\Phi(x)`, or of its tanh approximation.
 
-    Status: exact for Gaussian x, with closed forms and Owen's T function; the tanh approximation is as accurate as
-    :func:`softplus`.
+    Status: exact for Gaussian x, with closed forms and Owen's T function; the rule for the tanh approximation is as
+    accurate as :func:`softplus`.
 
     Example:
         >>> gelu(GaussianMoments(torch.zeros(1), torch.ones(1))).loc

@@ -37,8 +37,8 @@ from pyro_dvi.moments.value import GaussianMoments, loc_of, variance_of
 class MultiplicativeMoments(GaussianMoments):
     r"""Gaussian weights with multiplicative noise: :math:`\mathcal N(m, \alpha m^2)`.
 
-    Linear functions of deterministic or uncertain inputs then need one additional product instead of two. All other
-    functions use the variance.
+    With such weights, linear functions of deterministic or uncertain inputs need one additional product instead of two.
+    All other functions use the variance.
 
     Args:
         loc: m.

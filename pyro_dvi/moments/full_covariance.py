@@ -44,7 +44,7 @@ from pyro_dvi.moments.weight_uses import parts_of
 
 
 class _Local(threading.local):
-    """Whether covariances are propagated in this thread."""
+    """A flag for this thread: True if covariances are propagated."""
 
     on = False
 

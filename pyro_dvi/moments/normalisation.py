@@ -179,7 +179,7 @@ def weight_norm(v: Any, g: Any, dim: int = 0) -> GaussianMoments:
     r"""Moments of :math:`g\,v / \lVert v \rVert`, the weight of :func:`torch.nn.utils.parametrizations.weight_norm`.
 
     Status: as accurate as :func:`normalize` in the direction v, and exact in the length g. The elements of a row share
-    their norm and their length; the correlations that this causes are dropped.
+    the norm of v and the length g; the resulting correlations are dropped.
 
     Args:
         v: directions, deterministic or uncertain.

@@ -37,7 +37,7 @@ class SharedNoise:
 
     Attributes:
         factor: F, ``[R, *shape]``.
-        sites: the sites that the noise belongs to, for messages.
+        sites: the sites that the noise belongs to, named in error messages.
         between_outputs: True if the outputs of the layer share the noise; False if every row of a weight has its own
             noise.
         dual: the covariance of :math:`\epsilon` times the factor; None if that covariance is the identity. For
@@ -138,7 +138,7 @@ def has_covariances(*gaussians: GaussianMoments) -> bool:
 
 
 def covariance_between(first: JointMoments, second: JointMoments) -> Tensor:
-    """Return the covariances between corresponding elements of two moments that share the same noise."""
+    """Return the covariances between corresponding elements of two sets of moments that share the same noise."""
     _check_bases(first.noise, second.noise)
     return (first.noise.factor * second.noise.other).sum(0)
 

@@ -76,7 +76,8 @@ class Smooth:
     Attributes:
         value_and_slope: f and its derivative.
         ramp: True if f(x) approaches x on the right; False if it approaches 1.
-        steep: True if f approaches its tails as fast as a Gaussian decays; False if as fast as an exponential.
+        steep: True if f approaches its tails as fast as a Gaussian decays; False if it approaches them as fast as an
+            exponential.
         smoothing: s, the width of the smoothed step or ramp.
     """
 

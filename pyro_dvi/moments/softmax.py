@@ -5,9 +5,9 @@ With :math:`p = \mathrm{softmax}(m)` at the means, one correction of the logits 
 
 .. math:: q = \mathrm{softmax}\Bigl(m + \frac{v(1 - 2p)}{2 + v/2}\Bigr),
 
-which is second order in v, damped so that large variances do not overshoot. To first order, the log-probability has the
-variance :math:`s_i^2 = (1-q_i)^2 v_i + \sum_{j \ne i} q_j^2 v_j`. This variance, together with the largest variance
-that a number in [0, 1] with mean :math:`q_i` can have, bounds the variance of the probability:
+which is of second order in v, and damped so that large variances do not overshoot. To first order, the log-probability
+has the variance :math:`s_i^2 = (1-q_i)^2 v_i + \sum_{j \ne i} q_j^2 v_j`. This variance, together with the largest
+variance that a number in [0, 1] with mean :math:`q_i` can have, bounds the variance of the probability:
 
 .. math:: \frac1{\mathrm{Var}_i} = \frac1{q_i^2 s_i^2} + \frac1{q_i(1 - q_i)}.
 

@@ -82,7 +82,7 @@ def _reflected(function: Callable) -> Callable[..., Any]:
 
 
 class TensorLike:
-    """An object with the operators, methods and attributes of a tensor but no values; reading a value is an error.
+    """An object with the operators, methods and attributes of a tensor but no values; reading a value raises an error.
 
     The shape, dtype and device are those of ``loc``.
     """

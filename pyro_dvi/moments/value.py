@@ -65,7 +65,7 @@ class GaussianMoments(TensorLike):
     compiled code would read their memory; a model that checks the type can use ``hasattr(x, "shape")`` instead.
 
     Status: each rule states its accuracy; correlations between elements are dropped, except between an object and
-    itself (``x + x`` has four times the variance).
+    itself (``x + x`` has four times the variance of x).
 
     Args:
         loc: means, floating point.

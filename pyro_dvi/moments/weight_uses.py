@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A warning about weights that affect a result along two paths, which are found while a model runs with moments.
+"""While a model runs with moments, find weights that affect a result along two paths, and warn about them.
 
 A result may depend on weights along two paths, for instance in tied layers or if a network is applied twice. Moments
 drop the covariance between the paths.
