@@ -62,8 +62,8 @@ def forked(*devices: torch.device | None) -> Iterator[None]:
 def seeder() -> Callable[[int], Any]:
     """Return a function that seeds all global generators.
 
-    Without an accelerator, this avoids ``torch.manual_seed``, which records the seed for accelerators with a stack
-    trace; recording it takes longer than a run of a small model.
+    Without an accelerator, this avoids ``torch.manual_seed``, which records the seed for accelerators together with a
+    stack trace; this recording takes longer than a run of a small model.
     """
     return torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed
 
@@ -137,8 +137,8 @@ def undisturbed() -> Iterator[None]:
 def evaluating(*functions: Any) -> AbstractContextManager[None]:
     """Run modules in evaluation mode, and restore the mode of each afterwards.
 
-    Modules are found inside ``functions`` and, by a forward hook, wherever a plain function calls them, so batch
-    normalisation keeps its running statistics and dropout is disabled in both kinds of models.
+    Modules are found inside ``functions`` and, by a forward hook, wherever a plain function calls them. In both cases,
+    batch normalisation keeps its running statistics, and dropout is disabled.
 
     Example:
         >>> net = nn.Dropout()

@@ -63,7 +63,7 @@ class WeightParts:
         self._parts: dict[int, Part] = {}
 
     def add(self, key: Any, value: Any) -> None:
-        """Recognise a weight from now on."""
+        """Register a weight, so that it is recognised from now on."""
         self._parts.setdefault(id(value), Part(key, value, value.shape))
 
     def add_like(self, part: Part, value: Any) -> None:

@@ -32,7 +32,7 @@ from pyro_dvi.moments.value import loc_of, variance_of
 
 @dataclass(frozen=True)
 class Joint:
-    """The joint Gaussian behind the parameters of each density; moments alone would treat them as independent.
+    """The joint Gaussian behind the parameters of each density; moments alone treat these as independent.
 
     Attributes:
         covariance: covariance of the n uncertain scalar parameters of each density, ``[*batch, n, n]``.
@@ -66,7 +66,7 @@ class Joint:
     def given_scale(
         self, loc: Tensor, scale: GaussianMoments, num_nodes: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        r"""Return the mean given h, at points of the Gaussian h behind the noise scale.
+        r"""Return the conditional mean at points of h, the Gaussian that the noise scale is a function of.
 
         .. math:: f \mid h \sim \mathcal N\bigl(\hat f + C (h - \hat h), \Sigma_{f \mid h}\bigr)
 

@@ -229,7 +229,7 @@ class MomentMatched(NoiseLink):
 
 
 def _mean_square(scale: GaussianMoments) -> Tensor:
-    """Return the exact mean square, even if only the Gaussian behind an exponential is known."""
+    """Return the exact mean square of a scale; for an exponential, compute it from the Gaussian in the exponent."""
     if scale.link is not None and scale.link.name == "exp":
         h = scale.link.inner
         return torch.exp(2 * (h.loc + h.variance))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Normalisation with statistics of the batch or of each example.
 
-**Batch norm** computes its statistics from the means, as if they were the data, and treats them as constants for the
-variance:
+**Batch norm** computes its statistics from the means, as if the means were the data. For the variance, these statistics
+are treated as constants:
 
 .. math:: \mathrm{Var}[y] = \frac{\gamma^2}{s^2 + \varepsilon} \mathrm{Var}[x]
 
@@ -18,12 +18,12 @@ Without the average variance in s, means would be too large by a factor of √2 
 For 64 independent Gaussian elements and noise up to the size of the signal, means agree with sampling within 0.02 and
 standard deviations within 5 %.
 
-The norm removes noise that all elements share, for instance because they are positions computed with the same kernel,
-but the rule treats elements as independent. Where shared noise dominates, variances are too large: see the page on
-moment propagation.
+The norm removes noise that all elements share, such as the noise of a kernel that is applied at all positions, but the
+rule treats elements as independent. Where shared noise dominates, variances are too large: see the page on moment
+propagation.
 
-Status: batch norm is exact with running statistics; with batch statistics, the rule ignores their dependence on the
-noise. The other norms are accurate to first order in the noise, and use the expected statistic.
+Status: batch norm is exact with running statistics; with batch statistics, the rule ignores the dependence of these
+statistics on the noise. The other norms are accurate to first order in the noise, and use the expected statistic.
 """
 
 import math
@@ -52,7 +52,7 @@ def batch_norm(
 ) -> GaussianMoments:
     """Moments of batch norm; running statistics are updated from the means.
 
-    Status: exact with running statistics. In training, the variance treats the statistics as constants.
+    Status: exact with running statistics. In training, the rule for the variance treats the statistics as constants.
 
     Args:
         input: ``[batch, channels, *]``.
@@ -135,7 +135,7 @@ def instance_norm(
 ) -> GaussianMoments:
     """Moments of instance norm: group norm with a group for each channel, or batch norm with running statistics.
 
-    Status: as for these two. Running statistics are updated from the means.
+    Status: as for the rule that applies. Running statistics are updated from the means.
     """
     if not use_input_stats:
         return batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)

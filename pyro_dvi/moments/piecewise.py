@@ -16,7 +16,7 @@ Functions with several kinks (:class:`Piecewise`) are polynomials of degree at m
 
 .. math:: T_k = \int_a^b z^k \phi(z)\,dz, \qquad T_k = (k-1)\,T_{k-2} + a^{k-1}\phi(a) - b^{k-1}\phi(b).
 
-Polynomials are expanded around f(μ): with :math:`d = f(x) - f(\mu)`,
+Moments are computed from differences :math:`d = f(x) - f(\mu)`,
 
 .. math:: m = f(\mu) + \mathrm E[d], \qquad v = \mathrm E[d^2] - \mathrm E[d]^2.
 

@@ -4,8 +4,8 @@ r"""Quadrature over Gaussians: nodes, blockwise evaluation, and one rule for fun
 An elementwise function is computed block by block, in one node of the autograd graph. Intermediate results of a block
 stay in the cache, and only four numbers per element are saved for the backward pass.
 
-:class:`BothSides` integrates on each side of zero separately. On each side, the part of :math:`\mu \pm R\sigma` that
-lies there, with :math:`|x|` from a to b, is mapped to
+:class:`BothSides` integrates on each side of zero separately. On each side, the range :math:`\mu \pm R\sigma` covers
+the values of :math:`|x|` from a to b, which are transformed to w:
 
 .. math:: |x| = (c + a)\,e^w - c, \qquad 0 \le w \le \log\frac{c + b}{c + a},
 
@@ -193,7 +193,7 @@ class BothSides:
 
     Attributes:
         function: f.
-        difference: f(x) - f(μ) from x, μ and x - μ.
+        difference: function that computes f(x) - f(μ) from x, μ and x - μ.
         width: c, the distance from zero over which f bends.
         block: number of elements computed at once.
     """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Means, extremes and norms over dimensions, pooling over windows, and resizing of images and signals.
 
-The largest of many Gaussians has no closed form. It is approximated by the element with the largest mean, which is
-exact if one element is clearly the largest; otherwise the mean is too small.
+The moments of the largest of many Gaussians have no closed form. The largest is approximated by the element with the
+largest mean, which is exact if one element is clearly the largest; otherwise the mean is too small.
 """
 
 import math
@@ -105,8 +105,8 @@ def norm(
         \mathrm{Var}\lVert x\rVert = \mathrm E[S]\,u(2 - u), \qquad
         u = \frac{c^2}8 - \frac{c^4}{128},
 
-    the first terms of the series for a gamma variable S. S has a gamma distribution if all elements have mean 0 and
-    equal variances.
+    which are the first terms of the series for a gamma variable S. S has a gamma distribution if all elements have mean
+    0 and equal variances.
 
     Status: approximate, for independent elements. Compared with sampling, means are within 5 % and standard deviations
     within 15 % for any noise; both are exact to first order in the noise, and for zero means.

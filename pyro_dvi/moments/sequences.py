@@ -14,9 +14,9 @@ be the mean of their softmax (:mod:`pyro_dvi.moments.softmax`) and :math:`\bar v
         + \sum_j a_j \bigl((v_j - \bar v)^2 + \mathrm{Var}[v_j]\bigr), \qquad
     a_j = \frac{q_j^2 s_j}{1 + q_j s_j}.
 
-The second sum is first order in the scores and accounts for the constraint that the weights sum to one. The denominator
-of :math:`a_j` keeps the variance below :math:`\sum_j q_j (v_j - \bar v)^2`, the largest variance that random weights
-with mean q can give.
+The second sum is of first order in the variances s of the scores, and accounts for the constraint that the weights sum
+to one. The denominator of :math:`a_j` keeps the variance below :math:`\sum_j q_j (v_j - \bar v)^2`, the largest
+variance that random weights with mean q can give.
 
 Attention is approximate: scores of one query are treated as independent. Two identities remove most of their
 correlation. First, a shift of all keys cancels in the softmax, so keys are centred. Second, all values share the
@@ -164,7 +164,7 @@ def scaled_dot_product_attention(
 ) -> GaussianMoments:
     """Moments of attention.
 
-    Status: approximate, see the module.
+    Status: approximate; see the docstring of the module.
 
     Args:
         query: ``[*, L, d]``.
@@ -268,7 +268,7 @@ def multi_head_attention(
 ) -> tuple[Any, Any]:
     """Moments of multi-head attention, as :class:`torch.nn.MultiheadAttention` calls it.
 
-    Status: approximate, see the module.
+    Status: approximate; see the docstring of the module.
 
     Raises:
         UnsupportedError: for ``add_bias_kv``, ``add_zero_attn`` or static keys.
