@@ -56,14 +56,14 @@ def to_bayesian_(
 
     The current (possibly pretrained) weights of the module are kept as buffers (``weight_initial``). Guides can start
     from them (:func:`~pyro_dvi.bayesian.init_to_module`), and checkpoints that were saved before the conversion can
-    still be loaded. Load them *before* the guide is created, because a guide copies its initial values. Priors follow
-    ``module.to(device, dtype)``.
+    still be loaded. Load such checkpoints *before* the guide is created, because a guide copies its initial values.
+    Priors follow ``module.to(device, dtype)``.
 
-    Every chosen parameter is one Pyro site, named like the parameter. A parameter that two layers share remains one
-    latent: the first layer has the site, and the other layers repeat its value as a deterministic site. Within a Pyro
-    run, each call of the network uses one draw. Outside a run, *each access draws from the prior again*: two accesses
-    to ``net.fc.weight`` give two values, and ``net(x)`` evaluates a network drawn from the prior. Use a guide to
-    predict.
+    Every chosen parameter is one Pyro site, which has the name of the parameter. A parameter that two layers share
+    remains one latent: the first layer has the site, and the other layers repeat its value as a deterministic site.
+    Within a Pyro run, each call of the network uses one draw. Outside a run, *each access draws from the prior again*:
+    two accesses to ``net.fc.weight`` give two values, and ``net(x)`` evaluates a network drawn from the prior. Use a
+    guide to predict.
 
     The padding row of an ``nn.Embedding`` becomes latent like the other rows, although torch gives it no gradient; a
     warning explains how to mask it.
@@ -77,8 +77,8 @@ def to_bayesian_(
         module: any module. Its class changes to a Pyro subclass of the original, so ``isinstance`` still works.
         prior_scale: the prior's standard deviation, in units of the weight: a number, ``fan_in``, ``LearnedScale()``,
             ``OptimalScale()``, ``HierarchicalScale(...)``, a Pyro distribution (scalar, or of the parameter's shape), a
-            callable of ``(name, parameter)`` that returns one of these, or a mapping from name patterns to these, of
-            which the first match applies.
+            callable of ``(name, parameter)`` that returns one of these, or a mapping from name patterns to these (the
+            first match applies).
         include: what becomes Bayesian: module types (for the parameters directly in such a module), name patterns
             (``"encoder.*"``), predicates of ``(name, module, parameter)``, or a list of these. A pattern with a
             wildcard skips normalisation layers; select them by their full names, by type or with a predicate.
@@ -140,7 +140,7 @@ def _make_site(target: Candidate, prior: SitePrior) -> None:
 
 
 def _check_convertible(root: nn.Module) -> None:
-    """Raise if some module below ``root`` cannot become a ``PyroModule``.
+    """Raise an error if some module below ``root`` cannot become a ``PyroModule``.
 
     Raises:
         ArgumentError: if ``root`` is not a module.
@@ -179,7 +179,7 @@ def to_deterministic(model_or_net: nn.Module, guide: Any) -> nn.Module:
         guide: a trained guide of the model, or a mapping from site names to values.
 
     Returns:
-        The network, in the same train or eval mode, device and dtype.
+        The network, in the same mode (train or eval) and with the same device and dtype.
 
     Raises:
         ArgumentError: if ``model_or_net`` is not a module.
@@ -222,7 +222,7 @@ def to_deterministic(model_or_net: nn.Module, guide: Any) -> nn.Module:
 
 
 def posterior_means(guide: Any) -> dict[str, Tensor]:
-    """Return the medians of the latents, which for a Normal posterior are the means.
+    """Return the medians of the latents; for a Normal posterior, these are the means.
 
     Args:
         guide: a guide with a ``median()`` method, like all autoguides, or a mapping from site names to values, for

@@ -35,7 +35,7 @@ def buffer_name(attribute: str) -> str:
 
 
 def set_attribute(module: nn.Module, name: str, value: PyroParam | PyroSample) -> None:
-    """Set a Pyro attribute without calling ``__setattr__`` of the module, which recurrent layers override."""
+    """Set a Pyro attribute without calling the module's own ``__setattr__``, because recurrent layers override it."""
     PyroModule.__setattr__(module, name, value)  # type: ignore[arg-type]
 
 
@@ -51,7 +51,7 @@ class Placed:
     _built: tuple[Any, Any] | None = field(default=None, init=False)
 
     def placed(self, buffer: Tensor, shape: torch.Size) -> TorchDistributionMixin:
-        """Return the distribution expanded to one event of a shape; cached by device, dtype and shape."""
+        """Return the distribution, expanded to one event of this shape; it is cached by device, dtype and shape."""
         place = type(buffer), buffer.device, buffer.dtype, shape
         if self._built is not None and self._built[0] == place:
             return self._built[1]
@@ -84,11 +84,11 @@ class SitePrior(ABC):
         """Return the prior, with ``initial_value`` set to the module's own weight.
 
         Raises:
-            ModelError: if it is called within a Pyro run but outside a call of the network, where Pyro would redraw the
-                weight at each access and record no site; or inside a plate, where a torch layer would get one weight
-                per row.
-            UnsupportedError: if it is called in the backward pass of a checkpointed layer, where Pyro would redraw the
-                weight.
+            ModelError: if the weight is read within a Pyro run but outside a call of the network, because Pyro would
+                then redraw it at each access and record no site; or if it is read inside a plate, because a torch layer
+                would then get one weight per row.
+            UnsupportedError: if the weight is read in the backward pass of a checkpointed layer, because Pyro would
+                redraw it there.
         """
         self._check_surroundings(module)
         initial = self.shown_value(module)
@@ -97,7 +97,7 @@ class SitePrior(ABC):
         return prior
 
     def shown_value(self, module: nn.Module) -> Tensor:
-        """Return the module's own weight: from before the conversion, or set since then."""
+        """Return the module's own weight, from before the conversion or set since then."""
         return module._buffers[buffer_name(self.attribute)]  # type: ignore[return-value]
 
     def _check_surroundings(self, module: PyroModule) -> None:
@@ -160,7 +160,7 @@ class ScaleMixturePrior(SitePrior):
 
 @dataclass(eq=False, repr=False)
 class TiedPrior(SitePrior):
-    """The value sampled by another module, so that weights that two modules share stay one latent variable."""
+    """A prior that returns the value sampled by another module, so that shared weights stay one latent variable."""
 
     owner: nn.Module
     owner_attribute: str
@@ -175,7 +175,7 @@ class TiedPrior(SitePrior):
         raise NotImplementedError
 
     def shown_value(self, module: nn.Module) -> Tensor:
-        """Return the own weight of the other module."""
+        """Return the other module's own weight."""
         return self.owner._buffers[buffer_name(self.owner_attribute)]  # type: ignore[return-value]
 
 

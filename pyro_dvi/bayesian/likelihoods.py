@@ -74,7 +74,7 @@ class LikelihoodModule(PyroModule):
 
     @staticmethod
     def own_names(named: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Convert a batch with names of network inputs, and ``labels`` or ``y``, to one with ``x`` and ``y``."""
+        """Convert a batch of named inputs, and ``labels`` or ``y``, to a batch with the keys ``x`` and ``y``."""
         if named.keys() <= {"x", "y"}:
             return named
         observation = "labels" if "labels" in named else "y"
@@ -85,7 +85,7 @@ class LikelihoodModule(PyroModule):
         """Call the network. Tuples and mappings of inputs are unpacked, and half-precision outputs become float32.
 
         A log-likelihood sums over many examples, for which half precision is too coarse. If the outputs have names, the
-        logits are taken.
+        output ``logits`` is used.
         """
         named = x if isinstance(x, Mapping) else {}
         args = () if named else x if isinstance(x, tuple | list) else (x,)
@@ -110,7 +110,7 @@ class LikelihoodModule(PyroModule):
         return outputs.float() if half else outputs
 
     def data_plate(self, size: int, observed: bool) -> Any:
-        """Return the plate over a minibatch, which scales its likelihood to the whole data set.
+        """Return the plate over a minibatch; it scales the likelihood of the minibatch to the whole data set.
 
         Raises:
             DataError: if the model is trained on a minibatch that is larger than the data set.
@@ -213,7 +213,7 @@ class Regressor(LikelihoodModule):
             self.noise_scale = self._scale(noise_scale)
 
     def _scale(self, given: Any) -> Any:
-        """Return a number, or an object that becomes a parameter or a latent site as attribute of this module."""
+        """Return a number, or an object that becomes a parameter or a latent site as an attribute of this module."""
         tensors = (*self.net.parameters(), *self.net.buffers())
         like = next((t.detach() for t in tensors if t.is_floating_point()), torch.empty(0))
         if isinstance(given, LearnedScale):
@@ -260,12 +260,13 @@ def regressor(net: nn.Module, num_data: int, noise_scale: Any = 1.0) -> Regresso
     Status: exact.
 
     Args:
-        net: maps ``[batch, ...]`` to means ``[batch]``, ``[batch, 1]`` or ``[batch, columns]``; twice the columns with
-            ``Heteroscedastic()``. Convert it with ``to_bayesian_`` first to make its weights Bayesian.
+        net: maps ``[batch, ...]`` to means ``[batch]``, ``[batch, 1]`` or ``[batch, columns]``; with
+            ``Heteroscedastic()``, it returns twice as many columns. Convert it with ``to_bayesian_`` first to make its
+            weights Bayesian.
         num_data: :math:`N`, the number of examples (not batches) in the data set.
-        noise_scale: :math:`\sigma`, in units of ``y`` (standardise the targets, or scale it accordingly): a number; a
-            distribution over positive numbers (the latent site ``noise_scale``); ``LearnedScale(init)`` (an optimised
-            parameter); or ``Heteroscedastic()`` (the network predicts a log-variance for each input).
+        noise_scale: :math:`\sigma`, in units of ``y`` (standardise the targets, or choose a scale in their units): a
+            number; a distribution over positive numbers (the latent site ``noise_scale``); ``LearnedScale(init)`` (an
+            optimised parameter); or ``Heteroscedastic()`` (the network predicts a log-variance for each input).
 
     Returns:
         A model ``model(x, y=None)`` with the observed site ``obs`` in the plate ``data``. ``x`` may be a tuple or

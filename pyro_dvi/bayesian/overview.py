@@ -31,17 +31,18 @@ def summary(model_or_net: Any, guide: Any = None, *args: Any, **kwargs: Any) -> 
 
     Args:
         model_or_net: a converted network, or a model.
-        guide: a trained guide, for columns of the posterior: any guide with ``median()``, and with ``quantiles(qs)``
-            for the scales.
+        guide: a trained guide, which adds columns for the posterior. It needs the method ``median()``, and for the
+            scales also ``quantiles(qs)``.
         args: arguments of the model.
         kwargs: arguments of the model.
 
     Returns:
         A printable table with the columns ``site``, ``shape``, ``prior`` (a prior parameter that is learned or depends
         on another latent is shown as ``varies``), ``weights`` (their number; zero if a site repeats another site) and
-        ``start_rms``, the root mean square of the module's weights. With a guide, also ``mean_rms``, the root mean
-        square of the posterior means, and ``scale``, half the distance between the 16 % and the 84 % quantiles (the
-        standard deviation of a Normal), averaged over the weights of a site. Missing numbers are NaN.
+        ``start_rms``, the root mean square of the module's weights. With a guide, the table also has the columns
+        ``mean_rms``, the root mean square of the posterior means, and ``scale``, half the distance between the 16 % and
+        the 84 % quantiles (the standard deviation of a Normal), averaged over the weights of a site. Missing numbers
+        are NaN.
 
     Raises:
         ModelError: if there is nothing to list.
@@ -145,7 +146,7 @@ def _add_posterior(rows: dict[str, Row], guide: Any) -> None:
     )
     for name, row in rows.items():
         low, high = quantiles.get(name, (math.nan, math.nan))
-        # abs: a decreasing transform, such as that of an upper bound, swaps the quantiles
+        # abs: a decreasing transform, such as the transform for an upper bound, swaps the quantiles
         row["scale"] = float(torch.as_tensor(high - low).abs().mean() / 2)
         row["mean_rms"] = _rms(means[name]) if name in means else math.nan
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prior scales: by the size of a layer, learned, optimal in closed form, or with a prior of their own."""
+"""Prior scales: He scaling, learned scales, scales with an optimum in closed form, and scales with a prior."""
 
 import math
 from collections.abc import Callable
@@ -30,10 +30,10 @@ class FanIn(Prior):
         w \sim N\left(0, \frac{g^2}{\text{fan-in}}\right), \qquad b \sim N(0, s_b^2)
 
     With :math:`g^2 = 2`, the activations of a ReLU network keep their second moment from layer to layer. The fan-in
-    depends on the layer: the inputs of a Linear layer, input channels times kernel size for a convolution, input
-    channels times kernel size divided by stride for a transposed convolution, the product of both input sizes of a
-    Bilinear layer. An Embedding looks up one row without a sum, so its prior is N(0, 1). A bias has no fan-in either;
-    parameters with fewer than two dimensions get :math:`s_b`.
+    depends on the layer. It is the number of inputs of a Linear layer, input channels times kernel size for a
+    convolution, input channels times kernel size divided by stride for a transposed convolution, and the product of
+    both input sizes for a Bilinear layer. An Embedding looks up one row without a sum, so its prior is N(0, 1). A bias
+    has no fan-in either; parameters with fewer than two dimensions get :math:`s_b`.
 
     Status: exact for independent inputs; a convention for biases and embeddings.
 
@@ -102,8 +102,8 @@ class LearnedScale(Prior):
     Status: exact; the optimum maximises the ELBO, a lower bound on the evidence.
 
     Args:
-        init: initial :math:`s`, in units of the weight: a float, or a callable of ``(name, parameter)`` that returns
-            one, such as ``fan_in``.
+        init: initial :math:`s`, in units of the weight: a float, or a callable of ``(name, parameter)`` that returns a
+            float, such as ``fan_in``.
 
     Example:
         >>> from pyro_dvi.bayesian import to_bayesian_
@@ -128,18 +128,19 @@ class OptimalScale(Prior):
         w_i \sim N(0, s^2), \qquad s^2 \sim \mathrm{InvGamma}\bigl(\alpha, (\alpha + 1)\,u^2\bigr), \qquad
         s_*^2 = \frac{\sum_i (\mu_i^2 + \sigma_i^2) + 2(\alpha + 1)\,u^2}{n + 2(\alpha + 1)}
 
-    Each weight tensor has its own variance. Its optimum follows from the posterior means and standard deviations of the
-    n weights, as if the tensor had :math:`2(\alpha + 1)` further weights of size u. Nothing is learned or sampled: the
-    KL divergence to N(0, s*²), less the log density of s*², is a function of the posterior.
+    Each weight tensor has its own variance. The optimal variance follows from the posterior means and standard
+    deviations of the n weights, as if the tensor had :math:`2(\alpha + 1)` further weights of size u. Nothing is
+    learned or sampled: the KL divergence to N(0, s*²), minus the log density of s*², is a function of the posterior.
 
     Status: exact for Gaussian posteriors, factorised or with covariances, and for point masses. Where the divergence is
-    sampled, as for flows, each draw has an optimum of its own. A MAP estimate, or a temperature below 1, shrinks the
+    sampled, as for flows, each draw has its own optimal variance. A MAP estimate, or a temperature below 1, shrinks the
     scale, though never below :math:`u\sqrt{2(\alpha + 1) / (n + 2(\alpha + 1))}`.
 
     Args:
         unit: u, the most probable scale, in units of the weight: a float, or a callable of ``(name, parameter)`` that
-            returns one, such as ``fan_in``.
-        alpha: :math:`\alpha`, positive; the larger it is, the closer scales stay to u. By default, the authors' value.
+            returns a float, such as ``fan_in``.
+        alpha: :math:`\alpha`, positive; the larger it is, the closer scales stay to u. The default is the value that
+            the authors of the paper use.
 
     Source: Wu et al. (2019), "Deterministic variational inference for robust Bayesian neural networks".
 
@@ -176,10 +177,10 @@ class HierarchicalScale(Prior):
     variational guide, not a MAP estimate.
 
     Args:
-        prior: :math:`p(s)`, a scalar distribution over positive numbers: ``LogNormal``, ``HalfCauchy``,
+        prior: :math:`p(s)`, a scalar distribution over positive numbers, such as ``LogNormal``, ``HalfCauchy`` or
             ``Gamma``.
-        unit: :math:`u`, in units of the weight: a float or a callable of ``(name, parameter)`` such as ``fan_in``;
-            ``p(s)`` is relative to it.
+        unit: :math:`u`, in units of the weight: a float or a callable of ``(name, parameter)`` such as ``fan_in``; s is
+            the scale in multiples of :math:`u`.
 
     Raises:
         ArgumentError: if ``prior`` is not a scalar distribution over positive numbers.
@@ -225,7 +226,7 @@ class ScalePrior(Placed):
 
 
 def check_scale_prior(prior: Any, place: str) -> None:
-    """Raise unless a prior is a distribution over positive numbers without trainable tensors."""
+    """Raise an error unless a prior is a distribution over positive numbers without trainable tensors."""
     support: Any = getattr(prior, "support", None)
     if isinstance(support, constraints.independent):
         support = support.base_constraint

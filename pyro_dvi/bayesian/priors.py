@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The accepted forms of ``prior_scale``, and their conversion to the prior of a parameter.
 
-Each form becomes a :class:`Prior`: numbers, distributions, callables and mappings in this module; He scaling, learned
-and sampled scales in :mod:`~pyro_dvi.bayesian.prior_scales`. To add one, subclass :class:`Prior` and implement
-``prepared``. Often, a callable of ``(name, parameter)`` that returns a number, a distribution or a prior is enough.
+Each form becomes a :class:`Prior`. This module converts numbers, distributions, callables and mappings; He scaling,
+learned scales and sampled scales are defined in :mod:`~pyro_dvi.bayesian.prior_scales`. To add a form, subclass
+:class:`Prior` and implement ``prepared``. Often, a callable of ``(name, parameter)`` that returns a number, a
+distribution or a prior is enough.
 """
 
 import math
@@ -40,7 +41,7 @@ class Prior(ABC):
         """
 
     def check_used(self, targets: Sequence[Candidate]) -> None:  # noqa: B027 (most priors have one part)
-        """Raise if a name pattern of the prior matches none of ``targets``."""
+        """Raise an error if a name pattern of the prior matches none of ``targets``."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +105,7 @@ class ByName(Prior):
         )
 
     def check_used(self, targets: Sequence[Candidate]) -> None:
-        """Raise if a pattern matches no parameter."""
+        """Raise an error if a pattern matches no parameter."""
         for pattern in self.priors:
             if not any(target.is_called(pattern) for target in targets):
                 raise ModelError(
@@ -153,7 +154,7 @@ def as_prior(prior: PriorLike, place: str = "prior_scale") -> Prior:
 
 
 def positive(value: object, place: str) -> float:
-    """Return ``value`` as a float if it is a positive finite number, and raise otherwise."""
+    """Return ``value`` as a float if it is a positive finite number; raise an error otherwise."""
     if isinstance(value, Tensor) and value.dim() == 0:
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
@@ -165,7 +166,7 @@ def positive(value: object, place: str) -> float:
 
 
 def check_no_gradient(distribution: TorchDistributionMixin, place: str) -> None:
-    """Raise if a distribution contains trainable tensors, which no optimizer would find."""
+    """Raise an error if a distribution contains trainable tensors, because no optimizer would find them."""
     if any(tensor.requires_grad for tensor in tensors_of(distribution)):
         raise ArgumentError(
             f"{place} contains a tensor that requires gradients, which optimizers would not find: use LearnedScale()"

@@ -57,8 +57,8 @@ class Candidate:
             in several places.
         module: the module that owns the parameter.
         attribute: the name of the parameter in that module.
-        parameter: its current value.
-        obstacle: the reason why it cannot become Bayesian, with the remedy; ``None`` if it can.
+        parameter: the current value of the parameter.
+        obstacle: the reason why the parameter cannot become Bayesian, with the remedy; ``None`` if it can.
         layer: the layer whose weight is computed from the parameter, if it is not ``module``.
     """
 
@@ -124,7 +124,7 @@ def _matching(everything: Sequence[Candidate], selectors: Sequence[Selector]) ->
 
 
 def _check_group(group: Sequence[Candidate], wanted: set[int], excluded: set[int]) -> None:
-    """Raise if a parameter cannot become Bayesian, or is excluded in another layer that shares it."""
+    """Raise an error if a parameter cannot become Bayesian, or is excluded in another layer that shares it."""
     for candidate in group:
         if id(candidate) in excluded:
             name = next(c.name for c in group if id(c) in wanted)
@@ -138,7 +138,7 @@ def _check_group(group: Sequence[Candidate], wanted: set[int], excluded: set[int
 
 
 def _check_that_all_match(everything: Sequence[Candidate], selectors: Sequence[Selector]) -> None:
-    """Raise if a pattern or type matches nothing, because it is probably misspelt."""
+    """Raise an error if a pattern or type matches nothing, because it is probably misspelt."""
     for selector in selectors:
         if isinstance(selector, str | type) and not any(c.chosen_by(selector) for c in everything):
             hint = suggestion(selector, everything) if isinstance(selector, str) else ""
@@ -146,7 +146,7 @@ def _check_that_all_match(everything: Sequence[Candidate], selectors: Sequence[S
 
 
 def _candidates(root: nn.Module) -> list[Candidate]:
-    """List every parameter below ``root``, each where it is owned, in the order of ``named_parameters``."""
+    """List every parameter below ``root`` with its owner, in the order of ``named_parameters``."""
     paths: dict[int, list[str]] = {}
     for path, module in root.named_modules(remove_duplicate=False):
         paths.setdefault(id(module), []).append(path)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replace activations that have kinks, whose second derivative is zero almost everywhere, by smooth ones."""
+"""Smooth replacements for activations with kinks such as ReLU, whose second derivative is zero almost everywhere."""
 
 from collections.abc import Callable, Mapping
 
@@ -19,7 +19,8 @@ class RoundedCorners(nn.Module):
     .. math::
         f(x) = b + s x + \sum_k d_k \operatorname{softplus}_\beta(x - t_k)
 
-    Status: each rounded corner differs from the sharp one by at most :math:`|d_k| \log(2) / \beta`, at :math:`t_k`.
+    Status: a rounded corner differs from the sharp corner by at most :math:`|d_k| \log(2) / \beta`. The
+    difference is largest at :math:`t_k`.
 
     Args:
         offset: :math:`b`, the constant term.

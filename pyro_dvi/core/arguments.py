@@ -20,7 +20,7 @@ def check_choice(name: str, value: object, kind: type | tuple[type, ...], exampl
         name: name of the option.
         value: the given value.
         kind: the required class, or a tuple of classes.
-        examples: what to pass instead, for the message.
+        examples: objects to pass instead, named in the message.
 
     Raises:
         ArgumentError: if the value is not such an instance.
@@ -74,14 +74,14 @@ def check_kl_weight(name: str, value: Any) -> None:
 
 
 def with_missing(fn: Callable[..., Any], inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return ``inputs`` with None for every further required argument of ``fn``, as in ``model(x, y)``."""
+    """Append None to ``inputs`` for each further required argument of ``fn``, such as y of ``model(x, y)``."""
     parameters = positional(fn)
     required = [i for i, p in enumerate(parameters) if p.default is inspect.Parameter.empty]
     return inputs + (None,) * (max(required, default=-1) + 1 - len(inputs))
 
 
 def parameter_names(fn: Callable[..., Any], count: int) -> list[str]:
-    """Return the names of the first ``count`` positional arguments of ``fn``, or numbers if it has no names."""
+    """Return the names of the first ``count`` positional arguments of ``fn``; arguments without a name are numbered."""
     names = [p.name for p in positional(fn)]
     return [names[i] if i < len(names) else f"input_{i}" for i in range(count)]
 
@@ -114,7 +114,7 @@ def takes_any_number(fn: Callable[..., Any]) -> bool:
 
 
 def by_own_names(fn: Callable[..., Any], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return keyword arguments by the parameter names of ``fn``, which may translate others with ``own_names``."""
+    """Return keyword arguments under the parameter names of ``fn``; its ``own_names`` may translate other names."""
     own_names = getattr(inspect.unwrap(fn), "own_names", None)
     return kwargs if own_names is None else own_names(kwargs)
 
@@ -123,7 +123,7 @@ def by_position(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[s
     """Return positional and keyword arguments in the order of their positions.
 
     Raises:
-        UnsupportedError: if ``fn`` has keyword-only parameters among them.
+        UnsupportedError: if one of the arguments belongs to a keyword-only parameter of ``fn``.
 
     Example:
         >>> by_position(lambda x, y=None: None, (), {"y": 2, "x": 1})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments of model and guide, from the batches of a loader."""
+"""The batches of a loader, and the arguments of model and guide in a batch."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
@@ -76,7 +76,7 @@ def dataset_size(loader: Any) -> int | None:
     """Return the number of examples from which a loader draws, or None if unknown."""
     dataset = getattr(loader, "dataset", None)
     sampler = getattr(loader, "sampler", None)
-    # A common way to split a data set: the loader draws only from the subset.
+    # With this common way to split a data set, the loader draws only from the subset.
     if isinstance(sampler, SubsetRandomSampler):
         return len(sampler.indices)
     try:
@@ -108,7 +108,7 @@ def is_strided(value: Any) -> bool:
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:
     """Apply a function to everything in nested tuples, lists, mappings and data classes.
 
-    Containers keep their types, which a model may check.
+    Containers keep their types, because a model may check these types.
 
     Example:
         >>> mapped(abs, {"x": [-1, -2]})
@@ -147,7 +147,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def with_rows(value: Any) -> Tensor | None:
-    """Return the first tensor with rows in nested arguments, from which rows are counted; None if there is none."""
+    """Return the first tensor in nested arguments that has rows (they are the rows to count); None if there is none."""
     return next((tensor for tensor in tensors_in(value) if is_strided(tensor) and tensor.dim()), None)
 
 

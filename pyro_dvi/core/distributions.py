@@ -55,8 +55,8 @@ def rewrapped(fn: Any, replace: Callable[[Any], Any], lead: tuple[int, ...] = ()
 
     Args:
         fn: a distribution.
-        replace: returns the new innermost distribution, given the old one.
-        lead: batch dimensions of the new distribution to the left of those of the old one.
+        replace: function that returns the new innermost distribution, given the old one.
+        lead: batch dimensions that the new distribution has to the left of the old batch dimensions.
     """
     if isinstance(fn, td.Independent):
         return rewrapped(fn.base_dist, replace, lead).to_event(fn.reinterpreted_batch_ndims)
@@ -79,7 +79,7 @@ def unexpanded(value: Tensor) -> Tensor:
 
 
 def tensors_of(fn: Any, *, strict: bool = False) -> list[Tensor]:
-    """Return every tensor in a distribution, including those in its inner distributions, transforms and constraints.
+    """Return every tensor in a distribution, including tensors in inner distributions, transforms and constraints.
 
     Args:
         fn: any distribution of Pyro or torch.
@@ -198,8 +198,8 @@ def building_by(build: Callable[[Any, tuple, dict[str, Any]], Any], place: int =
     """Build the Pyro distributions in the context with a function of their class and arguments.
 
     Args:
-        build: returns the distribution, or None for Pyro's usual one.
-        place: position of the function among Pyro's coercions, of which the first that returns a distribution counts.
+        build: function that returns the distribution, or None for Pyro's usual one.
+        place: position of the function among Pyro's coercions; the first coercion that returns a distribution counts.
     """
     coercions: list[Any] = pyro_distribution.COERCIONS
     coercions.insert(place, build)

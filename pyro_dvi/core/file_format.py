@@ -5,7 +5,7 @@ from importlib.metadata import version
 
 from pyro_dvi.errors import CheckpointError
 
-# One number for all formats, raised by a change of any. Later code must still read the files in
+# One number for all formats; it is raised when any of them changes. Later code must still read the files in
 # tests/whole_package/saved.
 FORMAT_VERSION = 1
 
@@ -14,7 +14,7 @@ def check_format_version(what: str, found: int) -> None:
     """Raise an error for a file or state that a later release has written.
 
     Args:
-        what: the file or state, for the message.
+        what: the file or state, named in the message.
         found: its format version.
 
     Raises:

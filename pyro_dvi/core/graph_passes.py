@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Passes that shorten a graph of operators without changing its results, which stay bitwise equal.
 
-Each operator costs some microseconds, whatever it computes, and autograd creates many that are superfluous: views of a
-whole tensor, products with one, the same difference twice. No pass affects memory that an operator writes to.
+Each operator costs some microseconds, whatever it computes, and autograd creates many superfluous operators: views of a
+whole tensor, products with 1, the same difference twice. No pass affects memory that an operator writes to.
 """
 
 from collections.abc import Callable
@@ -50,8 +50,8 @@ def simplify(graph: fx.Graph, written: set[StorageWeakRef], hold: Callable[[Tens
 
     Args:
         graph: a graph whose nodes were :func:`noted`.
-        written: memory that operators write to, as in ``node.meta["memory"]``.
-        hold: returns the node of a constant.
+        written: memory that operators write to, in the form of ``node.meta["memory"]``.
+        hold: function that returns the node of a constant.
     """
     seen: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
@@ -66,7 +66,7 @@ def simplify(graph: fx.Graph, written: set[StorageWeakRef], hold: Callable[[Tens
 
 
 def own_memory(graph: fx.Graph, start: int) -> None:
-    """Give the results from index ``start`` on their own memory, because the caller may write to it."""
+    """Give each result from index ``start`` onwards its own memory, because the caller may write to it."""
     output = next(iter(reversed(graph.nodes)))
     taken = {
         number
@@ -85,7 +85,7 @@ def own_memory(graph: fx.Graph, start: int) -> None:
 
 
 def quickly_called(graph: fx.Graph) -> fx.Graph:
-    """Return a graph that calls operators as torch functions where these exist, which takes half the time."""
+    """Return a graph that calls operators as torch functions where these exist; such calls take half the time."""
     copy = fx.Graph()
     copy.output(copy.graph_copy(graph, {}))
     for node in copy.nodes:

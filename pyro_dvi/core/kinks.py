@@ -13,8 +13,9 @@ from pyro_dvi.core.autograd_graph import function_of
 def kinks_among(nodes: Iterable[Any]) -> Iterator[tuple[Any, str]]:
     """Yield nodes of an autograd graph whose inputs lie on both sides of a kink, with the names of their functions.
 
-    A ``clamp`` that only guards a logarithm is not included, nor a ``relu`` with all units on. Functions with kinks
-    where two inputs are equal (max, sort), and functions made of comparisons (``torch.where``), are never included.
+    A ``clamp`` that only guards a logarithm is not included, nor is a ``relu`` whose inputs are all positive. Functions
+    with kinks where two inputs are equal (max, sort), and functions made of comparisons (``torch.where``), are never
+    included.
 
     Example:
         >>> x = torch.linspace(-1, 1, 4, requires_grad=True)
@@ -30,7 +31,7 @@ def kinks_among(nodes: Iterable[Any]) -> Iterator[tuple[Any, str]]:
 
 
 def _beyond(*borders: float | str) -> Callable[[Any], Tensor]:
-    """Return a function that numbers the piece of each input, given the kinks as numbers or saved attributes."""
+    """Return a function that numbers the piece of each input; kinks are numbers, or names of saved attributes."""
 
     def pieces(node: Any) -> Tensor:
         x = node._saved_self if hasattr(node, "_saved_self") else node._saved_result

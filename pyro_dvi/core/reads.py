@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Detection of reads of tensor values, by Python or C++, without an operator that a recorder could see."""
+"""Detection of tensor values that Python or C++ reads without an operator that a recorder could see."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ _READS = _SPLITS | {
 
 
 class Reads(TorchFunctionMode):
-    """Report such reads to a recorder."""
+    """Report to a recorder that tensor values are read without an operator."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A function of tensors as a graph of torch operators, for any number of rows.
+"""Record a function of tensors as a graph of torch operators that is valid for any number of rows.
 
 The function is recorded with three numbers of rows. Results that are equal each time, and are not computed from the
 inputs, become constants of the graph, so that everything that depends only on the weights is computed once. Integers
-that differ must be linear functions of the number of rows.
+that differ between the recordings must be linear functions of the number of rows.
 """
 
 import operator
@@ -61,7 +61,7 @@ class _Common:
         self._places: list[tuple[fx.Node, ...]] = list(zip(*(run.nodes for run in runs), strict=True))
         self._rows = rows
         self._graph = fx.Graph()
-        self._nodes: dict[fx.Node, fx.Node] = {}  # nodes of the graph, by those of the first run
+        self._nodes: dict[fx.Node, fx.Node] = {}  # nodes of the common graph, by the nodes of the first run
         self._held: dict[str, Tensor] = {}
         self._kept = {node for node in runs[0].nodes if node.op in ("placeholder", "output")}
         self._written: set[StorageWeakRef] = set()  # memory that these nodes write to

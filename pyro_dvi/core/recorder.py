@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Record the torch operators of a block of code as a graph.
 
-The block runs normally; a mode below autograd sees every operator, including those of backward passes inside the block.
-Inputs become placeholders. Other tensors that the block uses are stored by reference, so that later changes in place
-take effect. No Python code is recorded, neither the block's nor Pyro's.
+The block runs normally; a mode below autograd sees every operator, including the operators of backward passes inside
+the block. Inputs become placeholders. Other tensors that the block uses are stored by reference, so that later changes
+in place take effect. No Python code is recorded, neither the block's nor Pyro's.
 """
 
 import linecache
@@ -38,12 +38,12 @@ def is_looking() -> bool:
 
 
 def is_recording() -> bool:
-    """Return True while operators are recorded; code must then not read values of tensors."""
+    """Return True while operators are recorded; during this time, code must not read values of tensors."""
     return _RECORDING.get() is not None
 
 
 def is_for_any_rows() -> bool:
-    """Return True while operators are recorded that must not depend on the number of rows."""
+    """Return True while recording operators that must not depend on the number of rows."""
     recorder = _RECORDING.get()
     return recorder is not None and recorder.any_rows
 
@@ -61,8 +61,8 @@ def looking() -> Iterator[None]:
 def assumed(condition: Tensor) -> bool:
     """Return True if a condition holds, so that the caller may take a shortcut that gives the same result.
 
-    While recording, the result is False unless conditions are allowed; the recording then depends on the condition, and
-    replays in which it fails are void.
+    While recording, the result is False unless conditions are allowed. If they are, the recording depends on the
+    condition, and replays in which the condition fails are void.
     """
     recorder = _RECORDING.get()
     if recorder is None:
@@ -84,7 +84,7 @@ def refuse_to_record(problem: str) -> None:
 
 
 class Watch(TorchDispatchMode):
-    """A dispatch mode that does not import torch's compiler, which takes seconds."""
+    """A dispatch mode that avoids importing torch's compiler, because this import takes seconds."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -102,7 +102,7 @@ class Recorder(Watch):
 
     Attributes:
         assumptions: conditions that the graph relies on; None if it must not rely on any.
-        found: other tensors that the block uses, with their versions; the graph is valid as long as these do not
+        found: other tensors that the block uses, with their versions; the graph is valid as long as the versions do not
             change.
         coarsest: rounding error of the coarsest dtype in the block.
     """
@@ -160,7 +160,7 @@ class Recorder(Watch):
             self.note("Python reads a value")
 
     def graph(self, results: Sequence[Tensor]) -> fx.Graph:
-        """Return all recorded operators as a graph, from inputs to a list of results.
+        """Return a graph of all recorded operators; it maps the inputs to a list of results.
 
         Raises:
             UnsupportedError: if a replay would differ from the block.
@@ -171,7 +171,7 @@ class Recorder(Watch):
         return self._graph
 
     def module(self, results: Sequence[Tensor], owned: Sequence[Tensor] = ()) -> fx.GraphModule:
-        """Return the operators that the results need as a module, from inputs to a list of results.
+        """Return a module of the operators that the results need; it maps the inputs to a list of results.
 
         Args:
             results: tensors of the block.
@@ -222,7 +222,7 @@ class Recorder(Watch):
         return not self._varying.isdisjoint(map(memory, given))
 
     def _look_for_problems(self, func: Any, args: Any, kwargs: dict[str, Any], varies: bool) -> None:
-        """Record the first problem that prevents a replay; an exception might be caught by the block."""
+        """Record the first problem that prevents a replay, because the block might catch an exception."""
         problem = None
         if varies and torch.Tag.data_dependent_output in func.tags:
             problem = "Python reads a value"

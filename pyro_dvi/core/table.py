@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reports as text, and in notebooks."""
+"""Reports that are shown as text and in notebooks."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -91,7 +91,7 @@ class Table(Report):
         heading: text above the table.
         rows: one mapping from column to value for each line, all with the same columns.
         formats: the columns to print, with their formats; the first column is the name of the row. Names and texts have
-            an empty format; leading ones are aligned to the left. Underscores in column names are printed as spaces,
+            an empty format; leading names are aligned to the left. Underscores in column names are printed as spaces,
             and missing numbers (NaN) as dashes.
         verdict: the verdict in words.
 
@@ -121,7 +121,7 @@ class Table(Report):
         return [row[column] for row in self.rows]
 
     def to_dataframe(self) -> "pandas.DataFrame":
-        """Return all columns as a ``pandas.DataFrame``, indexed by the first."""
+        """Return all columns as a ``pandas.DataFrame``, indexed by the first column."""
         import pandas
 
         return pandas.DataFrame(list(self.rows)).set_index(next(iter(self.formats)))

@@ -23,7 +23,7 @@ def accelerators() -> list[torch.device]:
 
 
 def device_of(*functions: Any) -> torch.device | None:
-    """Return the device of the first parameter of the first module that has one; None if none has."""
+    """Return the device of the first parameter or buffer in any of the modules; None if there is none."""
     modules = [function for function in functions if isinstance(function, nn.Module)]
     tensors = chain.from_iterable(chain(module.parameters(), module.buffers()) for module in modules)
     return next((tensor.device for tensor in tensors), None)
@@ -62,16 +62,16 @@ def forked(*devices: torch.device | None) -> Iterator[None]:
 def seeder() -> Callable[[int], Any]:
     """Return a function that seeds all global generators.
 
-    Without an accelerator, this avoids ``torch.manual_seed``, which records the seed for accelerators with a stack
-    trace; that takes longer than a small model.
+    Without an accelerator, this avoids ``torch.manual_seed``, which records the seed for accelerators together with a
+    stack trace; this recording takes longer than a run of a small model.
     """
     return torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed
 
 
 def reseeded(count: int) -> Iterator[None]:
-    """Seed all global generators ``count`` times, with seeds drawn from the global generator at the start.
+    """Seed all global generators ``count`` times; the seeds are drawn beforehand from torch's default generator.
 
-    The number of random numbers that a draw uses then does not affect the next draw.
+    The next draw then does not depend on how many random numbers a draw uses.
     """
     seed_all = seeder()
     for seed in torch.randint(2**31 - 1, (count,)).tolist():
@@ -137,8 +137,8 @@ def undisturbed() -> Iterator[None]:
 def evaluating(*functions: Any) -> AbstractContextManager[None]:
     """Run modules in evaluation mode, and restore the mode of each afterwards.
 
-    Modules are found inside ``functions`` and, by a forward hook, wherever a plain function calls them, so batch
-    normalisation keeps its running statistics and dropout is disabled in both kinds of models.
+    Modules are found inside ``functions`` and, by a forward hook, wherever a plain function calls them. In both cases,
+    batch normalisation keeps its running statistics, and dropout is disabled.
 
     Example:
         >>> net = nn.Dropout()
@@ -158,7 +158,7 @@ def evaluating(*functions: Any) -> AbstractContextManager[None]:
 
 
 def constant_parameters(*functions: Any) -> AbstractContextManager[None]:
-    """Run modules with their own parameters as constants, so that no autograd graph is built for these.
+    """Run modules with their own parameters as constants, so that no autograd graph is built for the parameters.
 
     Modules are found as in :func:`evaluating`.
 

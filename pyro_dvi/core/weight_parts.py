@@ -24,13 +24,13 @@ _MOVES = frozenset(
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Some elements of a weight, in the shape of a value that the model computed from it.
+    """Some elements of a weight, in the shape of a value that the model computed from the weight.
 
     Attributes:
         key: the weight.
         value: the value, kept alive so that its id is not reused.
         shape: shape of the weight.
-        places: flat positions, in the weight, of the elements of the value; None for the weight itself.
+        places: position of each element of the value in the flattened weight; None for the weight itself.
         turned: True if the value is the transpose of a matrix.
     """
 
@@ -63,11 +63,11 @@ class WeightParts:
         self._parts: dict[int, Part] = {}
 
     def add(self, key: Any, value: Any) -> None:
-        """Recognise a weight from now on."""
+        """Register a weight, so that it is recognised from now on."""
         self._parts.setdefault(id(value), Part(key, value, value.shape))
 
     def add_like(self, part: Part, value: Any) -> None:
-        """Recognise a value with the same elements of the weight, in the same positions, as a part."""
+        """Recognise a value that has the same elements of the weight, in the same positions, as a known part."""
         self._parts.setdefault(id(value), replace(part, value=value))
 
     def among(self, args: tuple, kwargs: dict[str, Any]) -> Places:
@@ -94,7 +94,7 @@ class WeightParts:
 
 
 class WeightRecorder(TorchFunctionMode):
-    """Record calls of functions with weights, matched by identity, while the model runs.
+    """While the model runs, record calls of functions with weights, which are recognised by identity.
 
     Attributes:
         parts: the weights, and values computed by moving their elements.
@@ -125,7 +125,7 @@ class WeightRecorder(TorchFunctionMode):
         return output
 
 
-# Attention functions that do not dispatch as a whole, so that recorders see the functions inside.
+# A copy of torch's attention that does not dispatch as a whole, so that recorders see the functions inside.
 _attention = types.FunctionType(
     F.multi_head_attention_forward.__code__,
     {**F.multi_head_attention_forward.__globals__, "has_torch_function": lambda tensors: False},

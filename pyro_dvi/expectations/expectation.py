@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Expected log-likelihoods :math:`\mathrm E[\log p(y \mid \theta)]` for distributions with uncertain parameters.
 
-To add a rule, write a function of the observed value and of the parameters, named as in the constructor, and register
-it with :func:`expectation_rule`. Each parameter may be :class:`~pyro_dvi.moments.GaussianMoments` or a tensor. A rule
-returns ``NotImplemented`` for parameters that it does not cover.
+To add a rule, write a function of the observed value and of the parameters, which have the same names as in the
+distribution's constructor, and register the function with :func:`expectation_rule`. Each parameter may be
+:class:`~pyro_dvi.moments.GaussianMoments` or a tensor. A rule returns ``NotImplemented`` for parameters that it does
+not cover.
 
-Without a rule, the expectation is computed numerically: ``log_prob`` is evaluated at fixed points of the Gaussian
-behind each parameter, passed through the parameter's function, so that ``concentration=softplus(h)`` stays positive.
-The points depend on how many scalar parameters of each density are uncertain: 64 equally spaced nodes for one, a disc
-of 28 x 28 nodes for two, and 128 scrambled Sobol points for more (vectors, matrices). They are the same in every call.
+Without a rule, the expectation is computed numerically: ``log_prob`` is averaged over predetermined integration points
+of the uncertain parameters. If a parameter is a function of a Gaussian, as in ``concentration=softplus(h)``, the
+function is applied to points of h, so that the parameter stays positive. The points depend on how many scalar
+parameters of each density are uncertain: 64 equally spaced nodes for one, a disc of 28 x 28 nodes for two, and 128
+scrambled Sobol points for more (vectors, matrices). They are the same in every call.
 
 Status: equally spaced nodes are exact to 1e-8 for log densities that are smooth on the scale of the Gaussian; relative
 errors are 1e-6 if the log density is half as wide as the Gaussian, and 1e-3 if it is a fifth as wide or has a kink.
-Sobol points have errors of a few hundredths at variance 1. Functions that mix examples (the first dimension) are not
-covered.
+Sobol points have errors of a few hundredths at variance 1. Functions that mix examples (along the first dimension) are
+not covered.
 """
 
 import inspect
@@ -53,8 +55,8 @@ class Evaluation:
 
     Attributes:
         points: standard Gaussian points, ``[S, number of Gaussians]``.
-        weights: ``[S]``, sum to one.
-        at: the distribution with batch shape ``[S, *batch]`` at some of the points.
+        weights: ``[S]``; they sum to one.
+        at: a function that returns the distribution at some of the points, with batch shape ``[S, *batch]``.
         rank: number of batch dimensions.
         size: number of values of the largest parameter.
     """
@@ -67,10 +69,10 @@ class Evaluation:
 
 
 def numerical_expectation(family: type, parameters: Mapping[str, Any], value: Tensor) -> Tensor:
-    """Return the expected log-likelihood, of the batch shape.
+    """Return the expected log-likelihood, with the batch shape of the distribution.
 
-    Memory does not grow with the number of points: large problems are computed in parts, and the backward pass
-    recomputes them.
+    Memory does not grow with the number of points: large problems are computed in parts, which the backward pass
+    recomputes.
 
     Raises:
         UnsupportedError: if an uncertain parameter leaves its domain.
@@ -98,7 +100,7 @@ def evaluation(
     Args:
         family: the distribution class.
         parameters: the arguments of the distribution, by name.
-        value: the observation, whose batch shape may be larger than that of the parameters.
+        value: the observation, whose batch shape may be larger than the batch shape of the parameters.
         num_points: number of points if more than two scalar parameters of a density are uncertain.
     """
     uncertain = {k: p for k, p in parameters.items() if isinstance(p, GaussianMoments)}
@@ -211,11 +213,11 @@ def expected_log_prob(
     value: Tensor,
     estimator: LogitEstimator | None = None,
 ) -> Tensor:
-    r"""Return :math:`\mathrm E[\log p(y \mid \theta)]`, of the batch shape of the distribution.
+    r"""Return :math:`\mathrm E[\log p(y \mid \theta)]`, with the batch shape of the distribution.
 
-    Status: stated by each rule. Uncertain parameters are treated as independent, unless they are functions of the same
-    Gaussian or of the same view of it, such as ``h.squeeze(-1)`` (copies such as ``h.clone()`` or ``h.flip(0)`` count
-    as different). Families without a rule use quadrature (:func:`numerical_expectation`).
+    Status: each rule states its accuracy. Uncertain parameters are treated as independent, unless they are functions of
+    the same Gaussian or of the same view of it, such as ``h.squeeze(-1)``. Copies such as ``h.clone()`` or
+    ``h.flip(0)`` count as different Gaussians. Families without a rule use quadrature (:func:`numerical_expectation`).
 
     Args:
         family: the distribution class.
@@ -277,8 +279,8 @@ def _find(family: type) -> Found | None:
 def find_rule(table: Mapping[type, Callable], family: type) -> Found | None:
     """Return the rule of the class, or of a parent class with the same density.
 
-    Pyro's classes have the same names as torch's. Any other subclass inherits the rule unless it overrides
-    ``log_prob``, as NanMaskedNormal does.
+    Pyro's classes inherit the rules of torch's classes of the same name. Any other subclass inherits the rule unless it
+    overrides ``log_prob``, as NanMaskedNormal does.
 
     Args:
         table: the rules by distribution class.

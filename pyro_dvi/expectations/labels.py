@@ -93,7 +93,7 @@ def gaussian_logits(logits: Any = None, probs: Any = None) -> GaussianMoments | 
 
 
 def _normalises_last_dimension(parameter: GaussianMoments, logarithm: bool) -> bool:
-    """Return True if the function normalises over the last dimension: two equal inputs there give one half each."""
+    """Return True if the function normalises over the last dimension, where two equal inputs then give ½ each."""
     assert parameter.link is not None
     trial = parameter.link.function(torch.zeros((1,) * (parameter.dim() - 1) + (2,)))
     return bool(trial.flatten()[0] < (-0.5 if logarithm else 0.75))

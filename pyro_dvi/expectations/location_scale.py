@@ -33,8 +33,8 @@ def normal(value: Tensor, loc: Any, scale: Any) -> Tensor:
     one layer whose weights have covariances between outputs, :math:`y - \bar\mu` becomes
     :math:`y - \bar\mu + 2\mathrm{Cov}[\mu, h]`.
 
-    Source: Schmitt & Roth (2021), Eq. 15. The printed :math:`e^{-c + v_c}` is an error: the mean of a log-normal
-    variable has half the variance in its exponent.
+    Source: Schmitt & Roth (2021), Eq. 15. The term :math:`e^{-c + v_c}` printed in the paper is an error: the mean of a
+    log-normal variable has half the variance in its exponent.
 
     Example:
         >>> normal(
@@ -59,7 +59,7 @@ def normal(value: Tensor, loc: Any, scale: Any) -> Tensor:
 
 @expectation_rule(td.LogNormal)
 def log_normal(value: Tensor, loc: Any, scale: Any) -> Tensor:
-    r"""Expected log density of a LogNormal: that of a Normal at :math:`\log y`, minus :math:`\log y`.
+    r"""Expected log density of a LogNormal: the result of :func:`normal` at :math:`\log y`, minus :math:`\log y`.
 
     Status: like :func:`normal`.
     """

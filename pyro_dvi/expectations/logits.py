@@ -2,9 +2,10 @@
 r"""Estimators of the expected log-sum-exp of Gaussian logits, which has no closed form.
 
 Every estimator returns :math:`\mathrm E[\log\sum_c e^{f_c}]` for :math:`f_c \sim \mathcal N(\mu_c, v_c)`. The logits
-are independent unless they are the outputs of a last layer with covariances :math:`\Sigma`; points are then transformed
-with a Cholesky factor that is not differentiated. Gradients are not those of the average over points: the gradient of
-the exact expectation is estimated at the same points. With :math:`p = \mathrm{softmax}(f)`, it is
+are independent unless they are the outputs of a last layer with covariances :math:`\Sigma`. In that case, points are
+transformed with a Cholesky factor of :math:`\Sigma`, which is not differentiated. The backward pass does not
+differentiate the average over points; instead, it estimates the gradient of the exact expectation at the same points.
+With :math:`p = \mathrm{softmax}(f)`, it is
 
 .. math::
     \frac{\partial}{\partial\mu} = \mathrm E[p], \qquad
@@ -69,7 +70,7 @@ class Sobol(LogitEstimator):
     def expected_logsumexp(self, logits: GaussianMoments) -> Tensor:
         """Return the average over the points."""
         points = shifted_sobol(self.num_points, logits.shape[-1], logits.loc)
-        # As a strided view, because a compiler then stores the points; a fused kernel would recompute the quantiles for
+        # With a strided view, a compiler stores the points; otherwise, a fused kernel would recompute the quantiles for
         # every example.
         shape = (len(points), *(1,) * (logits.dim() - 1), logits.shape[-1])
         points = points.as_strided(shape, (shape[-1],) * (len(shape) - 1) + (1,))
@@ -108,7 +109,7 @@ class _MeanLogSumExp(Function):
 
 
 def _sums(values: Tensor, joint: bool) -> list[Tensor]:
-    """Return sums over points of the log-normaliser, p and its squares (or p pᵀ); ``values`` is overwritten."""
+    """Return sums over points of the log-normaliser, of p and of p² (or p pᵀ); ``values`` is overwritten."""
     highest = values.amax(-1, keepdim=True)
     total = values.sub_(highest).exp_().sum(-1, keepdim=True)
     p = values.div_(total)
@@ -127,11 +128,11 @@ class TiltedBound(LogitEstimator):
 
     for every a. The optimal a solves :math:`a = \mathrm{softmax}(\mu + \tfrac12(1 - 2a)v)`.
 
-    Status: an upper bound for Gaussian logits after any number of iterations. For ten classes, it is .03 above the
-    exact value at variance 1 and .4 above it at variance 4.
+    Status: an upper bound for Gaussian logits after any number of iterations. For ten classes, the bound is .03 above
+    the exact value at variance 1 and .4 above it at variance 4.
 
     Args:
-        num_iterations: Newton steps for a; each costs about one softmax.
+        num_iterations: number of Newton steps for a; each costs about as much as one softmax.
 
     Source: Knowles & Minka (2011), "Non-conjugate variational message passing for multinomial and binary regression".
     """
@@ -154,7 +155,7 @@ class TiltedBound(LogitEstimator):
 
     @torch.no_grad()
     def _tilt(self, mu: Tensor, v: Tensor) -> Tensor:
-        """Return the optimal a by Newton's method; the Hessian is a diagonal plus a matrix of rank one."""
+        """Return the optimal a, found with Newton's method; the Hessian is a diagonal plus a matrix of rank one."""
         a = torch.softmax(mu, -1)
         for _ in range(self.num_iterations):
             p = torch.softmax(mu + (0.5 - a) * v, -1)
@@ -166,7 +167,7 @@ class TiltedBound(LogitEstimator):
 
 
 def _root(covariance: Tensor) -> Tensor:
-    """Return a Cholesky factor, also for singular covariances."""
+    """Return a Cholesky factor of covariances, which may be singular."""
     diagonal = covariance.diagonal(dim1=-2, dim2=-1)
     info = torch.finfo(covariance.dtype)
     rounding = (4 * diagonal.shape[-1] * info.eps) * diagonal.amax(-1, keepdim=True) + info.tiny

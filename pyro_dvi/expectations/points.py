@@ -28,7 +28,7 @@ _BITS = 30  # number of bits of torch's Sobol integers
 def gauss_hermite(num_nodes: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """Return nodes and weights ``[num_nodes]`` with the device and dtype of ``like``; weights sum to one.
 
-    They suit functions with exponential growth, such as powers of a scale.
+    These nodes suit functions with exponential growth, such as powers of a scale.
     """
     nodes, weights = (constants(c, like).squeeze(-1) for c in normal.gauss_hermite(num_nodes))
     return nodes, weights
@@ -38,8 +38,8 @@ def fixed_points(num_gaussians: int, like: Tensor, num_points: int = 128) -> tup
     """Return points ``[S, num_gaussians]`` and weights ``[S]``, the same in every call.
 
     One Gaussian gets 64 equally spaced nodes weighted by their density, two get a disc of 28 x 28 nodes, and more get
-    ``num_points`` scrambled Sobol points. For smooth functions, equally spaced nodes converge as fast as Gauss-Hermite;
-    they are more accurate if a log density is narrower than the Gaussian.
+    ``num_points`` scrambled Sobol points. For smooth functions, equally spaced nodes converge as fast as Gauss-Hermite
+    nodes; they are more accurate if a log density is narrower than the Gaussian.
     """
     if num_gaussians <= 2:
         return _grid(num_gaussians, like.dtype, like.device)
@@ -55,7 +55,7 @@ def shifted_sobol(num_points: int, dimension: int, like: Tensor) -> Tensor:
     """Return Gaussian points ``[num_points, dimension]`` with a fresh shift from torch's global generator.
 
     The shift is digital: the same random bits are flipped in all points, which preserves their even spread and makes
-    every point uniform, so averages are unbiased. It costs one random number per dimension.
+    every point uniform, so averages are unbiased. The shift costs one random number per dimension.
     """
     integers = _sobol_integers(num_points, dimension, like.device)
     shift = torch.randint(0, 2**_BITS, (dimension,), device=like.device)
@@ -124,7 +124,8 @@ def at_points(parameter: GaussianMoments, points: Tensor) -> Tensor:
 
     Args:
         parameter: moments, with or without a link.
-        points: standard Gaussian, ``[S, *]``, broadcastable to ``[S, *shape]`` of :func:`gaussian_of`.
+        points: standard Gaussian points, ``[S, *]``, broadcastable to ``[S, *shape]`` for the shape of
+            :func:`gaussian_of`.
     """
     inner = gaussian_of(parameter)
     points = points.reshape(len(points), *(1,) * (inner.dim() - points.dim() + 1), *points.shape[1:])
@@ -163,7 +164,7 @@ def identity_of(gaussian: GaussianMoments) -> Hashable:
     """Return a key that is equal for moments with the same elements in the same order.
 
     Two views of the same elements (``h.squeeze(-1)`` twice) have the same key; copies (``h.clone()``, ``h.flip(0)``) do
-    not. The variance is part of the key: ``dropout(h)`` has the same mean as h.
+    not. The variance is part of the key, because ``dropout(h)`` has the same mean as h.
     """
     parts = gaussian.loc, gaussian.variance
     if torch.compiler.is_compiling():
@@ -201,7 +202,7 @@ def event_dim_of(family: type, name: str) -> int | None:
 
 
 def check_domain(family: type, name: str, parameter: GaussianMoments, values: Tensor) -> None:
-    """Raise an error if parameter values lie outside the domain, which a Gaussian without a link can leave.
+    """Raise an error if parameter values lie outside the domain, as values of an untransformed Gaussian may.
 
     Raises:
         UnsupportedError: if a value lies outside the domain; the message names the family and the parameter.

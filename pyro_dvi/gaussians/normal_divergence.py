@@ -48,11 +48,11 @@ def normal_divergence(locs: Tensors, scales: Tensors, prior_locs: Tensors, prior
 
 
 def minus_log_density(values: Tensors, prior_locs: Tensors, prior_scales: Tensors) -> Tensor:
-    r"""Return the negative log density of values under Normal priors, summed, as the divergence of point masses.
+    r"""Return minus the summed log density of values under Normal priors, which is the divergence of point masses.
 
     .. math:: \sum \frac{(w - m)^2}{2 s^2} + \log s + \tfrac12\log 2\pi
 
-    Status: exact. Arguments and derivatives as in :func:`normal_divergence`.
+    Status: exact. Arguments and derivatives are as in :func:`normal_divergence`.
 
     Example:
         >>> minus_log_density([torch.tensor([0.0, 1.0])], [torch.tensor(0.0)], [torch.tensor(1.0)])
@@ -100,7 +100,7 @@ def _size(values: Tensors) -> int:
 
 
 def _total(squares: Tensor, logs: Tensor | None, values: Tensors, prior_scales: Tensors) -> Tensor:
-    """½ squares / s² + n log s, minus the logarithms, summed over sites."""
+    """Return ½ squares / s² + n log s minus the logarithms, summed over sites."""
     scales = torch.stack(list(prior_scales)).to(squares.device)  # scalars may be on the CPU
     volumes = torch._foreach_mul(scales.log().unbind(), [float(value.numel()) for value in values])
     terms = 0.5 * squares / scales.square() + torch.stack(volumes)

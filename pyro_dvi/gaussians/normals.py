@@ -90,7 +90,8 @@ def total_correlation(fn: Any) -> Tensor:
 
     .. math:: \sum_i \log\sigma_i - \tfrac12\log\det\Sigma
 
-    Adding it to the divergences of the marginals from independent priors gives the divergence of the vector.
+    Adding this total correlation to the divergences of the marginals from independent priors gives the divergence of
+    the vector.
 
     Status: exact.
 
@@ -110,15 +111,15 @@ class MatrixNormal(dist.Normal):
 
     Its covariance is a Kronecker product.
 
-    Its attributes are those of the marginal Normals of single elements; draws, and the sum of ``log_prob`` over the
-    elements, are those of the matrix.
+    Attributes such as ``scale`` describe the marginal Normals of single elements. Draws, and the sum of ``log_prob``
+    over the elements, belong to the distribution of the whole matrix.
 
     Args:
         loc: M, ``[*, p, ...]``; the dimensions after p are flattened to q columns.
         rows: :math:`L_r` ``[p, p]``, lower triangular.
-        columns: :math:`L_c` ``[n, n]``, lower triangular, with n ≥ q. If n > q, this distribution is that of the first
-            q columns of a wider matrix.
-        dims: number of dimensions of ``loc`` that belong to the matrix; with 1, q is 1.
+        columns: :math:`L_c` ``[n, n]``, lower triangular, with n ≥ q. If n > q, this is the distribution of the first q
+            columns of a wider matrix.
+        dims: number of dimensions of ``loc`` that belong to the matrix; if it is 1, q is 1.
 
     Example:
         >>> q = MatrixNormal(
@@ -164,7 +165,7 @@ class MatrixNormal(dist.Normal):
         return self.loc + self.coloured(torch.randn(shape, dtype=self.loc.dtype, device=self.loc.device))
 
     def sample(self, sample_shape: Any = torch.Size()) -> Tensor:  # noqa: B008
-        """Draw matrices, without a graph."""
+        """Draw matrices without building an autograd graph."""
         with torch.no_grad():
             return self.rsample(sample_shape)
 
@@ -202,9 +203,9 @@ class MultiplicativeNormal(dist.Normal):
 
     A deterministic weight has this distribution if its input j is multiplied by noise with mean 1 and variance
     :math:`\alpha_j`, drawn independently for each product. The :math:`\varepsilon` keeps densities and gradients finite
-    if a weight is zero. In the paper, it appears only in the logarithm of the divergence; here, it is a part of the
-    variance, which adds the constant :math:`\varepsilon / 2 s^2` per weight and makes samples, densities and
-    divergences consistent.
+    if a weight is zero. In the paper, :math:`\varepsilon` appears only in the logarithm of the divergence. Here, it is
+    a part of the variance, so that samples, densities and divergences are consistent; this adds the constant
+    :math:`\varepsilon / 2 s^2` per weight to the divergence.
 
     Status: exact.
 

@@ -12,7 +12,7 @@ from torch.distributions import constraints
 
 
 class OptimalScaleNormal(dist.TorchDistribution):
-    r"""Normal weights that share a variance with an inverse-Gamma prior, at its optimum.
+    r"""Normal weights that share one variance, which has an inverse-Gamma prior and takes its optimal value.
 
     .. math:: w_i \mid s^2 \sim \mathcal N(0, s^2), \qquad s^2 \sim \mathrm{InvGamma}(\alpha, \beta)
 
@@ -24,7 +24,7 @@ class OptimalScaleNormal(dist.TorchDistribution):
             - c\log s^2 - \frac{S + 2\beta}{2 s^2}, \qquad
         S = \sum_i \mu_i^2 + \sigma_i^2, \quad c = \frac n2 + \alpha + 1.
 
-    It is largest at
+    This expectation is largest at
 
     .. math:: s_*^2 = \frac{S + 2\beta}{n + 2\alpha + 2}, \qquad \text{where } \frac{S + 2\beta}{2 s_*^2} = c.
 
@@ -36,7 +36,7 @@ class OptimalScaleNormal(dist.TorchDistribution):
     Args:
         alpha: :math:`\alpha`, positive, of the batch shape.
         beta: :math:`\beta`, in squared units of the weights, likewise.
-        event_shape: of the weights that share a variance.
+        event_shape: shape of the weights that share a variance.
 
     Source: Wu et al. (2019), "Deterministic variational inference for robust Bayesian neural networks".
 

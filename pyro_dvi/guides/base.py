@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base class of factorised guides: finding sites, parameters by site, sampling, saving and loading."""
+"""The base class of factorised guides, which finds sites, creates their parameters, samples, saves and loads."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -34,7 +34,7 @@ class FactorisedGuide(AutoGuide):
 
     .. math:: q(u) = \prod_s q_s(u_s), \qquad \theta_s = T_s(u_s)
 
-    To add a guide, list the modules that hold the spread parameters of sites in ``_constraints``, and choose the factor
+    To add a guide, list in ``_constraints`` the modules that hold the spread parameters of sites, and choose the factor
     of each site in ``_factor_of``.
 
     Attributes:
@@ -66,11 +66,11 @@ class FactorisedGuide(AutoGuide):
         Args:
             name: the site's name.
             site: Pyro's message of the site, from the first run of the model.
-            loc: its initial mean, in unconstrained space.
+            loc: the site's initial mean, in unconstrained space.
         """
 
     def initialize(self, *args: Any, **kwargs: Any) -> None:
-        """Run the model once with these arguments and create the parameters, unless they exist."""
+        """Unless the parameters exist, run the model once with these arguments and create them."""
         if self.prototype_trace is None:
             with explained_errors(self.model, [], args, kwargs):
                 self._setup_prototype(*args, **kwargs)
@@ -79,7 +79,8 @@ class FactorisedGuide(AutoGuide):
         """Run the model once after loading a state, with arguments that may lack observations.
 
         Returns:
-            True if parameters were loaded and there are no local latents, whose values may belong to other examples.
+            True if parameters were loaded and there are no local latents; values of local latents may belong to other
+            examples.
         """
         if self.prototype_trace is None and next(self.parameters(), None) is not None:
             self._only_loaded = True
@@ -92,7 +93,7 @@ class FactorisedGuide(AutoGuide):
         return self.prototype_trace is not None
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Draw every latent site once; Pyro calls it with the arguments of the model.
+        """Draw every latent site once; Pyro calls this method with the arguments of the model.
 
         Returns:
             Draws by site name.
@@ -103,7 +104,7 @@ class FactorisedGuide(AutoGuide):
     def _within_plates(
         self, sample: Callable[[GuideSite], Tensor], *args: Any, **kwargs: Any
     ) -> dict[str, Tensor]:
-        """Draw every site with a function, inside its plates."""
+        """Draw every site with ``sample``, inside the plates of the site."""
         plates = self._create_plates(*args, **kwargs)
         result = {}
         for site in self._sites():
@@ -145,7 +146,7 @@ class FactorisedGuide(AutoGuide):
 
     @torch.no_grad()
     def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Return the posterior median of every site, which for weights is the mean."""
+        """Return the posterior median of every site; for weights, the median is also the mean."""
         return {name: value[0] for name, value in self.quantiles([0.5]).items()}
 
     @torch.no_grad()
@@ -176,7 +177,7 @@ class FactorisedGuide(AutoGuide):
     def initial_scales(self) -> dict[str, Tensor]:
         """Return the posterior standard deviations at the start of training, in unconstrained space.
 
-        If they depend on the mean (multiplicative noise), the current mean is used.
+        If the standard deviations depend on the mean (as for multiplicative noise), the current mean is used.
 
         Returns:
             Standard deviations by site name, of the sites whose spread is learned.
@@ -194,11 +195,11 @@ class FactorisedGuide(AutoGuide):
         return scales
 
     def as_prior(self, *, exclude: str | Iterable[str] = ()) -> PosteriorPrior:
-        """Return the posterior as a prior for the next task, for continual learning.
+        """Return the posterior as the prior of the next task in continual learning.
 
         The variances of a cold posterior are divided by its temperature, so that earlier data count once. The posterior
         is copied, so training this guide further does not change the prior. A new guide for the model with this prior
-        starts at the means of the old guide. This works with every objective, because the KL divergence to these
+        starts at the means of the old guide. The new prior works with every objective, because the KL divergence to its
         Gaussians is exact.
 
         Args:
@@ -276,7 +277,7 @@ class FactorisedGuide(AutoGuide):
             raise
 
     def _check_sites(self, sites: dict[str, Any]) -> None:
-        """Raise if options of the guide do not fit the sites of the model."""
+        """Raise an error if options of the guide do not fit the sites of the model."""
 
     def _setup_site(self, name: str, site: Any) -> GuideSite:
         """Create the parameters of a site unless they were loaded, and record where they are."""
@@ -389,7 +390,7 @@ class FactorisedGuide(AutoGuide):
 
 
 def prior_scale_of(prior: Any, loc: Tensor) -> Tensor:
-    """Return the standard deviation of a prior that is Normal in unconstrained space given its scale, otherwise 1."""
+    """Return the standard deviation of a prior that, given its scale, is Normal in unconstrained space; otherwise 1."""
     base = strip_event_dims(prior)
     if isinstance(base, torch.distributions.TransformedDistribution):
         base = strip_event_dims(base.base_dist)

@@ -40,7 +40,8 @@ def _to_exp_positive(constraint: _ExpPositive) -> ExpTransform:
 class ScaleFamily(ABC):
     """A parameterisation of posterior standard deviations.
 
-    To add one, define the shape in which the learned scales of a site are stored, or that they are fixed.
+    To add one, define the shape in which the learned scales of a site are stored, or set ``learned`` to False if the
+    scales are fixed.
     """
 
     learned: ClassVar[bool] = True
@@ -51,7 +52,7 @@ class ScaleFamily(ABC):
 
         Args:
             loc: the site's initial mean, in unconstrained space.
-            prior_scale: standard deviation of its prior, broadcastable to ``loc``.
+            prior_scale: standard deviation of the site's prior, broadcastable to ``loc``.
             event_dim: number of event dimensions of ``loc``; dimensions to their left belong to plates.
         """
 
@@ -61,7 +62,7 @@ class PerWeight(ScaleFamily):
     r"""One standard deviation per weight, initially :math:`\log\sigma = \log s - 3`.
 
     Args:
-        log_offset: initial :math:`\log(\sigma/s)` with the prior's standard deviation s.
+        log_offset: initial :math:`\log(\sigma/s)`, where s is the standard deviation of the prior.
 
     Source: Unlu & Aitchison (2021), section 4.
     """
@@ -80,10 +81,10 @@ class PerWeight(ScaleFamily):
 
 
 class PerSite(PerWeight):
-    r"""One standard deviation shared by all weights of a site (per plate element for local latents).
+    r"""One standard deviation shared by all weights of a site; for local latents, one per plate element.
 
     Args:
-        log_offset: initial :math:`\log(\sigma/s)` with the prior's standard deviation s (its mean over the site).
+        log_offset: initial :math:`\log(\sigma/s)`, where s is the mean standard deviation of the prior over the site.
     """
 
     def initial(self, loc: Tensor, prior_scale: Tensor, event_dim: int) -> Tensor:
@@ -96,7 +97,7 @@ class PerSite(PerWeight):
 class SGDStepSize(ScaleFamily):
     r"""One fixed variance for all weights, the stationary variance of SGD: :math:`\sigma^2 = \eta / 2M`.
 
-    Together with ``TaylorELBO(curvature=MinibatchGradient())``, only the means are learned. The objective is
+    With this family and ``TaylorELBO(curvature=MinibatchGradient())``, only the means are learned. The objective is
     :math:`\tfrac NM[\log p - \tfrac{\eta}{4M}\sum_\lambda g_\lambda^2] - \beta\,\mathrm{(weight\ decay)}`, where g is
     the gradient summed over the minibatch.
 
@@ -104,7 +105,8 @@ class SGDStepSize(ScaleFamily):
         lr: step size :math:`\eta` of SGD on the mean loss.
         batch_size: number of examples M in a minibatch.
 
-    Source: Unlu & Aitchison (2021), Eq. 29 (arXiv), where it is written with the mean gradient :math:`g / M`.
+    Source: Unlu & Aitchison (2021), Eq. 29 (arXiv), where the objective is written with the mean gradient
+    :math:`g / M`.
     """
 
     learned: ClassVar[bool] = False
@@ -123,7 +125,7 @@ class SGDStepSize(ScaleFamily):
 class Factor(ABC):
     """The posterior of one site in unconstrained space: a mean and, in most families, a spread parameter.
 
-    To add a factor, define where its spread is stored, its initial value, and the distribution.
+    To add a factor, define where its spread is stored, the initial value of the spread, and the distribution.
     """
 
     @property
@@ -179,7 +181,7 @@ class MeanField(Factor):
 
 @dataclass(frozen=True)
 class Deterministic(Factor):
-    """A point mass: only the value is learned. Its term in the ELBO is its log prior."""
+    """A point mass: only the value is learned. It adds the log prior density of the value to the ELBO."""
 
     def distribution(self, loc: Tensor, spread: Tensor | None) -> dist.Delta:
         # A single zero; by default, Pyro would make one for each weight.
@@ -205,11 +207,11 @@ class GuideSite:
 
     Attributes:
         name: name of the site in the model.
-        prior: its distribution in the first run of the model.
+        prior: the prior distribution of the site in the first run of the model.
         transform: transform from unconstrained to constrained values; None for the identity.
         event_dim: number of event dimensions of an unconstrained value; dimensions to their left belong to plates.
         plates: names of the plates around the site.
-        factor: the family of its posterior.
+        factor: the family of the site's posterior.
         means: the module that holds its mean.
         spreads: the module that holds its spread parameter; None if only the mean is learned.
     """
@@ -231,7 +233,7 @@ class GuideSite:
 
     @property
     def spread(self) -> Any:
-        """The spread parameter, read likewise; None if only the mean is learned."""
+        """The spread parameter, read like the mean; None if only the mean is learned."""
         return self._read(self.spreads)
 
     def _read(self, owner: PyroModule | None) -> Any:
@@ -274,7 +276,7 @@ def complete_loaded(
     Args:
         loaded: modules that hold the parameters, by kind of parameter (``"locs"``, ``"scales"``).
         site: name of the site.
-        fresh: the parameters by kind that a new guide would start with.
+        fresh: the parameters that a new guide would start with, by kind.
         event_dim: number of their event dimensions.
         guide: name of the guide's class.
 

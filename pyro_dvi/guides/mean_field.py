@@ -17,15 +17,15 @@ class MeanFieldGuide(FactorisedGuide):
     .. math:: q(u) = \prod_\lambda \mathcal N(u_\lambda; \mu_\lambda, \sigma_\lambda^2), \qquad \theta = T(u)
 
     with Pyro's transform T to the support of each site (the identity for weights). The means start at the weights that
-    a network had before :func:`~pyro_dvi.to_bayesian_`, and the scales at :math:`\sigma = e^{-3} s` for a prior with
-    standard deviation s. Initialising the guide does not change batch-norm statistics. Unconstrained sites are plain
-    Normal sites of the same name, so Pyro's ``TraceMeanField_ELBO`` uses its analytic KL divergence.
+    a network had before :func:`~pyro_dvi.to_bayesian_`, and the scales start at :math:`\sigma = e^{-3} s` for a prior
+    with standard deviation s. Initialising the guide does not change batch-norm statistics. Unconstrained sites are
+    plain Normal sites of the same name, so Pyro's ``TraceMeanField_ELBO`` uses its analytic KL divergence.
 
     Args:
         model: a Pyro model whose latents are continuous.
         init_loc_fn: Pyro's initialisation strategy for the means.
         scale: the covariance family: ``PerWeight()``, ``PerSite()`` or ``SGDStepSize(lr, batch_size)``.
-        create_plates: as in Pyro's guides; returns plates that the guide should subsample.
+        create_plates: function that returns the plates that the guide should subsample, as in Pyro's guides.
 
     Attributes:
         locs: module of means, ``guide.locs.<site>``; ``MeanFieldGuide.locs.<site>`` in the parameter store.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From uncertain parameters of a likelihood to a predictive distribution."""
+"""Maps from uncertain parameters of a likelihood to a predictive distribution."""
 
 from pyro_dvi.links.class_links import Probit, SobolSoftmax
 from pyro_dvi.links.families import predictive_rule

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""From Gaussian logits to class probabilities, :math:`\mathrm E[\mathrm{softmax}(f)]`.
+r"""Maps from Gaussian logits to class probabilities, :math:`\mathrm E[\mathrm{softmax}(f)]`.
 
-Averages are computed from logarithms with log-sum-exp, so a probability of :math:`e^{-40}` is as accurate as 1/2.
+Averages are computed from logarithms with log-sum-exp, so a probability of :math:`e^{-40}` is computed as accurately as
+a probability of 1/2.
 """
 
 import math
@@ -25,7 +26,7 @@ class ClassLink(ABC):
     """A map from a Gaussian over the logits of C classes to probabilities."""
 
     def probabilities(self, loc: Tensor, spread: Tensor) -> Tensor:
-        """Return the probability of each class, ``[*batch, C]``; arguments as :meth:`log_probabilities`."""
+        """Return the probability of each class, ``[*batch, C]``, with the arguments of :meth:`log_probabilities`."""
         return self.log_probabilities(loc, spread).exp()
 
     @abstractmethod
@@ -61,7 +62,8 @@ class SobolSoftmax(ClassLink):
         """Average the softmax over the points, with log-sum-exp."""
         is_covariance = spread.dim() > loc.dim()
         points = sobol_points(self.num_points, loc.shape[-1], loc)
-        # The dimensions are classes, then points: a softmax over a short last dimension is many times slower.
+        # Classes are the first dimension and points the second, because a softmax over a short last dimension is many
+        # times slower.
         mean = loc.movedim(-1, 0).unsqueeze(1)
         root = _root(spread) if is_covariance else spread.clamp_min(0).sqrt().movedim(-1, 0).unsqueeze(1)
         parts = []
@@ -76,7 +78,7 @@ class SobolSoftmax(ClassLink):
 
 @dataclass(frozen=True)
 class Probit(ClassLink):
-    r"""Shrink each logit by its variance, :math:`\mathrm{softmax}_c\bigl(\mu_c / \sqrt{1 + \pi v_c / 8}\bigr)`.
+    r"""Shrink logits according to their variance, :math:`\mathrm{softmax}_c\bigl(\mu_c / \sqrt{1 + \pi v_c / 8}\bigr)`.
 
     Status: exact to 1e-9 for two classes, where the sigmoid of the difference of the logits is averaged; otherwise
     approximate. For ten classes, the total variation distance from the average softmax is .03 at variance 1 and .07 at
@@ -86,7 +88,7 @@ class Probit(ClassLink):
     """
 
     def log_probabilities(self, loc: Tensor, spread: Tensor) -> Tensor:
-        """Average the sigmoid for two classes; shrink the logits for more."""
+        """Average the sigmoid for two classes; shrink the logits for more than two."""
         is_covariance = spread.dim() > loc.dim()
         variance = torch.diagonal(spread, dim1=-2, dim2=-1) if is_covariance else spread
         if loc.shape[-1] == 2:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Predictive distributions :math:`\int p(y \mid \theta)\,q(\theta)\,\mathrm d\theta`, with one rule per family of p.
 
-:class:`Joint` holds the covariances of all uncertain parameters of one density: between logits of classes, between
-elements of a vector, between a mean and its noise scale.
+:class:`Joint` holds the covariances between all uncertain parameters of one density: between the logits of classes,
+between the elements of a vector, or between a mean and the scale of its noise.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,7 +32,7 @@ from pyro_dvi.moments.value import loc_of, variance_of
 
 @dataclass(frozen=True)
 class Joint:
-    """The joint Gaussian behind the parameters of each density, which moments would treat as independent.
+    """The joint Gaussian behind the parameters of each density; moments alone treat these as independent.
 
     Attributes:
         covariance: covariance of the n uncertain scalar parameters of each density, ``[*batch, n, n]``.
@@ -51,7 +51,7 @@ class Joint:
         return self._part(self._part(self.covariance, first, -2), second, -1)
 
     def spread(self, name: str) -> Tensor:
-        """Return variances ``[*batch]`` for scalars, covariances ``[*batch, n, n]`` for events."""
+        """Return variances ``[*batch]`` for scalars, and covariances ``[*batch, n, n]`` for events."""
         return self._spread(
             self.between(name, name) if name in self.sizes else torch.zeros_like(self.covariance)
         )
@@ -66,7 +66,7 @@ class Joint:
     def given_scale(
         self, loc: Tensor, scale: GaussianMoments, num_nodes: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        r"""Return the mean given h, at points of the Gaussian h behind the noise scale.
+        r"""Return the conditional mean at points of h, the Gaussian that the noise scale is a function of.
 
         .. math:: f \mid h \sim \mathcal N\bigl(\hat f + C (h - \hat h), \Sigma_{f \mid h}\bigr)
 
@@ -76,8 +76,8 @@ class Joint:
             num_nodes: number of Gauss-Hermite nodes, used if h is a scalar.
 
         Returns:
-            The mean ``[S, *batch, *event]``, its spread as in :meth:`spread`, the scale ``[S, *batch, *event]`` and
-            weights ``[S]``.
+            The mean ``[S, *batch, *event]``, its spread in the form of :meth:`spread`, the scale
+            ``[S, *batch, *event]`` and weights ``[S]``.
         """
         half, inverse = _root(self.between("scale", "scale"))
         rank = half.shape[-1]
@@ -99,7 +99,7 @@ class Joint:
         return covariance if self.event_shape else covariance[..., 0, 0]
 
     def _part(self, of_all: Tensor, name: str, dim: int) -> Tensor:
-        """Return the part of one parameter."""
+        """Return the part that belongs to one parameter."""
         return of_all.split(list(self.sizes.values()), dim)[list(self.sizes).index(name)]
 
 
@@ -117,21 +117,22 @@ def joint_if_dependent(family: type, parameters: Mapping[str, Any]) -> Joint | N
 
 
 def _combined(half: Tensor, points: Tensor) -> Tensor:
-    """Return the product ``[S, *batch, n]`` of R, ``[*batch, n, r]``, and points ``[S, r]``."""
+    """Return the product ``[S, *batch, n]`` of R ``[*batch, n, r]`` and points ``[S, r]``."""
     return torch.einsum("...nr,sr->s...n", half, points)
 
 
 def _shifted(parameter: GaussianMoments, shift: Tensor) -> Tensor:
-    """Return values of a parameter with the Gaussian behind it shifted from its mean."""
+    """Return the values that a parameter takes if the Gaussian behind it deviates from its mean by ``shift``."""
     inner = gaussian_of(parameter)
     values = inner.loc + shift.reshape(-1, *inner.shape)
     return values if parameter.link is None else parameter.link.function(values)
 
 
 def _root(covariance: Tensor) -> tuple[Tensor, Tensor]:
-    """Return R ``[..., n, r]`` with R Rᵀ the covariances ``[..., n, n]``, and the transpose of its pseudo-inverse.
+    """Return a root R ``[..., n, r]`` of the covariances R Rᵀ ``[..., n, n]``, and the transpose of R's pseudo-inverse.
 
-    r is the largest rank, so perfectly correlated outputs (a common noise scale) need one dimension only.
+    r is the largest rank of any of the covariances, so perfectly correlated outputs (such as a common noise scale) need
+    only one dimension.
     """
     values, vectors = torch.linalg.eigh(covariance)
     values, vectors = values.flip(-1), vectors.flip(-1)
@@ -175,9 +176,9 @@ def predictive_distribution(
     Class probabilities are as accurate as ``link``; for an uncertain noise scale, see ``noise``. Other families are
     mixtures over the points of :mod:`pyro_dvi.expectations.expectation`. For up to two uncertain scalar parameters per
     density, quadrature is exact to 1e-6 if the density varies on the scale of the Gaussian, and to a few hundredths of
-    a nat if it is much narrower or has a kink. For more, Sobol points have errors of a tenth in the log probability of
-    rare events. A Normal whose mean and scale are functions of the same Gaussian is a mixture too, unless moments are
-    matched.
+    a nat if it is much narrower or has a kink. For more uncertain parameters, Sobol points have errors of a tenth in
+    the log probability of rare events. A Normal whose mean and scale are functions of the same Gaussian is a mixture
+    too, unless ``noise`` matches moments.
 
     Args:
         family: the distribution class.

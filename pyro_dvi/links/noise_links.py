@@ -33,7 +33,8 @@ class PointMixture(td.Distribution):
     Args:
         components: the distributions at the points, of batch shape ``[S, *batch]``.
         weights: :math:`w_s`, ``[S]``, which sum to one.
-        rank: number of batch dimensions to the right of the points; :meth:`expand` adds dimensions to their left.
+        rank: number of batch dimensions to the right of the points; :meth:`expand` adds dimensions to the left of the
+            points.
     """
 
     arg_constraints: dict[str, Any] = {}  # noqa: RUF012 (as in torch)
@@ -76,8 +77,8 @@ class PointMixture(td.Distribution):
         return None if within is None else self._with_between(within.expand_as(self.components.mean))
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Return the log density, of the batch shape after any dimensions of draws."""
-        # With logarithms, because rounded probabilities would cut off the tails.
+        """Return the log density, whose shape is the batch shape with any dimensions of draws in front."""
+        # Average in logarithms, because rounded probabilities would cut off the tails.
         log_weights = self.weights.log().reshape(-1, *(1,) * self.rank)
         found = self.components.log_prob(self._beside_points(value)) + log_weights
         return torch.logsumexp(found, -1 - self.rank)
@@ -109,7 +110,7 @@ class PointMixture(td.Distribution):
         return self._average(within + between.square(), len(self.event_shape))
 
     def _average(self, values: Tensor, more: int = 0) -> Tensor:
-        """Average ``[..., S, *right]`` with ``more`` trailing dimensions."""
+        """Average values ``[..., S, *right]`` over S; ``more`` dimensions follow the batch dimensions on the right."""
         return (values.movedim(-1 - self.rank - more, -1) * self.weights).sum(-1)
 
     def _beside_points(self, value: Tensor) -> Tensor:
@@ -228,7 +229,7 @@ class MomentMatched(NoiseLink):
 
 
 def _mean_square(scale: GaussianMoments) -> Tensor:
-    """Return the exact mean square, even if only the Gaussian behind an exponential is known."""
+    """Return the exact mean square of a scale; for an exponential, compute it from the Gaussian in the exponent."""
     if scale.link is not None and scale.link.name == "exp":
         h = scale.link.inner
         return torch.exp(2 * (h.loc + h.variance))
@@ -297,7 +298,7 @@ class Normal(td.Normal):
         self.function_variance = torch.as_tensor(function_variance).to(self.scale).expand(self.batch_shape)
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> Any:
-        """Keep the variance of the mean."""
+        """Return the expanded distribution, with the expanded variance of the mean."""
         found = super().expand(batch_shape, _instance or object.__new__(type(self)))
         found.function_variance = self.function_variance.expand(batch_shape)
         return found

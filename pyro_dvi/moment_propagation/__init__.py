@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moment propagation: means and variances of activations in one pass, and posteriors for it."""
+"""Moment propagation: means and variances of activations in one pass, and posteriors for this method."""
 
 from pyro_dvi.moment_propagation.elbo import MomentPropagationELBO, VarianceWeighted
 from pyro_dvi.moment_propagation.last_layer import AllOutputs, LastLayerGuide, LowRank, PerOutput

@@ -31,19 +31,19 @@ from pyro_dvi.runs.uncertain import rebuilt, refuse_moments, uncertain_likelihoo
 
 @dataclass(frozen=True)
 class VarianceWeighted:
-    r"""Weights of observations in proportion to a power of their noise variance, with mean 1 over the batch.
+    r"""Weights of observations, proportional to a power of their noise variance, with mean 1 over the batch.
 
     .. math:: w_i \propto \sigma_i^{2\gamma_t}
 
     A network that predicts its own noise scale learns slowly where it predicts large noise, because the gradients of
-    the mean are divided by :math:`\sigma^2`; it may then explain the data as noise. The weights undo this division. Let
-    the exponent decay to 0, so that training ends with the plain objective.
+    the mean are divided by :math:`\sigma^2`. Such a network may explain the data as noise. The weights undo this
+    division. Let the exponent decay to 0, so that training ends with the plain objective.
 
     Status: if the exponent is not 0, the loss is not a bound. The mean over the batch includes masked observations.
 
     Args:
-        exponent: :math:`\gamma` (the paper's :math:`\beta`), a number or a schedule of the step; 0 means no weighting,
-            1 corresponds to squared errors.
+        exponent: :math:`\gamma` (the paper's :math:`\beta`), a number or a function of the completed training steps; 0
+            means no weighting, and 1 corresponds to squared errors.
         dim: dimension of the batch over which weights have mean 1; None means all dimensions.
 
     Source: Seitzer et al. (2022), "On the pitfalls of heteroscedastic uncertainty estimation", Eq. 5.
@@ -101,19 +101,20 @@ class MomentPropagationELBO(Objective):
 
     The guide must consist of independent Gaussians: :class:`~pyro_dvi.MultiplicativeNoiseGuide` (MNVI),
     :class:`~pyro_dvi.MeanFieldGuide`, Pyro's ``AutoNormal`` or ``AutoDiagonalNormal`` (mean-field), or hand-written
-    Normal sites. Only the last layer may have covariances, with :class:`~pyro_dvi.LastLayerGuide` or Pyro's
-    ``AutoMultivariateNormal`` over its sites. Predict with :class:`~pyro_dvi.Moments`.
+    Normal sites. Only the last layer may have covariances: use :class:`~pyro_dvi.LastLayerGuide`, or Pyro's
+    ``AutoMultivariateNormal`` over the sites of this layer. Predict with :class:`~pyro_dvi.Moments`.
 
     Args:
-        kl_weight: :math:`\beta` (the paper's :math:`\kappa`), a float or a schedule of the completed training steps.
+        kl_weight: :math:`\beta` (the paper's :math:`\kappa`), a float or a function of the completed training steps.
         temperature: temperature T of the posterior; see :class:`~pyro_dvi.objectives.Objective`.
         estimator: estimator of the expected log-normaliser of class probabilities; by default, ``Sobol(64)``.
             ``TiltedBound()`` needs no quadrature points.
         weighting: weights of the log-likelihood of single observations: ``VarianceWeighted()``, or a function of an
             observed site's distribution at the mean parameters and of the completed training steps. None means equal
             weights.
-        full_covariance: propagate the covariances between the activations of an example (the paper's DVI; without them,
-            dDVI). Only dense ReLU networks are supported, and memory and time grow with the square of the width.
+        full_covariance: propagate the covariances between the activations of an example (DVI in the paper; without
+            covariances, the paper calls the method dDVI). Only dense ReLU networks are supported, and memory and time
+            grow with the square of the width.
         variance_floor: smallest variance of the inputs of nonlinearities; the paper uses 1e-5 (Appendix A).
         num_data: size of the data set, compared with the plate's scale; None skips the check.
         num_particles: number of runs to average if some latents are sampled.
@@ -219,7 +220,7 @@ class MomentPropagationELBO(Objective):
 
 
 def _check_shape(site: ObservedSite, expected: torch.Size | None) -> None:
-    """Compare the shape with that of a run on tensors, which differs if the model branches on the type."""
+    """Compare the shape with the shape in a run on tensors; they differ if the model branches on the type of values."""
     shape = site.fn.batch_shape + site.fn.event_shape
     if expected is not None and shape != expected:
         raise ModelError(
@@ -255,7 +256,7 @@ def _root(gaussian: GaussianMoments) -> Tensor:
 
 
 def _check_reached(call: Call, log_likelihood: Tensor, latents: list[Latent], structure: Structure) -> None:
-    """Raise if a function drops the gradients of moments because they are not tensors."""
+    """Raise an error if a function drops the gradients of moments because moments are not tensors."""
     locs = {latent.source.name: latent.source.loc for latent in latents if latent.source is not None}
     trainable = {name for name, loc in locs.items() if loc.requires_grad}
     missing = trainable - reached_by(log_likelihood, locs) - structure.sampled.keys()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The axes of a weight that index input units, from the uses of the weight in a run of the model or from the user."""
+"""The axes of a weight that index input units, inferred from a run of the model or chosen by the user."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -37,17 +37,17 @@ class InputUnits:
         return (*first, *kept[len(first) :])
 
     def along(self, numbers: Tensor, weight: torch.Size) -> Tensor:
-        """Reshape stored numbers such that they broadcast to the weight."""
+        """Reshape stored numbers so that they broadcast to the weight."""
         return numbers if self.groups == 1 else numbers.repeat_interleave(weight[0] // self.groups, 0)
 
 
 def chosen_units(input_axis: Mapping[str, Axes], name: str, dims: int) -> InputUnits | None | bool:
-    """Return the user's choice for a site: a layout, None if it is not a weight, or False without a choice.
+    """Return the user's choice for a site: a layout, None if the site is not a weight, or False if there is no choice.
 
     Args:
         input_axis: the argument of the guide.
         name: the site's name.
-        dims: number of dimensions of its value.
+        dims: number of dimensions of the site's value.
 
     Raises:
         ArgumentError: the choice is not an axis of the site.
@@ -75,7 +75,7 @@ _LAYERS: dict[str, tuple[int, tuple[int, ...]]] = {
     **{f"conv{d}d": (1, (1,)) for d in (1, 2, 3)},
     **{f"conv_transpose{d}d": (1, (0,)) for d in (1, 2, 3)},
 }
-# Weights of these modules that have two axes have one row per output.
+# In these modules, weights with two axes have one row per output.
 _RECURRENT = frozenset(
     f"{name}{end}" for name in ("lstm", "gru", "rnn_tanh", "rnn_relu") for end in ("", "_cell")
 )
@@ -87,10 +87,10 @@ _MATRIX_PRODUCTS = {"matmul": 0, "mm": 0, "bmm": 0, "mv": 0, "addmm": 1, "addmv"
 class WeightProducts(WeightRecorder):
     """Records the products in which latent values are used: linear layers, convolutions, look-ups, matmul, einsum.
 
-    A value is also recognised if its elements are reordered or reshaped, and after functions that keep its shape.
+    A value is also recognised after its elements were reordered or reshaped, and after functions that keep its shape.
 
     Attributes:
-        units: layouts inferred from the uses of each site, by name; None for a use other than as a weight.
+        units: layouts inferred from the uses of each site, by site name; a use other than as a weight counts as None.
     """
 
     def __init__(self) -> None:

@@ -31,7 +31,7 @@ class LayerCovariance:
     r"""Choice of the covariances between the weights and biases of a layer.
 
     Args:
-        log_offset: initial :math:`\log(\sigma/s)`, with the prior's standard deviation s of each weight.
+        log_offset: initial :math:`\log(\sigma/s)`, where s is the prior standard deviation of each weight.
     """
 
     log_offset: float = field(default=-3.0, kw_only=True)
@@ -40,12 +40,13 @@ class LayerCovariance:
 class PerOutput(LayerCovariance):
     """A dense covariance for the weights and the bias of each output; outputs are independent.
 
-    A layer ``[out, in]`` needs ``out (in + 1)²`` numbers and ``in`` times the cost of its matrix product.
+    For a layer ``[out, in]``, this covariance has ``out (in + 1)²`` numbers and costs ``in`` times as much as the
+    layer's matrix product.
     """
 
 
 class AllOutputs(LayerCovariance):
-    """One dense covariance for the whole layer, whose size is the square of the number of weights."""
+    """One dense covariance for the whole layer; its number of elements is the square of the number of weights."""
 
 
 @dataclass(frozen=True)
@@ -67,23 +68,24 @@ class LastLayerGuide(AutoGuideList):
 
     .. math:: q(w) = \mathcal N(w_{\mathrm{last}};\, \mu, \Sigma)\; q_{\mathrm{rest}}(w_{\mathrm{rest}})
 
-    With point masses for all other sites, the default, this is the posterior of variational Bayesian last layers. With
-    :class:`~pyro_dvi.MomentPropagationELBO`, the outputs then have exact means and covariances, and the loss is a bound
-    on the evidence given the other sites (except for classification, where the expected log-normaliser is averaged over
-    quadrature points). If the other sites are uncertain, the loss is as accurate as the moments of the layer's inputs.
-    Predict with :class:`~pyro_dvi.Moments`.
+    With point masses for all other sites (the default), this is the posterior of variational Bayesian last layers. If
+    this posterior is trained with :class:`~pyro_dvi.MomentPropagationELBO`, the outputs have exact means and
+    covariances, and the loss is a bound on the evidence given the other sites, except for classification, where the
+    expected log-normaliser is averaged over quadrature points. If the other sites are uncertain, the loss is as
+    accurate as the moments of the layer's inputs. Predict with :class:`~pyro_dvi.Moments`.
 
     Args:
         model: a Pyro model.
-        layer: the last layer, as the name of a module or site, a pattern of sites, or a list of these.
-        covariance: ``PerOutput()``, ``AllOutputs()`` or ``LowRank(rank)`` of :mod:`pyro_dvi.moment_propagation`, or
-            ``MeanField()`` of :mod:`pyro_dvi.guides` for independent weights.
-        rest: class or function that makes the guide for the model without the layer, such as ``MeanFieldGuide`` or
-            ``MultiplicativeNoiseGuide``; by default, point masses at the mode, given the posterior of the layer.
+        layer: the last layer, given as the name of a module or site, a pattern of site names, or a list of these.
+        covariance: ``PerOutput()``, ``AllOutputs()`` or ``LowRank(rank)`` from :mod:`pyro_dvi.moment_propagation`, or
+            ``MeanField()`` from :mod:`pyro_dvi.guides` for independent weights.
+        rest: class or function that creates the guide of all other sites from the model without the layer, such as
+            ``MeanFieldGuide`` or ``MultiplicativeNoiseGuide``; by default, point masses at the mode, given the
+            posterior of the layer.
 
     Raises:
-        ArgumentError: no site belongs to ``layer``, or ``covariance`` is not a covariance object; or, with one
-            covariance per output, the outputs are not the first dimension of all sites of the layer.
+        ArgumentError: no site belongs to ``layer``; ``covariance`` is not a covariance object; or, with one covariance
+            per output, the first dimension of a site of the layer does not index outputs.
 
     Source: Harrison, Willes & Snoek (2024), "Variational Bayesian last layers". ``PerOutput()`` is the paper's dense
     covariance; here, the Pyro model defines the likelihood, the priors and the noise.
@@ -115,7 +117,7 @@ class LastLayerGuide(AutoGuideList):
         self.covariance, self.rest = covariance, _PointMasses if rest is None else rest
 
     def initialize(self, *args: Any, **kwargs: Any) -> None:
-        """Run the model once with these arguments and create the parameters, unless they exist."""
+        """Unless the parameters exist, run the model once with these arguments and create them."""
         if self.prototype_trace is None:
             self._setup_prototype(*args, **kwargs)
 

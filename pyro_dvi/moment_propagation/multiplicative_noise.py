@@ -50,8 +50,9 @@ class MultiplicativeNoiseGuide(FactorisedGuide):
     support (such as a noise scale), are mean-field Gaussians in unconstrained space.
 
     Status: a family of posteriors. Moment propagation uses :math:`\alpha_j m_{ij}^2` without :math:`\varepsilon`;
-    samples and the KL divergence include :math:`\varepsilon`. The paper adds it only in the logarithm, so the KL
-    divergence differs by the constant :math:`\varepsilon / 2 s^2` per weight, with the same gradients.
+    samples and the KL divergence include :math:`\varepsilon`. The paper adds :math:`\varepsilon` only in the logarithm,
+    so its KL divergence differs from ours by the constant :math:`\varepsilon / 2 s^2` per weight, but has the same
+    gradients.
 
     Args:
         model: a Pyro model whose latents are continuous.
@@ -63,7 +64,7 @@ class MultiplicativeNoiseGuide(FactorisedGuide):
         input_axis: the input axes of weights, by site name or pattern (the first match applies): ``{"w": 0}``, or
             ``{"w": (0, 1)}`` for a batch of networks ``[K, in, out]``. None instead of an axis means that a site is not
             a weight. An axis makes any real latent a weight, even a vector or a latent inside a plate.
-        create_plates: as in Pyro's guides; returns plates that the guide should subsample.
+        create_plates: function that returns the plates that the guide should subsample, as in Pyro's guides.
         eps: :math:`\varepsilon`, in squared units of the weights.
 
     Attributes:
@@ -184,7 +185,7 @@ class MultiplicativeNoise(Factor):
     """The posterior of a weight with multiplicative noise.
 
     Args:
-        units: layout of its input units.
+        units: layout of the weight's input units.
         initial_rho: initial inverse softplus of the relative variance.
         eps: number that is added to the variances.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Means and variances through torch functions: the value type, and one rule for each function."""
+"""Propagation of means and variances through torch functions: the value type, and one rule for each function."""
 
 from pyro_dvi.moments import (  # noqa: F401  # they register their rules
     activations,

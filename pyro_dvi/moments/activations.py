@@ -14,8 +14,8 @@ Both integrals contain the same exponential and are computed by Gauss-Legendre q
 for small v (the interval has length :math:`1 - a = 2va^2/(1+a)`). With :math:`D = vD'` and :math:`E = vE'`, all
 formulas below are accurate however small v is.
 
-With :math:`\varphi = \phi(h)`, and by Stein's lemma, :math:`\mathrm E[x\,f(x)] = \mu\,\mathrm E f + v\,\mathrm E f'`,
-applied twice, the moments of :math:`x\,\Phi(x)` are
+Let :math:`\varphi = \phi(h)`. Stein's lemma, :math:`\mathrm E[x\,f(x)] = \mu\,\mathrm E f + v\,\mathrm E f'`, applied
+twice, gives the moments of :math:`x\,\Phi(x)`:
 
 .. math::
     m &= \mu\,\Phi(h) + v\sqrt\tau\,\varphi, \\
@@ -32,11 +32,11 @@ Source: for T, Owen (1956), "Tables for computing bivariate normal probabilities
     \mathrm E[\sin x] = e^{-\sigma^2/2}\sin\mu, \qquad
     \mathrm{Var}[\sin x] = \tfrac12(1 - e^{-\sigma^2})\bigl((1 - e^{-\sigma^2}) + 2e^{-\sigma^2}\cos^2\mu\bigr),
 
-and the same with sine and cosine exchanged. All terms are nonnegative, so there is no cancellation.
+and the same formulas hold with sine and cosine exchanged. All terms are nonnegative, so there is no cancellation.
 
 **Steps and ramps** (sigmoid, tanh, erf, softplus, SiLU, the tanh approximation of GELU) share the quadrature of
-:mod:`pyro_dvi.moments.smooth`; ELU and mish share :class:`~pyro_dvi.moments.quadrature.BothSides`, which costs several
-times as much as a sigmoid. Both are accurate to 1e-8 (float64) and 1e-4 (float32).
+:mod:`pyro_dvi.moments.smooth`; ELU and mish share the quadrature of :class:`~pyro_dvi.moments.quadrature.BothSides`,
+which costs several times as much as a sigmoid. Both quadratures are accurate to 1e-8 (float64) and 1e-4 (float32).
 """
 
 import math
@@ -129,8 +129,8 @@ def softplus(input: GaussianMoments, beta: float = 1, threshold: float = 20) -> 
 def gelu(input: GaussianMoments, *, approximate: str = "none") -> GaussianMoments:
     r"""Moments of :math:`x\,\Phi(x)`, or of its tanh approximation.
 
-    Status: exact for Gaussian x, with closed forms and Owen's T function; the tanh approximation is as accurate as
-    :func:`softplus`.
+    Status: exact for Gaussian x, with closed forms and Owen's T function; the rule for the tanh approximation is as
+    accurate as :func:`softplus`.
 
     Example:
         >>> gelu(GaussianMoments(torch.zeros(1), torch.ones(1))).loc
@@ -243,7 +243,7 @@ elementwise_rule(BothSides(F.mish, _mish_difference, width=8.0), F.mish)
 
 @moment_rule(F.elu, kind=Kind.ELEMENTWISE)
 def elu(input: GaussianMoments, alpha: float = 1.0) -> GaussianMoments:
-    r"""Moments of x where it is positive, and :math:`\alpha(e^x - 1)` elsewhere.
+    r"""Moments of ELU, which is x for positive x and :math:`\alpha(e^x - 1)` otherwise.
 
     Example:
         >>> elu(GaussianMoments(torch.zeros(1), torch.ones(1))).loc

@@ -42,14 +42,14 @@ def linear(input: Any, weight: Any, bias: Any = None) -> GaussianMoments:
 
 @moment_rule(torch.matmul, torch.mm, torch.bmm, torch.mv)
 def matmul(input: Any, *factor: Any, **named: Any) -> GaussianMoments:
-    r"""Moments of the matrix product :math:`XW`, with all the shapes of :func:`torch.matmul`.
+    r"""Moments of the matrix product :math:`XW`, for all the shapes that :func:`torch.matmul` accepts.
 
     Status: exact for independent factors, one or both uncertain, batched or not.
 
     Args:
         input: ``[*, M, d]`` or ``[d]``.
         factor: ``[*, d, n]`` or ``[d]``.
-        named: the second factor by keyword: ``other``, ``mat2`` or ``vec``.
+        named: the second factor, if it is passed by keyword (``other``, ``mat2`` or ``vec``).
 
     Raises:
         UnsupportedError: for the product of a matrix with itself, whose factors are not independent.

@@ -6,11 +6,12 @@ Two different objects are treated as independent, but an object is not independe
 
 Quotients, powers and logarithms of a function of a Gaussian, such as ``softplus(h)``, are integrated over that Gaussian
 (:func:`~pyro_dvi.moments.quadrature.through_link`). For a Gaussian itself, the moments of most of these functions do
-not exist, because it has mass outside their domain.
+not exist, because a Gaussian has mass outside their domain.
 
-Division by a Gaussian, and powers of it other than 2 and 3, are therefore expanded around the mean. The expansion is
-accurate only if the standard deviation is small relative to the mean: the rules raise an error for a coefficient of
-variation above 0.2, where the standard deviation is wrong by 7 %. Logarithms use the tangent at the mean,
+Division by a Gaussian, and powers of a Gaussian other than 2 and 3, are therefore expanded around the mean. The
+expansion is accurate only if the standard deviation is small relative to the mean. At a coefficient of variation of
+0.2, the standard deviation is wrong by 7 %; above 0.2, the rules raise an error. Logarithms use the tangent at the
+mean,
 
 .. math:: m = f(\mu), \qquad v = f'(\mu)^2\,\sigma^2.
 
@@ -34,12 +35,12 @@ from pyro_dvi.moments.value import GaussianMoments, Link, loc_of, second_moment_
 
 
 def promoted(loc: Tensor, variance: Tensor) -> GaussianMoments:
-    """Return moments with the variance in the dtype of the mean, which deterministic operands may have promoted."""
+    """Return moments with the variance in the dtype of the mean; deterministic operands may have promoted the mean."""
     return GaussianMoments(loc, variance if variance.dtype is loc.dtype else variance.to(loc.dtype))
 
 
 def squarable(factor: Any, like: Tensor) -> Any:
-    """Return a deterministic factor in a dtype whose square does not overflow, unlike that of small integer types."""
+    """Return a deterministic factor, converted to floating point if the square of its integers could overflow."""
     if isinstance(factor, int | float) or (isinstance(factor, Tensor) and factor.is_floating_point()):
         return factor
     return torch.as_tensor(factor, dtype=like.dtype, device=like.device)
@@ -154,10 +155,10 @@ def div(input: Any, other: Any, *, rounding_mode: str | None = None) -> Gaussian
 def reciprocal(input: GaussianMoments) -> GaussianMoments:
     r"""Moments of :math:`1/x`.
 
-    With :math:`c^2 = v/m^2`, the mean is :math:`(1 + c^2 + 3c^4)/m` and the variance :math:`(c^2 + 8c^4)/m^2`.
+    With :math:`c^2 = v/m^2`, the mean is :math:`(1 + c^2 + 3c^4)/m` and the variance is :math:`(c^2 + 8c^4)/m^2`.
 
     Status: expansion around the mean. At the largest c allowed, 0.2, the mean is 0.2 % too small and the standard
-    deviation 7 %; at 0.1, they are 0.002 % and 0.4 % too small.
+    deviation is 7 % too small; at 0.1, they are 0.002 % and 0.4 % too small.
 
     Raises:
         UnsupportedError: if c exceeds 0.2 anywhere (this check synchronises with a GPU).
@@ -169,13 +170,13 @@ def reciprocal(input: GaussianMoments) -> GaussianMoments:
 def pow(input: Any, exponent: Any) -> GaussianMoments:
     r"""Moments of :math:`x^p` for a deterministic exponent, or of :math:`b^x` for a deterministic base.
 
-    Status: exact for p = 0, 1, 2, 3 and for a deterministic base; by quadrature if x is a function of a Gaussian, such
-    as ``softplus(h)``; otherwise an expansion around the mean, at least as accurate as :func:`reciprocal` for -1 ≤ p ≤
-    4.
+    Status: exact for p = 0, 1, 2, 3 and for a deterministic base. If x is a function of a Gaussian, such as
+    ``softplus(h)``, other powers are computed by quadrature. Otherwise they are expanded around the mean, which for -1
+    ≤ p ≤ 4 is at least as accurate as :func:`reciprocal`.
 
     Raises:
-        UnsupportedError: if base and exponent are uncertain, the exponent differs between elements, or the standard
-            deviation exceeds 0.2 times the mean.
+        UnsupportedError: if base and exponent are both uncertain, if the exponent differs between elements, or if the
+            standard deviation exceeds 0.2 times the mean.
     """
     if not isinstance(input, GaussianMoments):
         base = torch.as_tensor(input, dtype=exponent.dtype, device=exponent.device)
@@ -210,7 +211,7 @@ def _can_be_expanded(m: Tensor, c2: Tensor, p: float) -> bool:
 
 
 def _expanded_power(x: GaussianMoments, p: float) -> GaussianMoments:
-    """Moments of a power: by quadrature over the Gaussian behind x, otherwise to fourth order in σ/μ."""
+    """Moments of a power: by quadrature if x is a function of a Gaussian, otherwise to fourth order in σ/μ."""
     linked = through_link(x, lambda value: value.pow(p))
     if linked is not None:
         return linked

@@ -8,15 +8,16 @@ For independent factors :math:`y = \sum_j w_j x_j` has
     \mathrm{Var}[y] = \sum_j \mathrm E[w_j]^2 \mathrm{Var}[x_j]
         + \mathrm{Var}[w_j]\bigl(\mathrm E[x_j]^2 + \mathrm{Var}[x_j]\bigr).
 
-Both lines apply the same linear map to different arguments: for a convolution, the map is a convolution. Weights with
-multiplicative noise, :math:`\mathrm{Var}[w_j] = \alpha_j \mathrm E[w_j]^2`, need only one more application of the map:
+Both lines apply the same linear map to different arguments; in a convolutional layer, this map is a convolution.
+Weights with multiplicative noise, :math:`\mathrm{Var}[w_j] = \alpha_j \mathrm E[w_j]^2`, need only one more application
+of the map:
 
 .. math::
     \mathrm{Var}[y] = \sum_j \mathrm E[w_j]^2
         \bigl(\alpha_j(\mathrm E[x_j]^2 + \mathrm{Var}[x_j]) + \mathrm{Var}[x_j]\bigr).
 
-Status: exact for independent inputs and weights. Inputs of deeper layers share weights and are not independent; the
-method assumes that they are.
+Status: exact for independent inputs and weights. Inputs of deeper layers are not independent, because they are computed
+with the same weights; the method assumes that they are independent.
 
 Source: Schmitt & Roth (2021), Eq. 9; Wu et al. (2019), "Deterministic variational inference".
 """
@@ -36,8 +37,8 @@ from pyro_dvi.moments.value import GaussianMoments, loc_of, variance_of
 class MultiplicativeMoments(GaussianMoments):
     r"""Gaussian weights with multiplicative noise: :math:`\mathcal N(m, \alpha m^2)`.
 
-    Linear functions of deterministic or uncertain inputs then need one additional product instead of two. All other
-    functions use the variance.
+    With such weights, linear functions of deterministic or uncertain inputs need one additional product instead of two.
+    All other functions use the variance.
 
     Args:
         loc: m.
@@ -78,14 +79,15 @@ Map = Callable[..., Tensor]
 def bilinear_moments(
     product: Map, x: Any, weight: Any, alpha: Tensor | None = None, bias: Any = None
 ) -> GaussianMoments:
-    """Moments of ``product(x, weight)`` or ``product(x, weight, bias)``, linear in each of x and weight.
+    """Moments of ``product(x, weight)`` or ``product(x, weight, bias)``, which is linear in x and linear in weight.
 
     Args:
         product: the linear map, called with means, variances or second moments.
         x: moments or a deterministic tensor.
         weight: likewise; at least one of the two must be uncertain.
-        alpha: relative variance of the weight, in a shape that multiplies ``x``; given only if all weights of an input
-            share the noise of :class:`~pyro_dvi.moments.bilinear.MultiplicativeMoments`.
+        alpha: relative variance of the weight, in a shape that multiplies ``x``; given only if the weight is
+            :class:`~pyro_dvi.moments.bilinear.MultiplicativeMoments` and all weights of an input have the same relative
+            variance.
         bias: added to the product, deterministic or uncertain.
 
     Raises:
@@ -120,5 +122,5 @@ def _square(certain: Tensor, like: Tensor) -> Tensor:
 
 
 def _noisy(x: Tensor, variance: Tensor, alpha: Any) -> Tensor:
-    r"""Variance of x times noise of mean 1 and relative variance α, :math:`\alpha(m^2 + v) + v`."""
+    r"""Variance of x multiplied by noise of mean 1 and relative variance α, :math:`\alpha(m^2 + v) + v`."""
     return torch.addcmul(variance, alpha, torch.addcmul(variance, x, x))

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dispatch of torch functions called with moments: the rule is called, and its result linked, observed and written."""
+"""Dispatch of torch functions that are called with moments.
+
+The rule is called first. Its result is then linked, passed to observers and, for in-place functions, written into the
+argument.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ from pyro_dvi.moments.value import GaussianMoments, Link
 
 
 class Observer(Protocol):
-    """Called after every function of moments with its result; returns the result to continue with.
+    """Called with the result of every function of moments; returns the result to continue with.
 
     An observer whose attribute ``outermost`` is true is not called for functions inside the rule of another function. A
     method ``entering`` is called before each rule, so that the observer can tell which calls are nested.
@@ -70,8 +74,8 @@ class Kind(Enum):
 class Entry:
     """A rule for one spelling of its function.
 
-    It is created when the rule is registered: inspecting names at each call is slow, and ``torch.compile`` cannot trace
-    it.
+    An entry is created when the rule is registered, because inspecting names at each call is slow and ``torch.compile``
+    cannot trace it.
     """
 
     rule: Callable[..., Any]
@@ -132,7 +136,7 @@ def _check(func: Callable, rule: Callable, result: Any) -> None:
 
 
 def _with_link(entry: Entry, func: Callable, args: tuple, kwargs: dict[str, Any], result: Any) -> Any:
-    """Link the result to the Gaussian behind the only uncertain argument."""
+    """If exactly one argument is uncertain, link the result to the Gaussian behind it."""
     uncertain = [k for k, a in enumerate(args) if isinstance(a, GaussianMoments)]
     if len(uncertain) != 1 or any(isinstance(a, GaussianMoments) for a in kwargs.values()):
         return result
@@ -192,7 +196,7 @@ def _affine(step: _Call, x: GaussianMoments, result: Any) -> Any:
 
 
 def _rearranged(step: _Call, x: GaussianMoments, result: Any) -> Any:
-    """Move the elements of the Gaussian or, if the function differs between elements, the elements that it returns."""
+    """Move the elements of the Gaussian, or the function's values if the function differs between elements."""
     link = x.link
     if link is None or not link.separate or result is x or isinstance(result, Tensor):
         return result
@@ -210,7 +214,7 @@ def _rearranged(step: _Call, x: GaussianMoments, result: Any) -> Any:
 
 
 def _converted(step: _Call, x: GaussianMoments, result: Any) -> Any:
-    """Convert the Gaussian if the link is a single named function, otherwise convert the values of the function."""
+    """Convert the Gaussian if the link is a single named function; otherwise convert the values of this function."""
     link = x.link
     if link is None or result is x or not isinstance(result, GaussianMoments):
         return result
@@ -253,18 +257,18 @@ class _Moved:
 
 
 class Composed:
-    """One function after another."""
+    """Two functions, applied one after the other."""
 
     def __init__(self, first: Callable[[Tensor], Tensor], second: Callable[[Tensor], Tensor]) -> None:
         self.first, self.second = first, second
 
     def __call__(self, value: Tensor) -> Tensor:
-        """Call both."""
+        """Apply the first function, then the second."""
         return self.second(self.first(value))
 
 
 class _NotWritable(UnsupportedError, TypeError):
-    """Also a TypeError, after which Python computes tensor += moments as tensor = tensor + moments."""
+    """An error that is also a TypeError, so that Python computes tensor += moments as tensor = tensor + moments."""
 
 
 def _written(func: Callable, target: Any, result: Any) -> Any:

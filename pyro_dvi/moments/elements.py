@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Functions that move, join, select, sum, convert, read and write elements, for mean and variance alike.
+r"""Functions that move, join, select, sum, convert, read and write elements of mean and variance alike.
 
 Status: exact. Unlike views of tensors, views of moments do not share memory: after one is changed in place, the others
-raise an error when used (:meth:`~pyro_dvi.moments.GaussianMoments.alias`). Only ``x[index]`` writes through to its
-base.
+raise an error when used (:meth:`~pyro_dvi.moments.GaussianMoments.alias`). Only changes of ``x[index]`` and
+``x.detach()`` are also written into x.
 """
 
 from collections.abc import Callable, Sequence
@@ -156,7 +156,7 @@ def where(condition: Any, input: Any = None, other: Any = None) -> GaussianMomen
 
 @moment_rule(torch.Tensor.where, kind=Kind.AFFINE)
 def where_method(input: Any, condition: Any, other: Any) -> GaussianMoments:
-    """Moments of ``x.where(condition, other)``, whose arguments have a different order."""
+    """Moments of ``x.where(condition, other)``, which takes its arguments in another order than ``torch.where``."""
     return where(condition, input, other)
 
 
@@ -172,7 +172,7 @@ def masked_fill(input: Any, mask: Tensor, value: Any) -> GaussianMoments:
 
 @moment_rule(torch.Tensor.__getitem__, kind=Kind.REARRANGEMENT)
 def getitem(input: Any, index: Any) -> GaussianMoments:
-    """Moments of ``x[index]``; a view if tensors would return one (integers, slices, None, Ellipsis).
+    """Moments of ``x[index]``; a view if indexing a tensor would return one (integers, slices, None, Ellipsis).
 
     Status: exact.
     """

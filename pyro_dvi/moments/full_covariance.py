@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Covariances between the activations of each example, through a network of linear layers and rectifiers.
+r"""Propagation of the covariances between the activations of each example, through linear layers and rectifiers.
 
 Within :func:`full_covariances`, activations are :class:`~pyro_dvi.moments.shared_noise.JointMoments`, with one shared
-variable for each unit of the hidden layer that they are linear in. For a hidden layer with means :math:`\bar h` and
-covariance C, and a layer of independent weights with means M and variances S,
+variable for each unit of the hidden layer on which they depend linearly. For a hidden layer with means :math:`\bar h`
+and covariance C, and a layer of independent weights with means M and variances S,
 
 .. math::
     \mathrm{Cov}[y_o, y_p] = (M C M^\top)_{op} + \delta_{op}\sum_k S_{ok}\,(C_{kk} + \bar h_k^2).
@@ -44,14 +44,14 @@ from pyro_dvi.moments.weight_uses import parts_of
 
 
 class _Local(threading.local):
-    """Whether covariances are propagated in this thread."""
+    """A flag for this thread: True if covariances are propagated."""
 
     on = False
 
 
 _LOCAL = _Local()
-_KEEP_ROWS = frozenset("reshape view flatten squeeze unsqueeze expand".split())  # with the last dimension
-_PARTS_OF_ROWS = frozenset("getitem narrow split chunk flip".split())  # with all others
+_KEEP_ROWS = frozenset("reshape view flatten squeeze unsqueeze expand".split())  # if the last size is kept
+_PARTS_OF_ROWS = frozenset("getitem narrow split chunk flip".split())  # if all other sizes are kept
 _COPIES = frozenset(
     "expand broadcast_to repeat tile repeat_interleave gather index_select take_along_dim".split()
 )
@@ -77,7 +77,7 @@ def are_followed() -> bool:
 
 
 def independent(x: GaussianMoments) -> JointMoments:
-    """Return activations with these moments, which are independent within each example."""
+    """Return activations that have these moments and are independent within each example."""
     noise = SharedNoise(torch.zeros_like(x.loc).unsqueeze(0), "", between_outputs=False, base=x.loc)
     result = JointMoments(x.loc, x.variance, noise, variance=x.variance)
     result.link, result.origin = x.link, x.origin
@@ -85,10 +85,10 @@ def independent(x: GaussianMoments) -> JointMoments:
 
 
 def full_product(product: Callable[..., Tensor], x: Any, weight: Any, bias: Any = None) -> JointMoments:
-    """Moments of ``product(x, weight)``, or with a bias, for activations x and independent weights.
+    """Moments of ``product(x, weight)`` or ``product(x, weight, bias)``, for activations x and independent weights.
 
     Args:
-        product: a function of rows: the last dimension of x and of the result indexes units.
+        product: a function of rows; the last dimension of x and of the result indexes units.
         x: activations, other moments (treated as independent), or a tensor.
         weight: moments or a tensor.
         bias: likewise, or None.
@@ -184,7 +184,7 @@ class _FullCovariance(Followed):
 
 
 def _keeps_rows(name: str, args: tuple, part: GaussianMoments, behind: JointMoments) -> bool:
-    """Return whether the last dimension still counts units of one example, each once."""
+    """Return True if the last dimension still indexes the units of one example, each of them once."""
     if name in _KEEP_ROWS and part.shape[-1:] == args[0].shape[-1:]:
         return True
     if name == "getitem":

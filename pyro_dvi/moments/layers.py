@@ -2,8 +2,8 @@
 r"""Convolutions, embeddings and dropout.
 
 **Convolutions** and their transposes are bilinear (:mod:`pyro_dvi.moments.bilinear`). Their moments are exact for
-independent inputs and weights, with every stride, padding, dilation and number of groups. Outputs at different
-positions share weights and are correlated; the next layer treats them as independent.
+independent inputs and weights, for every stride, padding, dilation and number of groups. Outputs at different positions
+share weights and are correlated; the next layer treats them as independent.
 
 **Dropout** in training multiplies by noise with known moments. With the mask :math:`b \sim \mathrm{Bernoulli}(1 - p)`,
 independent of x,
@@ -58,7 +58,7 @@ for _dims in (1, 2, 3):
 
 
 def _alpha_of_inputs(weight: Any, groups: int) -> Tensor | None:
-    """Return relative variances as ``[in, 1, ...]``, if all weights of an input channel share one; otherwise None.
+    """Return relative variances as ``[in, 1, ...]``; None if they differ between weights of the same input channel.
 
     The weight ``[out, in / groups, ...]`` of the k-th group acts on the k-th part of the channels. Relative variances
     ``[1, in / groups, 1, ...]`` are the same for all groups. With one output channel per group, relative variances

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Normalisation with statistics of the batch or of each example.
 
-**Batch norm** computes its statistics from the means, as if they were the data, and treats them as constants for the
-variance:
+**Batch norm** computes its statistics from the means, as if the means were the data. For the variance, these statistics
+are treated as constants:
 
 .. math:: \mathrm{Var}[y] = \frac{\gamma^2}{s^2 + \varepsilon} \mathrm{Var}[x]
 
-**Layer, group, instance and RMS norm** divide by a statistic of each example, which is uncertain too. The statistic is
-replaced by its expectation, the variance of the means plus the average variance, and its dependence on the input is
-kept to first order: with :math:`h_i = (m_i - \bar m)/s` and n elements,
+**Layer, group, instance and RMS norm** divide by a statistic of each example, which is uncertain too. The rule replaces
+the statistic by its expectation, which is the variance of the means plus the average variance, and keeps the dependence
+of the statistic on the input to first order. With :math:`h_i = (m_i - \bar m)/s` and n elements,
 
 .. math::
     s^2 = \overline{(m - \bar m)^2} + (1 - \tfrac1n)\bar v + \varepsilon, \qquad
@@ -18,11 +18,12 @@ Without the average variance in s, means would be too large by a factor of √2 
 For 64 independent Gaussian elements and noise up to the size of the signal, means agree with sampling within 0.02 and
 standard deviations within 5 %.
 
-The norm removes noise that all elements share, such as positions computed with the same kernel, but the rule treats
-elements as independent. Where shared noise dominates, variances are too large: see the page on moment propagation.
+The norm removes noise that all elements share, such as the noise of a kernel that is applied at all positions, but the
+rule treats elements as independent. Where shared noise dominates, variances are too large: see the page on moment
+propagation.
 
-Status: batch norm is exact with running statistics; with batch statistics, the rule ignores their dependence on the
-noise. The other norms are first order in the noise, with the expected statistic.
+Status: batch norm is exact with running statistics; with batch statistics, the rule ignores the dependence of these
+statistics on the noise. The other norms are accurate to first order in the noise, and use the expected statistic.
 """
 
 import math
@@ -51,7 +52,7 @@ def batch_norm(
 ) -> GaussianMoments:
     """Moments of batch norm; running statistics are updated from the means.
 
-    Status: exact with running statistics. In training, the variance treats the statistics as constants.
+    Status: exact with running statistics. In training, the rule for the variance treats the statistics as constants.
 
     Args:
         input: ``[batch, channels, *]``.
@@ -134,7 +135,7 @@ def instance_norm(
 ) -> GaussianMoments:
     """Moments of instance norm: group norm with a group for each channel, or batch norm with running statistics.
 
-    Status: as for these two. Running statistics are updated from the means.
+    Status: as for the rule that applies. Running statistics are updated from the means.
     """
     if not use_input_stats:
         return batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
@@ -157,7 +158,7 @@ def rms_norm(
 
 @moment_rule(F.normalize)
 def normalize(input: GaussianMoments, p: float = 2.0, dim: int = 1, eps: float = 1e-12) -> GaussianMoments:
-    """Moments of vectors divided by their Euclidean norm. Status: first order, with the expected squared norm.
+    """Moments of vectors divided by their Euclidean norm. Status: to first order, with the expected squared norm.
 
     Raises:
         UnsupportedError: for another norm or several dimensions.
@@ -177,8 +178,8 @@ def normalize(input: GaussianMoments, p: float = 2.0, dim: int = 1, eps: float =
 def weight_norm(v: Any, g: Any, dim: int = 0) -> GaussianMoments:
     r"""Moments of :math:`g\,v / \lVert v \rVert`, the weight of :func:`torch.nn.utils.parametrizations.weight_norm`.
 
-    Status: like :func:`normalize` in the direction v, exact in the length g. Correlations between the elements of a
-    row, which share both, are dropped.
+    Status: as accurate as :func:`normalize` in the direction v, and exact in the length g. The elements of a row share
+    the norm of v and the length g; the resulting correlations are dropped.
 
     Args:
         v: directions, deterministic or uncertain.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""ReLU, its leaky variants and other piecewise polynomials, in closed form with their derivatives.
+r"""Moments of ReLU, its leaky variants and other piecewise polynomials, in closed form with exact derivatives.
 
 With :math:`\alpha = \mu/\sigma`, ReLU has
 
@@ -16,7 +16,7 @@ Functions with several kinks (:class:`Piecewise`) are polynomials of degree at m
 
 .. math:: T_k = \int_a^b z^k \phi(z)\,dz, \qquad T_k = (k-1)\,T_{k-2} + a^{k-1}\phi(a) - b^{k-1}\phi(b).
 
-Polynomials are expanded around f(μ): with :math:`d = f(x) - f(\mu)`,
+Moments are computed from differences :math:`d = f(x) - f(\mu)`,
 
 .. math:: m = f(\mu) + \mathrm E[d], \qquad v = \mathrm E[d^2] - \mathrm E[d]^2.
 
@@ -62,7 +62,7 @@ def relu(input: GaussianMoments) -> GaussianMoments:
 
 @dataclass(frozen=True)
 class Leaky:
-    r"""The function :math:`ax + (1-a)x_+`, from the moments m and v of ReLU.
+    r"""The function :math:`ax + (1-a)x_+`; its moments are computed from the moments m and v of ReLU.
 
     .. math::
         \mathrm E = a\mu + (1-a)\,m, \qquad \mathrm{Var} = a^2\sigma^2 + (1-a)^2\,v + 2a(1-a)\,\sigma^2\Phi(\alpha).
@@ -130,7 +130,7 @@ elementwise_rule(Leaky(-1.0), torch.abs, torch.absolute)
 
 @moment_rule(F.leaky_relu, kind=Kind.ELEMENTWISE)
 def leaky_relu(input: GaussianMoments, negative_slope: float = 0.01) -> GaussianMoments:
-    """Moments of x where it is positive, and of a multiple of x elsewhere. Status: exact for Gaussian x.
+    """Moments of leaky ReLU, which is x for positive x and a multiple of x otherwise. Status: exact for Gaussian x.
 
     Example:
         >>> leaky_relu(GaussianMoments(torch.zeros(1), torch.ones(1)), 0.1).loc
@@ -152,11 +152,11 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Piecewise:
-    """One piece to the left of each breakpoint, and one to the right of the last.
+    """A piecewise polynomial, with one piece to the left of each breakpoint and one to the right of the last.
 
     Attributes:
         breaks: breakpoints, in increasing order.
-        pieces: one more than there are breakpoints.
+        pieces: the polynomials, one more than there are breakpoints.
         function: the function itself, for its value at the mean.
     """
 
@@ -215,7 +215,7 @@ class Cut(NamedTuple):
 
 
 def _in_z(piece: Piece, mu: Tensor, sigma: Tensor, start: Tensor) -> list[Tensor]:
-    """Return the coefficients of a piece in z, given the constant one."""
+    """Return the coefficients of a piece as a polynomial in z, whose constant coefficient is given."""
     q = [start]
     if piece.slope or piece.square:
         q.append(sigma * (2 * piece.square * mu + piece.slope))

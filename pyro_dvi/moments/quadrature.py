@@ -4,8 +4,8 @@ r"""Quadrature over Gaussians: nodes, blockwise evaluation, and one rule for fun
 An elementwise function is computed block by block, in one node of the autograd graph. Intermediate results of a block
 stay in the cache, and only four numbers per element are saved for the backward pass.
 
-:class:`BothSides` integrates on each side of zero separately. There the range :math:`\mu \pm R\sigma` from a to b is
-mapped to
+:class:`BothSides` integrates on each side of zero separately. On each side, the range :math:`\mu \pm R\sigma` covers
+the values of :math:`|x|` from a to b, which are transformed to w:
 
 .. math:: |x| = (c + a)\,e^w - c, \qquad 0 \le w \le \log\frac{c + b}{c + a},
 
@@ -93,15 +93,15 @@ def distribution(z: Tensor) -> Tensor:
 
 
 def through(compute: Compute, x: GaussianMoments) -> GaussianMoments:
-    """Return the moments from ``compute(mu, variance, slopes)``, with its slopes as derivatives.
+    """Return the moments that ``compute(mu, variance, slopes)`` returns, with its slopes as their derivatives.
 
-    Compiled code and predictors compute all elements at once, other code block by block. Half precision is computed in
-    float32.
+    Compiled code and predictors compute all elements at once; other code computes them block by block. Tensors of half
+    precision are computed in float32.
 
     Args:
-        compute: takes one-dimensional means and variances (at least the floor), and whether slopes are needed; returns
-            mean and variance and, with slopes, the derivatives of the mean with respect to μ and σ², then of the
-            variance.
+        compute: a function of one-dimensional means, of variances that are at least the floor, and of a flag that
+            requests slopes. It returns mean and variance and, with slopes, the derivatives of the mean with respect to
+            μ and σ², followed by the derivatives of the variance.
         x: moments of the input.
     """
     dtype = x.loc.dtype
@@ -193,7 +193,7 @@ class BothSides:
 
     Attributes:
         function: f.
-        difference: f(x) - f(μ) from x, μ and x - μ.
+        difference: function that computes f(x) - f(μ) from x, μ and x - μ.
         width: c, the distance from zero over which f bends.
         block: number of elements computed at once.
     """
@@ -232,7 +232,7 @@ class BothSides:
 
 
 def through_link(x: GaussianMoments, function: Callable[[Tensor], Tensor]) -> GaussianMoments | None:
-    r"""Return mean and variance of ``function(x)`` from the Gaussian behind x; None if x has no such Gaussian.
+    r"""Return mean and variance of ``function(x)`` if x is itself a function of a Gaussian; otherwise None.
 
     A scale ``(softplus(h) + eps).sqrt()`` cannot be expanded around its mean, because softplus(h) may vary widely while
     it stays positive. The Gaussian h behind it is known (:class:`~pyro_dvi.moments.value.Link`), and the integral over
@@ -243,7 +243,7 @@ def through_link(x: GaussianMoments, function: Callable[[Tensor], Tensor]) -> Ga
 
     Args:
         x: moments with a link; each element depends on one element of the Gaussian.
-        function: elementwise, defined for every value of the link.
+        function: an elementwise function that is defined for every value of the link.
 
     Example:
         >>> h = GaussianMoments(torch.zeros(1), torch.ones(1))

@@ -19,8 +19,8 @@ other slopes are Gaussian integrals that contain the same probability; with :mat
     \qquad \frac{\partial}{\partial \mu_x} = \mathrm{Cov}\bigl[1_{x > 0}, y_+\bigr].
 
 Status: computed by Gauss-Legendre quadrature. In units of :math:`\sigma_x\sigma_y`, covariances are exact to rounding
-for correlations up to 0.9, and to 1e-8 (float64) or 1e-6 (float32) for all others, including 1 and -1. Slopes are exact
-to rounding, and to 1e-5 (1e-3), in the same two cases.
+for correlations up to 0.9, and to 1e-8 (float64) or 1e-6 (float32) for all others, including 1 and -1. In the same two
+cases, slopes are exact to rounding, and to 1e-5 (float64) or 1e-3 (float32).
 
 Source: Price (1958), "A useful theorem for nonlinear devices having Gaussian inputs"; Plackett (1954), "A reduction
 formula for normal multivariate integrals". Wu et al. (2019) approximate the same covariance.
@@ -48,7 +48,7 @@ def rectified_covariance(mu: Tensor, variance: Tensor, covariance: Tensor) -> Te
     Args:
         mu: means ``[*, n]``.
         variance: of the same shape.
-        covariance: ``[*, n, n]``; its diagonal is ignored, and that of the result has no meaning.
+        covariance: ``[*, n, n]``; its diagonal is ignored, and the diagonal of the result has no meaning.
 
     Example:
         >>> rectified_covariance(torch.zeros(2), torch.ones(2), torch.full((2, 2), 0.5))[0, 1]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Means, extremes and norms over dimensions, pooling over windows, and resizing of images and signals.
 
-The largest of many Gaussians has no closed form. It is approximated by the element with the largest mean, which is
-exact if one element is clearly the largest; otherwise the mean is too small.
+The moments of the largest of many Gaussians have no closed form. The largest is approximated by the element with the
+largest mean, which is exact if one element is clearly the largest; otherwise the mean is too small.
 """
 
 import math
@@ -21,7 +21,7 @@ from pyro_dvi.moments.value import GaussianMoments
 
 @moment_rule(torch.mean)
 def mean(input: GaussianMoments, *args: Any, **kwargs: Any) -> GaussianMoments:
-    """Moments of a mean over n elements; its variance is the mean variance divided by n.
+    """Moments of a mean over n elements; its variance is the average of their variances, divided by n.
 
     Status: exact for independent elements. Elements of a feature map share weights and are correlated, so the variance
     of a global average pool is too small.
@@ -96,7 +96,7 @@ def norm(
     dtype: torch.dtype | None = None,
     **named: Any,
 ) -> GaussianMoments:
-    r"""Moments of the Euclidean norm of all elements, or over dimensions.
+    r"""Moments of the Euclidean norm, over all elements or over the given dimensions.
 
     With :math:`S = \sum_i x_i^2` and :math:`c^2 = \mathrm{Var}[S] / \mathrm E[S]^2 \le 2`,
 
@@ -105,8 +105,8 @@ def norm(
         \mathrm{Var}\lVert x\rVert = \mathrm E[S]\,u(2 - u), \qquad
         u = \frac{c^2}8 - \frac{c^4}{128},
 
-    the first terms of the series for a gamma variable S. S has a gamma distribution if all elements have mean 0 and
-    equal variances.
+    which are the first terms of the series for a gamma variable S. S has a gamma distribution if all elements have mean
+    0 and equal variances.
 
     Status: approximate, for independent elements. Compared with sampling, means are within 5 % and standard deviations
     within 15 % for any noise; both are exact to first order in the noise, and for zero means.
@@ -166,7 +166,7 @@ def _avg_pool(function: Callable[..., Tensor], dims: int) -> Callable[..., Gauss
         count_include_pad: bool = True,
         divisor_override: int | None = None,
     ) -> GaussianMoments:
-        """Moments of means over windows: the variance is the mean variance divided by the divisor of the window.
+        """Moments of averages over windows: the variance is the sum of variances divided by the squared divisor.
 
         Status: exact for independent elements.
         """
@@ -184,7 +184,7 @@ def _avg_pool(function: Callable[..., Tensor], dims: int) -> Callable[..., Gauss
 
 
 def _window_weights(like: Tensor, windows: tuple, dims: int) -> Tensor:
-    """Return the reciprocal of each window's divisor, which is smaller at borders."""
+    """Return the reciprocal of each window's divisor; divisors are smaller at borders."""
     row = 1 if dims == 1 else 0  # a signal is an image with one row
     ones = like.new_ones(1, 1, *[1] * row, *like.shape[-dims:])
     sizes = [[least] * row + _each(size, dims) for least, size in zip((1, 1, 0), windows[:3], strict=True)]
@@ -200,7 +200,7 @@ def _each(value: Any, dims: int) -> list[int]:
 
 def _adaptive_avg_pool(function: Callable[..., Tensor], dims: int) -> Callable[..., GaussianMoments]:
     def adaptive_avg_pool(input: GaussianMoments, output_size: Any) -> GaussianMoments:
-        """Moments of means over windows that partition the input. Status: exact for independent elements."""
+        """Moments of averages over windows that cover the input. Status: exact for independent elements."""
         sizes = [
             n if out is None else out
             for n, out in zip(input.shape[-dims:], _each(output_size, dims), strict=True)
@@ -265,7 +265,7 @@ def interpolate(
 
 
 def _matrix(like: Tensor, n: int, out: int, scale: Any, mode: str, options: dict[str, Any]) -> Tensor:
-    """Return the matrix ``[n, out]`` of one dimension: the resized unit vectors."""
+    """Return the matrix ``[n, out]`` that resizes one dimension: its rows are the resized unit vectors."""
     units = torch.eye(n, dtype=like.dtype, device=like.device)[:, None, None, :]
     flat = _FLAT.get(mode, mode)
     if scale is None:

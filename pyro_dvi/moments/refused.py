@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions that need a value, or whose moments would mislead; each raises an error that states a remedy."""
+"""Functions that need a deterministic value or have misleading moments; each raises an error that states a remedy."""
 
 from collections.abc import Callable
 from typing import Any, NoReturn

@@ -27,14 +27,15 @@ _OPERATORS = frozenset("add sub mul truediv div matmul pow".split())
 
 
 def moment_rule(*functions: Callable, kind: Kind = Kind.OTHER) -> Callable[[Rule], Rule]:
-    """Return a decorator that registers a rule for torch functions, or for any function that dispatches as they do.
+    """Return a decorator that registers a rule for torch functions, or for others that dispatch in the same way.
 
     The rule has the signature of the function. List all spellings, such as ``F.relu, torch.relu``; the method
     ``Tensor.relu`` and in-place forms are derived from ``torch.relu``.
 
     Args:
         functions: the torch functions that the rule is for.
-        kind: how the function treats elements, so that a likelihood can integrate over the Gaussian behind its result.
+        kind: how the function treats elements. If the function is applied to a Gaussian, this determines whether a
+            likelihood can integrate over that Gaussian.
 
     Raises:
         ValueError: if a function already has a rule.
@@ -94,7 +95,7 @@ def _entry(func: Callable) -> Entry | None:
 
 
 def _operator(name: str) -> Entry | None:
-    """Return the rule for an operator with a tensor on the left of moments."""
+    """Return the rule for an operator with a tensor on its left and moments on its right."""
     for prefix in ("", "r", "i"):
         core = name.removeprefix(prefix)
         if name.startswith(prefix) and core in _OPERATORS:

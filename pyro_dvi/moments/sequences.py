@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Recurrent networks and attention.
 
-**Recurrent cells** combine the rules of their parts step by step. Each step is as accurate as its parts, for
-independent gates and state. The same weights act at every step, so states of different steps are correlated; these
-correlations are dropped, and standard deviations are too small for long sequences if the state accumulates.
+**Recurrent cells** combine the rules of their parts step by step. For independent gates and state, each step is as
+accurate as its parts. The same weights act at every step, so states of different steps are correlated. These
+correlations are dropped; if the state accumulates, standard deviations are therefore too small for long sequences.
 
-**Attention** averages values with weights from a softmax of scores. With scores of mean m and variance s, :math:`q` the
-mean of their softmax (:mod:`pyro_dvi.moments.softmax`) and
-:math:`\bar v = \sum_j q_j v_j`,
+**Attention** averages values with weights from a softmax of scores. For scores of mean m and variance s, let :math:`q`
+be the mean of their softmax (:mod:`pyro_dvi.moments.softmax`) and :math:`\bar v = \sum_j q_j v_j`. Then
 
 .. math::
     \mathrm E = \bar v, \qquad
@@ -15,13 +14,13 @@ mean of their softmax (:mod:`pyro_dvi.moments.softmax`) and
         + \sum_j a_j \bigl((v_j - \bar v)^2 + \mathrm{Var}[v_j]\bigr), \qquad
     a_j = \frac{q_j^2 s_j}{1 + q_j s_j}.
 
-The second sum is first order in the scores and accounts for the constraint that the weights sum to one. Its damping
-keeps the variance below :math:`\sum_j q_j (v_j - \bar v)^2`, the largest variance that random weights with mean q can
-give.
+The second sum is of first order in the variances s of the scores, and accounts for the constraint that the weights sum
+to one. The denominator of :math:`a_j` keeps the variance below :math:`\sum_j q_j (v_j - \bar v)^2`, the largest
+variance that random weights with mean q can give.
 
 Attention is approximate: scores of one query are treated as independent. Two identities remove most of their
-correlation. A shift of all keys cancels in the softmax, so keys are centred; and with uncertain weights, inputs are
-averaged *before* they are projected to values, because all values share the weights of the projection.
+correlation. First, a shift of all keys cancels in the softmax, so keys are centred. Second, all values share the
+weights of the projection; if these weights are uncertain, inputs are averaged *before* they are projected to values.
 """
 
 import math
@@ -116,7 +115,7 @@ def _sequence(step: Callable[..., State], input: Any, state: State, params: Any,
 
 def _cell(step: Callable[..., State]) -> Callable[..., Any]:
     def cell(input: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> Any:
-        """Moments of the next state: hidden and cell state of an LSTM."""
+        """Moments of the next state; for an LSTM, of the hidden state and the cell state."""
         is_pair = isinstance(hx, tuple | list)
         state = step(F.linear(input, w_ih, b_ih), tuple(hx) if is_pair else (hx,), w_hh, b_hh)
         return state if is_pair else state[0]
@@ -165,14 +164,15 @@ def scaled_dot_product_attention(
 ) -> GaussianMoments:
     """Moments of attention.
 
-    Status: approximate, see the module.
+    Status: approximate; see the docstring of the module.
 
     Args:
         query: ``[*, L, d]``.
         key: ``[*, S, d]``.
         value: ``[*, S, e]``.
-        attn_mask: True where a query attends, or a tensor or moments added to the scores.
-        dropout_p: probability of dropping a weight; its moments are included, and nothing is drawn.
+        attn_mask: a boolean tensor that is True where a query attends, or a tensor or moments to add to the scores.
+        dropout_p: probability of dropping an attention weight; the moments of dropout are included, and no mask is
+            drawn.
         is_causal: True if queries do not attend to later keys.
         scale: factor of the scores; by default the inverse square root of d.
         enable_gqa: True if several heads of queries share one head of keys.
@@ -268,7 +268,7 @@ def multi_head_attention(
 ) -> tuple[Any, Any]:
     """Moments of multi-head attention, as :class:`torch.nn.MultiheadAttention` calls it.
 
-    Status: approximate, see the module.
+    Status: approximate; see the docstring of the module.
 
     Raises:
         UnsupportedError: for ``add_bias_kv``, ``add_zero_attn`` or static keys.
@@ -325,7 +325,7 @@ def multi_head_attention(
 
 
 def _attended(mask: Any) -> Any:
-    """Return the mask with True where a query attends; in multi-head attention, True means masked."""
+    """Return a mask that is True where a query attends; in masks of multi-head attention, True means masked out."""
     return ~mask if mask is not None and mask.dtype is torch.bool else mask
 
 

@@ -4,10 +4,11 @@ r"""Moments of dependent Gaussians: the weights of one layer, and the outputs th
 .. math:: x_i = \bar x_i + \sum_r F_{ri}\,\epsilon_r + \sqrt{d_i}\,\delta_i, \qquad \epsilon_r, \delta_i \sim N(0, 1)
 
 The weights of a posterior with a Cholesky factor or a low-rank factor have this form, and so does everything that is
-linear in them: a function that moves or scales a weight does the same to each row of F. For a layer :math:`y = Wh + b`
-with deterministic :math:`h`, covariances are exact. With uncertain :math:`h`, independent of the weights, variances are
-exact; covariances between outputs that share the noise of :math:`h` are dropped, as in all other layers. If a layer is
-used twice, both uses share :math:`\epsilon`, but the noise :math:`\delta` is treated as independent in each use.
+linear in them. A function that moves or scales weights moves or scales the elements of each row of F. For a layer
+:math:`y = Wh + b` with deterministic :math:`h`, covariances are exact. With uncertain :math:`h`, independent of the
+weights, variances are exact; covariances between outputs that share the noise of :math:`h` are dropped, as in all other
+layers. If a layer is used twice, both uses share :math:`\epsilon`, but the noise :math:`\delta` is treated as
+independent in each use.
 """
 
 from collections.abc import Callable, Iterator
@@ -36,9 +37,10 @@ class SharedNoise:
 
     Attributes:
         factor: F, ``[R, *shape]``.
-        sites: the sites that the noise belongs to, for messages.
-        between_outputs: True if the outputs of the layer share the noise; False if every row of a weight has its own.
-        dual: the covariance of :math:`\epsilon` times the factor, if that covariance is not the identity: for
+        sites: the sites that the noise belongs to, named in error messages.
+        between_outputs: True if the outputs of the layer share the noise; False if every row of a weight has its own
+            noise.
+        dual: the covariance of :math:`\epsilon` times the factor; None if that covariance is the identity. For
             activations, each example has its own covariance.
         base: the means of the activations that :math:`\epsilon` belongs to; None for weights.
         in_rows: True if the last dimension indexes units of one example.
@@ -114,7 +116,7 @@ class JointMoments(GaussianMoments):
         return self._variance
 
     def snapshot(self) -> GaussianMoments:
-        """Return the same moments as another object."""
+        """Return a new object with the same moments."""
         copy = JointMoments(
             self.loc, self._rest, self.noise, of_weights=self.of_weights, variance=self.variance
         )
@@ -136,20 +138,20 @@ def has_covariances(*gaussians: GaussianMoments) -> bool:
 
 
 def covariance_between(first: JointMoments, second: JointMoments) -> Tensor:
-    """Return the covariances between corresponding elements of two moments that share the same noise."""
+    """Return the covariances between corresponding elements of two sets of moments that share the same noise."""
     _check_bases(first.noise, second.noise)
     return (first.noise.factor * second.noise.other).sum(0)
 
 
 def covariance_of(*gaussians: GaussianMoments) -> Tensor:
-    """Return the covariance ``[*batch, n, n]`` of the last dimensions of all arguments, concatenated.
+    """Concatenate the arguments along the last dimension, and return their covariance ``[*batch, n, n]``.
 
     Args:
-        gaussians: ``[*batch, n_k]``; all arguments with shared noise have the same noise.
+        gaussians: ``[*batch, n_k]``; all arguments that have shared noise must have the same noise.
 
     Raises:
-        UnsupportedError: if the arguments are activations of different hidden layers, or were moved out of the rows of
-            their examples.
+        UnsupportedError: if the arguments are activations of different hidden layers, or if an argument is no longer in
+            the rows of the examples, for instance after a transposition.
     """
     own = [g.rest if isinstance(g, JointMoments) and has_covariances(g) else g.variance for g in gaussians]
     rests = [torch.zeros_like(g.loc) if r is None else r for g, r in zip(gaussians, own, strict=True)]
@@ -202,8 +204,8 @@ def joint_product(product: Callable[..., Tensor], x: Any, weight: Any, bias: Any
         bias: likewise, or None.
 
     Raises:
-        UnsupportedError: if both factors have shared noise, if the bias has the noise of another layer, or if outputs
-            enter a further layer.
+        UnsupportedError: if both factors have shared noise, if the bias has the noise of another layer, or if the
+            outputs of the layer enter a further layer.
     """
     joint, other = (weight, x) if isinstance(weight, JointMoments) else (x, weight)
     if not isinstance(joint, JointMoments) or not joint.of_weights or isinstance(other, JointMoments):
@@ -330,7 +332,7 @@ def _as(like: Any, parts: list[Any]) -> Any:
 
 
 def gaussian_behind(x: Any) -> Any:
-    """Return the Gaussian that moments are a function of, and anything else unchanged."""
+    """Return the Gaussian that x is a function of; return anything else unchanged."""
     link = getattr(x, "link", None)
     return x if link is None else link.inner
 

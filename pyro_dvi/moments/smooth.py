@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Smooth functions that are linear far from zero: sigmoid, tanh, erf, softplus, SiLU, and GELU's tanh approximation.
 
-There are two quadratures, chosen for each element.
+One of two quadratures is chosen for each element.
 
-*Narrow Gaussians* (σ below ``crossover``): Gauss-Hermite around f(μ), with :math:`d = f(\mu+\sigma z) - f(\mu)`,
+*Narrow Gaussians* (σ below ``crossover``) use Gauss-Hermite quadrature of :math:`d = f(\mu+\sigma z) - f(\mu)`,
 
 .. math::
     m = f(\mu) + \mathrm E[d], \qquad v = \mathrm E[d^2] - \mathrm E[d]^2,
 
-which is accurate however small σ is. It converges as :math:`e^{-2\rho\sqrt{n}/\sigma}` where ρ is the distance of the
-poles of f from the real line, so it fails for wide Gaussians.
+which is accurate however small σ is. The quadrature converges as :math:`e^{-2\rho\sqrt{n}/\sigma}`, where ρ is the
+distance of the poles of f from the real line, so it fails for wide Gaussians.
 
-*Wide Gaussians*: f is a smoothed copy of its linear tails plus a remainder that vanishes beyond a few units,
+For *wide Gaussians*, f is split into a smoothed copy of its linear tails and a remainder that vanishes beyond a few
+units,
 
 .. math:: f(x) = q(x)\,\Phi(x/s) + r_1(x), \qquad f(x)^2 = q(x)^2\,\Phi(x/s) + r_2(x), \qquad q = 1 \text{ or } x.
 
@@ -19,8 +20,8 @@ The first terms have closed forms. The remainders are integrated by the trapezoi
 
 .. math:: \mathrm E[r(x)] \approx h\sum_k r(x_k)\,\mathcal N(x_k; \mu, \sigma^2),
 
-where all :math:`r(x_k)` are constants. Its error falls as :math:`e^{-2\pi\rho/h}`, and derivatives with respect to μ
-and σ² act only on the Gaussian.
+where all :math:`r(x_k)` are constants. The error of this sum falls as :math:`e^{-2\pi\rho/h}`, and derivatives with
+respect to μ and σ² act only on the Gaussian.
 
 All functions have a symmetry, :math:`f(x) = 1 - f(-x)` for steps and :math:`f(x) = x + f(-x)` for ramps. Positive means
 are mirrored, so that there is no cancellation far from zero.
@@ -44,7 +45,7 @@ from pyro_dvi.core.recorder import assumed, is_recording
 from pyro_dvi.moments.quadrature import DENSITY, Nodes, column, constants, distribution, gauss_hermite
 
 _SERIES = (1e-6, 1e-3)  # variances in float64 and float32
-_LANES = 64  # if the number of columns is a multiple, sums over rows on one thread are rounded alike in all columns
+_LANES = 64  # if it divides the number of columns, one thread rounds the sums over rows alike in all columns
 Form = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
@@ -75,7 +76,8 @@ class Smooth:
     Attributes:
         value_and_slope: f and its derivative.
         ramp: True if f(x) approaches x on the right; False if it approaches 1.
-        steep: True if f approaches its tails as fast as a Gaussian decays; False if as fast as an exponential.
+        steep: True if f approaches its tails as fast as a Gaussian decays; False if it approaches them as fast as an
+            exponential.
         smoothing: s, the width of the smoothed step or ramp.
     """
 
@@ -90,7 +92,7 @@ class Smooth:
         object.__setattr__(self, "_tables", (_Table.of(self, 0), _Table.of(self, 1)))
 
     def around(self, mu: Tensor, variance: Tensor, slopes: bool) -> list[Tensor]:
-        """Return the difference of the mean from f(μ) and the variance, and the slopes of both."""
+        """Return the mean minus f(μ), the variance, and the slopes of both."""
         side = torch.copysign(
             constants(1.0, mu), mu
         ).neg_()  # used as a factor, because torch.where is slow on CPU
@@ -99,10 +101,10 @@ class Smooth:
         return self._mirrored_back(block, self._chosen(table, block))
 
     def _chosen(self, table: "_Table", block: "_Block") -> list[Tensor]:
-        """Run the right quadrature on each element if reading values is cheap, otherwise both on all elements.
+        """If reading values is cheap, run the right quadrature on each element; otherwise run both on all elements.
 
-        Both ways agree to the last bit, so that recorded and eager steps can be compared. Only if several threads share
-        a large block with both kinds of elements, results differ by rounding.
+        Both ways agree to the last bit, so that recorded and eager steps can be compared. Results differ by rounding
+        only if several threads share a large block with both kinds of elements.
         """
         y, variance, limit = block.y, block.variance, table.limit
         if y.device.type != "cpu" or torch.compiler.is_compiling() or y.numel() == 0:
@@ -133,7 +135,7 @@ class Smooth:
         return [torch.where(variance > limit, a, b) for a, b in zip(far, near, strict=True)]
 
     def _near(self, table: "_Table", block: "_Block", some_tiny: bool = True) -> list[Tensor]:
-        """Gauss-Hermite around f(y): shift of the mean, variance and E f'; then slopes and E f'''."""
+        """Return shift of the mean, variance and E f', then slopes and E f''', with Gauss-Hermite quadrature."""
         y, variance, _, slopes = block
         sigma = variance.sqrt()
         z, w = (constants(column, y) for column in table.nodes)
@@ -149,8 +151,8 @@ class Smooth:
             by_mu = weighted.mul_(slope).sum(0).addcmul_(shift, first, value=-1).mul_(2)
             by_variance = weighted.mul_(z).sum(0).addcmul_(shift, second, value=-1).div_(sigma)
         if some_tiny:
-            # For differences d near rounding: E d = σ² E f'' / 2, and three terms of Var f = σ² Σ E[f' He_k(z)]² / (k +
-            # 1)!.
+            # If the differences d are close to rounding error, use E d = σ² E f'' / 2 and the first three terms of
+            # Var f = σ² Σ E[f' He_k(z)]² / (k + 1)!.
             tiny = variance < table.series
             shift = torch.where(tiny, 0.5 * sigma * second, shift)
             series = torch.addcmul(first.square(), second, second, value=0.5).addcmul_(
@@ -204,7 +206,7 @@ class Smooth:
         return [shift, spread, a.add_(excess), b, c, d]
 
     def _rest(self, table: "_Table", block: "_Block") -> tuple[list[Tensor], list[Tensor]]:
-        """Expected remainders of f and f², with derivatives up to third and second order; fewer without slopes."""
+        """Expected remainders of f (with three derivatives) and f² (with two); one derivative each without slopes."""
         y, variance, _, slopes = block
         inverse = variance.rsqrt()
         places, remainders = (constants(numbers, y) for numbers in table.lattice)
@@ -262,7 +264,8 @@ def _add_straight_ends(
         y\Phi(z) + vp, \qquad \Phi(z) + \tfrac{s^2}{c}yp, \qquad
         bp, \qquad -\tfrac{z}{\sqrt c}\bigl(b + \tfrac{2s^2}{c}\bigr)p, \qquad b = 1 + \tfrac{s^2}{c}(1 - z^2),
 
-    and x² Φ(x/s) follows from :math:`\mathrm E[x h(x)] = yH + vH'`, with :math:`H(y) = \mathrm E[h(x)]`.
+    and the expectation of x² Φ(x/s) follows from :math:`\mathrm E[x h(x)] = yH + vH'`, with
+    :math:`H(y) = \mathrm E[h(x)]`.
     """
     inverse = (variance + function.smoothing**2).rsqrt_()
     z = y * inverse
@@ -302,19 +305,20 @@ class _Block(NamedTuple):
         return _Block(y, variance, side, self.slopes)
 
     def with_variance(self, variance: Tensor) -> "_Block":
-        """Return the same means with other variances; torch.compile in torch 2.8 does not support ``_replace``."""
+        """Return the same means with other variances; ``_replace`` cannot be compiled with torch 2.8."""
         return _Block(self.y, variance, self.side, self.slopes)
 
 
 class _Table(NamedTuple):
-    """The constants of a function in one precision, as Python floats, which work on every device and when compiled.
+    """The constants of a function in one precision: Python floats, which work on every device and in compiled code.
 
     Attributes:
         series: the variance below which differences from f(μ) are lost to rounding.
         reach: standard deviations beyond which a density is set to zero, because denormal numbers are slow.
         limit: the variance beyond which the lattice is used.
         nodes: nodes and weights of Gauss-Hermite, as columns.
-        lattice: points, and the remainders of f and f² there, times spacing and the Gaussian constant, as columns.
+        lattice: the lattice points, and the remainders of f and f² at these points, multiplied by the spacing and the
+            Gaussian constant; all as columns.
     """
 
     series: float

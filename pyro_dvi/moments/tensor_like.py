@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pyro_dvi.errors import UnsupportedError
 
-# Entries by the function as it is called.
+# The entry of each function, by the function as it is called.
 ENTRIES: dict[Callable, Any] = {}
 
 # Attributes and methods of a tensor that do not depend on its values.
@@ -82,7 +82,7 @@ def _reflected(function: Callable) -> Callable[..., Any]:
 
 
 class TensorLike:
-    """An object with the operators, methods and attributes of a tensor but no values; reading a value is an error.
+    """An object with the operators, methods and attributes of a tensor but no values; reading a value raises an error.
 
     The shape, dtype and device are those of ``loc``.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Moments of independent Gaussians, their link to the Gaussians behind them, and the smallest variance of an input."""
+r"""Moments of independent Gaussians, links to the Gaussians that they are functions of, and a floor of variances."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ from pyro_dvi.moments.tensor_like import TensorLike, call
 
 @dataclass(frozen=True)
 class Link:
-    """The Gaussian from which moments were computed, and the function; likelihoods integrate over this Gaussian.
+    """The Gaussian from which moments were computed, and the function that was applied to it.
+
+    Likelihoods integrate over this Gaussian.
 
     Attributes:
         inner: the Gaussian.
-        function: the map from its values to values of the moments.
+        function: the map from values of the Gaussian to values of the variable whose moments were computed.
         name: the name of the function if it is a single torch function ("exp", "softmax", ...); else None.
-        elementwise: True if each element depends on one element of ``inner``, of the same shape.
+        elementwise: True if each element depends on one element of ``inner``, which has the same shape.
         uniform: True if ``function`` is the same for each element, so that elements may be moved.
         moved: True if each element depends on one element of ``inner``, but in another place or shape.
     """
@@ -63,7 +65,7 @@ class GaussianMoments(TensorLike):
     compiled code would read their memory; a model that checks the type can use ``hasattr(x, "shape")`` instead.
 
     Status: each rule states its accuracy; correlations between elements are dropped, except between an object and
-    itself (``x + x`` has four times the variance).
+    itself (``x + x`` has four times the variance of x).
 
     Args:
         loc: means, floating point.
@@ -71,9 +73,9 @@ class GaussianMoments(TensorLike):
         link: how these moments were computed from a Gaussian, if they were.
 
     Attributes:
-        shape: of ``loc``; likewise ``dtype`` and ``device``.
-        link: as above.
-        origin: the Gaussian of which these moments are a shifted multiple, if any.
+        shape: shape of ``loc``; ``dtype`` and ``device`` are those of ``loc``, too.
+        link: the argument ``link``.
+        origin: a link to the Gaussian of which these moments are a scaled and shifted copy, if there is one.
 
     Raises:
         ArgumentError: if shapes, dtypes or devices differ.
@@ -120,7 +122,7 @@ class GaussianMoments(TensorLike):
         return other
 
     def detach(self) -> GaussianMoments:
-        """Return the moments without their autograd history, as a view that writes through."""
+        """Return a view without autograd history; in-place changes of the view also change these moments."""
         return call(torch.detach, (self,), {})
 
     def snapshot(self) -> GaussianMoments:
@@ -132,7 +134,7 @@ class GaussianMoments(TensorLike):
     # In place -----------------------------------------------------------------------------------------------
 
     def alias(self, base: GaussianMoments, place: Any = None) -> GaussianMoments:
-        """Mark as a view of ``base``.
+        """Mark these moments as a view of ``base``.
 
         After either is changed in place, the other must not be used. Views made by indexing are an exception: their
         changes are also written into the base.
@@ -167,12 +169,12 @@ class GaussianMoments(TensorLike):
 
 
 def loc_of(x: Any) -> Any:
-    """Return the mean of moments, and anything else unchanged."""
+    """Return the mean of moments; return anything else unchanged."""
     return x.loc if isinstance(x, GaussianMoments) else x
 
 
 def variance_of(x: Any) -> Any:
-    """Return the variance of moments, and None for anything else, which is deterministic."""
+    """Return the variance of moments; return None for anything else, because it is deterministic."""
     return x.variance if isinstance(x, GaussianMoments) else None
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The warning about weights that affect a result along two paths, found while a model runs with moments.
+"""While a model runs with moments, find weights that affect a result along two paths, and warn about them.
 
-A result may depend on weights along two paths, in tied layers or a network applied twice. Moments drop the covariance
-between the paths.
+A result may depend on weights along two paths, for instance in tied layers or if a network is applied twice. Moments
+drop the covariance between the paths.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -28,13 +28,14 @@ def parts_of(result: Any) -> Iterator[GaussianMoments]:
 
 @contextmanager
 def warned_of_repeated_uses(weights: Mapping[str, GaussianMoments]) -> Iterator[None]:
-    """Warn at the end of the context if two uses of a weight were combined, naming the weights.
+    """At the end of the context, warn if two uses of a weight were combined; the message names the weights.
 
     Two uses that are never combined in one function (a network applied to two data sets, each with its own likelihood)
-    are fine. Everything within the rule of one function (the steps of :class:`torch.nn.LSTM`) counts as one use.
+    are fine. Everything within the rule of one function (such as the steps of :class:`torch.nn.LSTM`) counts as one
+    use.
 
     Args:
-        weights: latent weights by name; may be filled while the model runs.
+        weights: latent weights by name; this mapping may be filled while the model runs.
     """
     uses = _Uses(weights)
     with observed_by(uses):
@@ -58,7 +59,8 @@ class _Uses:
         self.weights, self.parts = weights, WeightParts()
         self.repeated: dict[str, None] = {}  # in the order found
         self._number = count()
-        # Keyed by the tensor of means, which is kept alive: parts of each weight, by call number and identity.
+        # By the identity of the tensor of means: this tensor, to keep it alive, and the parts of each weight, by call
+        # number and identity.
         self._behind: dict[int, tuple[Tensor, dict[str, dict[tuple[int, int], Part]]]] = {}
 
     def __call__(self, func: Callable, args: tuple, kwargs: dict[str, Any], result: Any) -> Any:
