@@ -17,7 +17,7 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor, nn
 
 Lookup = Callable[[Any], Any]
-Entry = tuple[Lookup, Any, Any, str]  # a function that looks up a name, the name, its value, and a description
+Entry = tuple[Lookup, Any, Any, str]  # function to look up a name, name, value, description
 
 _CLOSED = {
     "torch",
