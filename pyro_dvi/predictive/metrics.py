@@ -119,9 +119,9 @@ def expected_calibration_error(probabilities: Any, labels: Any, num_bins: int = 
     .. math::
         \mathrm{ECE} = \sum_b \frac{n_b}{n} \bigl|\mathrm{accuracy}_b - \mathrm{confidence}_b\bigr|
 
-    over the equally wide, right-closed bins of :func:`reliability_table`. The ECE depends on the number of bins, and
-    its bias is upwards if there are few examples. Compare values only if they were computed from the same data with the
-    same bins.
+    over the equally wide, right-closed bins of :func:`reliability_table`. The ECE depends on the number of bins, and is
+    biased upwards if there are few examples. Compare values only if they were computed from the same data with the same
+    bins.
 
     Source: Naeini et al. (2015); Guo et al. (2017), Eq. 3.
 

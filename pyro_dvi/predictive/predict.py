@@ -96,8 +96,8 @@ def predict(
     Raises:
         ArgumentError: if an option is invalid, or several arguments may be the observation.
         DataError: if the data contain no examples, NaN, or tensors of different lengths; if the response does not have
-            one row per example; if the model does not observe the observation of the data at the predicted site; or if
-            a latent site has one value per example, but was trained on other data.
+            one row per example; if the value observed at the predicted site is not the observation in the data; or if a
+            latent site has one value per example, but was trained on other data.
         GuideError: if the guide was never run, has no mean, or is not callable.
         ModelError: if the model has no observed site, or has several and ``site`` is not given.
         UnsupportedError: if a mask excludes only parts of an observation and the distribution does not support this; or

@@ -177,8 +177,8 @@ class EarlyStopping:
 def delayed_interrupts() -> Iterator[Callable[[], None]]:
     """Defer Ctrl-C and SIGTERM; yield a function that raises KeyboardInterrupt if a signal has arrived.
 
-    A second signal takes effect immediately. If Python's own handlers are not active (in another thread, or in a host program
-    with its own handlers), nothing is changed.
+    A second signal takes effect immediately. If Python's own handlers are not active (in another thread, or in a
+    host program with its own handlers), nothing is changed.
     """
     usual: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
     main = threading.current_thread() is threading.main_thread()

@@ -73,8 +73,8 @@ def to_arviz(
         with ``log_prior=True``, which requires the complete training data. ``log_prior`` contains
         :math:`\log p(\theta_k)` by site. ``sample_stats`` contains ``lp``, which is :math:`\log p(y, \theta_k)` up to
         terms of ``pyro.factor``, if there is a ``log_likelihood``; and ``log_q``, which is :math:`\log q(\theta_k)`, if
-        the guide has a density. Both are densities in the constrained space of the sites, so the Pareto k of
-        ``lp - log_q`` measures the quality of the posterior (Yao et al., 2018, "Yes, but did it work?").
+        the guide has a density. ``lp`` and ``log_q`` are densities in the constrained space of the sites, so the Pareto
+        k of ``lp - log_q`` measures the quality of the posterior (Yao et al., 2018, "Yes, but did it work?").
     ``observed_data``, ``constant_data``
         the observations, and the inputs under the names of the model's arguments.
     ``prior``, ``prior_predictive``

@@ -164,7 +164,7 @@ def assemble(
         dims: the user's names of dimensions, by variable.
     """
     with warnings.catch_warnings():
-        # On import, ArviZ 0.23 warns that version 1 will differ; both versions are supported here.
+        # On import, ArviZ 0.23 warns about version 1; both versions are supported here.
         warnings.filterwarnings(
             "ignore", message=r"\s*ArviZ is undergoing a major refactor", category=FutureWarning
         )

@@ -64,8 +64,8 @@ class Predictions:
         count: total number of draws.
         noise_seed: seed of the noise of the first site; the other sites use the following integers.
         are_scored: True to score observations; each site is then conditioned on the observations of the others. If one
-            site depends on another, this follows the order of the sites in the model, so that the product of the
-            densities of all sites is the likelihood.
+            site depends on another, the conditioning follows the order of the sites in the model, so that the product
+            of the densities of all sites is the likelihood.
     """
 
     def __init__(

@@ -129,14 +129,14 @@ def with_others(run: Callable[[Latents], Any], others: Latents) -> Callable[[Lat
 
 
 def check_observation(model: Callable[..., Any], batch: Batch, latents: Latents, site: str | None) -> Batch:
-    """Check that the model, at the site to predict, observes the observation of the batch.
+    """Check that the value observed at the site to predict is the observation of the batch.
 
     Returns:
         The batch with its observation reshaped to the shape of the site (such as ``[N, 1]`` to ``[N]``), and with the
         mask of the model.
 
     Raises:
-        DataError: if the site, when the model is called with the data, is not observed or has other observed values.
+        DataError: if the site is not observed when the model is called with the data, or has other observed values.
     """
     assert batch.observed is not None
     nodes = observed_run(model, batch, latents)

@@ -196,7 +196,7 @@ def ignores_inputs(guide: Any) -> bool:
 
 
 def first_arguments(guide: Any) -> Mapping[int | str, Any]:
-    """Return the arguments, by position or name, of a guide's first run, whose examples its local latents belong to.
+    """Return the arguments of a guide's first run, by position or name; its local latents belong to these examples.
 
     The mapping is empty for a guide that may compute local latents from its inputs.
     """

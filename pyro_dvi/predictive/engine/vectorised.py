@@ -10,9 +10,9 @@ computed, which saves time in two ways:
 Convolutions with drawn kernels do not use ``vmap`` on a CPU: it turns them into one convolution with many groups, which
 a CPU computes more slowly than one kernel after the other.
 
-A model runs in a plain loop, whose errors name the mistake, if it draws random numbers, stores values in its modules,
-branches on values, or returns infinite results or invalid distributions. The first two cases are detected by running
-the model with the first draw once more.
+The model runs in a plain loop if it draws random numbers, stores values in its modules, branches on values, or returns
+infinite results or invalid distributions; errors in the plain loop name the mistake. The first two cases are detected
+by running the model with the first draw once more.
 """
 
 import pickle
