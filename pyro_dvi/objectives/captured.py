@@ -59,9 +59,10 @@ class Captured(WrappedObjective):
     repeated after 1, 2, 4, 8, ... steps, later every 1000 steps, and whenever a parameter is replaced.
 
     Everything that the Python code of model and guide can reach is monitored in each step: attributes, globals,
-    closures, entries of lists and dictionaries, hooks, priors. Some changes are detected only by a comparison: those of
-    anything outside Python objects, such as clocks, files and printed output; of containers and arrays with more than
-    1000 entries; of the internals of objects of other libraries; of attributes of tensors; and of replaced code.
+    closures, entries of lists and dictionaries, hooks, priors. Between comparisons, the following changes are not
+    detected: changes outside Python objects, such as in clocks, files and printed output; changes in containers and
+    arrays with more than 1000 entries; changes inside objects of other libraries; changed attributes of tensors; and
+    replaced code.
 
     A model cannot be replayed if it reads values (``.item()``, ``if x.sum() > 0``), draws random numbers outside torch,
     or keeps state between steps outside its buffers. Such a model takes ordinary steps, and one warning states the

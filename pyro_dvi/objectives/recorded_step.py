@@ -257,7 +257,7 @@ class Trial:
     seconds: float
 
     def disagreement(self, ordinary: Outcome, inputs: list[Tensor]) -> str | None:
-        """Return a description of a difference from an ordinary step, which has changed ``inputs``; None if none."""
+        """Return how the replay differs from an ordinary step, which has changed ``inputs``; None if it does not."""
         mine, known = self.outcome, {id(leaf) for leaf in self.outcome.leaves}
         if any(id(leaf) not in known for leaf in ordinary.leaves):
             return "a new parameter appears"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A recorded step with its surroundings, which decides when it has to be compared with an ordinary step."""
+"""A recorded step with its surroundings, and the decision whether to compare it with an ordinary step."""
 
 from __future__ import annotations
 

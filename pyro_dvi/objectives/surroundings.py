@@ -86,7 +86,7 @@ class Surroundings:
         self._places = list(places.values())
 
     def tensors(self) -> list[Tensor] | None:
-        """Return the current tensors; None if one is missing, or if the places that shared it now differ."""
+        """Return the current tensors; None if one is missing, or if places that shared a tensor no longer do."""
         found = []
         for (get, name), *others in self._places:
             tensor = get(name)
@@ -112,7 +112,7 @@ class Surroundings:
         return None
 
     def moved(self, tensors: list[Tensor]) -> str | None:
-        """Return a description of an assignment that a step made and a replay would not repeat; None without any."""
+        """Describe an assignment that a step has made and a replay would not repeat; None if there is none."""
         now = self.tensors()
         if now is None or any(a is not b for a, b in zip(now, tensors, strict=True)):
             return "each step assigns a tensor to an attribute of a module or object"

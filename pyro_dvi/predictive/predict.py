@@ -80,7 +80,7 @@ def predict(
             uses its own rule.
         site: observed site to predict, if the model has several.
         observed: name of the model's argument that is the observation. By default, it is the argument whose default
-            value is None; if there are several, it is the one with the name of the site.
+            value is None; if there are several, the one with the name of the site is used.
         batch_size: examples per batch; ignored for a loader, which has its own batch size.
         seed: seed of the draws; by default drawn from the global generator.
         keep_draws: True to keep the mean and variance (or the class probabilities) of every component in

@@ -99,7 +99,7 @@ def mixture_log_prob(site: str, fn: Any, values: Tensor, mask: Tensor | None = N
 
 
 def filled(values: Tensor, mask: Tensor | None, fn: Any) -> Tensor:
-    """Return ``values``, with each masked value replaced by one in the support, because it may lie outside.
+    """Return ``values``; masked values are replaced by values in the support, because they may lie outside it.
 
     Args:
         values: values in the shape of one draw.
@@ -122,7 +122,7 @@ def _cuts_events(mask: Tensor, event_dim: int) -> bool:
 
 
 def both_masks(first: Tensor | None, second: Tensor | None) -> Tensor | None:
-    """Return a mask that is True where both masks are; None stands for a mask that is True everywhere."""
+    """Return a mask that is True where both masks are True; None stands for a mask that is True everywhere."""
     if first is None or second is None:
         return second if first is None else first
     return first & second

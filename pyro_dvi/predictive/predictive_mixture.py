@@ -47,15 +47,15 @@ class Part:
     Attributes:
         site: the observed site.
         kind: name of the components' distribution.
-        values: available quantities by name, with examples in the first dimension: ``mean``, which for classes is the
-            mean of the one-hot encoding; ``aleatoric``, the mean of the components' variances; ``epistemic``, the
-            variance of the components' means; ``function_variance``, which is the part of each component's variance
-            that is due to the posterior, averaged over the components (only if all provide it; it is included in
-            ``epistemic``); ``log_probabilities``, with classes in the last dimension; ``expected_entropy``, the mean of
-            the components' entropies, for each label; the ``observed`` values; their ``mask``, True for the values to
-            score; and their ``log_likelihood``, NaN for observations that are masked completely.
+        values: available quantities by name, with examples in the first dimension. ``mean`` is the predictive mean (for
+            classes, of the one-hot encoding), ``aleatoric`` is the mean of the components' variances, and ``epistemic``
+            is the variance of their means. ``function_variance`` is the part of a component's variance that is due to
+            the posterior, averaged over the components; it exists only if all components provide it, and it is included
+            in ``epistemic``. ``log_probabilities`` has classes in the last dimension. ``expected_entropy`` is the mean
+            of the components' entropies, for each label. ``observed`` contains the observed values, and ``mask`` is
+            True for those to score. Their ``log_likelihood`` is NaN for observations that are masked completely.
         draws: statistics of every component, ``[K, N, ...]``; empty unless requested.
-        distribution: the mixture as one distribution object; None if it cannot be represented so, or was not kept.
+        distribution: the mixture as one distribution object; None if there is no such object, or it was not kept.
         count: number of components.
         axis: the dimension of the distribution's batch shape that indexes examples (negative).
         num_rows: number of examples.
@@ -255,8 +255,8 @@ class ObservationDraws(_Reader):
         count: total number of draws.
         num_components: number of distributions, each of which contributes the same number of draws.
         seeds: generates the seed of each component's draws.
-        observed: the observed site of a run in which the model sees the observations, whose log density is then
-            computed; None if there are no observations.
+        observed: the observed site in a run in which the model sees the observations; the log density of the observed
+            values is then computed. None if there are no observations.
 
     Attributes:
         values: the draws, ``[count, N, ...]``.

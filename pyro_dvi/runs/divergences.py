@@ -3,7 +3,7 @@ r"""Kullback-Leibler divergence of factorised Gaussian posteriors from the prior
 
 The divergence is conditional on the values of the prior's parents. In order of preference, it is computed
 
-- in closed form, for Normal priors (also at their optimal scale), and for priors that are a transformed Normal under
+- in closed form, for Normal priors (also with an ``OptimalScale``), and for priors that are a transformed Normal under
   the posterior's own transform, such as LogNormal;
 - with Gauss-Hermite quadrature, for priors that factorise over elements;
 - with one reparameterised sample, for other priors, such as Dirichlet and MultivariateNormal.

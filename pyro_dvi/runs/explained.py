@@ -31,9 +31,9 @@ def explained_errors(
 
     Raises:
         DeviceError: if data and parameters are on different devices.
-        DataError: if the model does not accept these arguments; if it fails on data that contain NaN, have a dtype
-            different from that of the weights, or have unsuitable shapes; or if a minibatch has no rows, or more rows
-            than its plate.
+        DataError: if the model does not accept these arguments; if it fails on data that contain NaN, have another
+            dtype than the weights, or have unsuitable shapes; or if a minibatch has no rows, or more rows than its
+            plate.
         ModelError: if the model fails on NaN weights, a site does not fit its plate, or a prior is improper.
         ParameterError: if a distribution rejects its parameters.
     """

@@ -90,7 +90,7 @@ class Fingerprint:
 
 
 def input_shapes(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Return arguments of a model in which each tensor keeps only its shape and dtype, and one element in memory.
+    """Return arguments of a model in which each tensor keeps only its shape and dtype, and stores a single element.
 
     Return None if the arguments contain anything but dense tensors, None and booleans in tuples, lists and
     dictionaries, because other objects might contain data.

@@ -26,8 +26,8 @@ class JointRun(Observed):
     Attributes:
         sites: observed sites, scaled so that the sum over the batches of a pass is the log-likelihood of all data.
         factors: ``pyro.factor`` terms, scaled in the same way.
-        log_priors: log density of every latent in unconstrained space, including the Jacobian. In a pass over the data,
-            add it only once.
+        log_priors: log density of every latent in unconstrained space, including the Jacobian. Add these densities only
+            once per pass over the data.
         rows: for every subsampled plate, the number of rows in this batch and the number of rows in the data.
         trace: the model's trace.
     """

@@ -2,7 +2,7 @@
 """Outputs of a model for given inputs: the parameters of its observed distribution as real numbers.
 
 A mean is already a real number; a scale is represented by its logarithm, and class probabilities by the model's logits.
-Because these real numbers are linearised, every parameter stays inside its domain.
+The linearisation applies to these real numbers, so every parameter stays inside its domain.
 """
 
 from collections.abc import Callable, Mapping

@@ -155,7 +155,7 @@ def reached_by(log_likelihood: Tensor, values: dict[str, Tensor]) -> frozenset[s
 
 
 def check_gradients(call: Call, trace: Any, log_likelihood: Tensor) -> None:
-    """Raise an error if data depend on a latent that no gradient of their likelihood reaches.
+    """Raise an error if the data depend on a latent that the gradients of their likelihood do not reach.
 
     This is the case if the data depend on the latent only through functions with zero slope. If a latent is not in the
     autograd graph, the model runs again with the latent's value, and twice with a draw from its prior. These runs show

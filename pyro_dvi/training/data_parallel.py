@@ -50,8 +50,8 @@ class DataParallel(WrappedObjective):
     Status: equal to one process with the joint minibatch, up to rounding, if the objective is a sum over examples:
     :class:`~pyro_dvi.MomentPropagationELBO`; :class:`~pyro_dvi.NaturalGradientELBO`;
     :class:`~pyro_dvi.TaylorELBO` with a ``GGN`` or ``EmpiricalFisher`` curvature. Curvatures with random labels
-    (``Fisher``) agree in expectation, but with less noise. ``MinibatchGradient`` is not equal: it squares the gradient
-    of each part, not the gradient of the joint minibatch.
+    (``Fisher``) agree in expectation, but with less noise. ``MinibatchGradient`` gives a different curvature, because
+    it squares the gradient of each part, not the gradient of the joint minibatch.
 
     *Batch normalisation* in training mode uses the statistics of each part, as in torch's data parallelism, so the
     result differs from that of one process with the joint minibatch. After every evaluation, the running statistics are

@@ -192,7 +192,7 @@ class EnsembleModel(nn.Module):
 
 
 class EnsembleGuide(nn.Module):
-    r"""Several trained posteriors with equal weights; it draws a member, and then the latents of this member.
+    r"""Guide of several trained posteriors with equal weights; it draws a member, and then this member's latents.
 
     .. math:: q(m, \theta) = \tfrac1K\, q_m(\theta)
 

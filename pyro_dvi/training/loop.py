@@ -91,17 +91,17 @@ def fit(
 
     *Batches*: a tuple or list becomes positional arguments of model and guide, a mapping becomes keyword arguments, and
     anything else becomes the only argument. Tensors move to the device of the parameters. If the ELBO has
-    ``num_data=None``, ``fit`` sets it to the size of ``loader.dataset`` during training, which detects a plate of the
-    wrong size; for a list, ``fit`` counts the examples in the batches. If a list contains only a part of the data, set
-    ``num_data`` in the ELBO.
+    ``num_data=None``, ``fit`` sets it to the size of ``loader.dataset`` during training, so that a plate of the wrong
+    size is detected. For a list, ``fit`` counts the examples in the batches instead. If a list contains only a part of
+    the data, set ``num_data`` in the ELBO.
 
-    *Modes*: a model in evaluation mode is switched to training mode, and back afterwards. If only a module inside a
-    model in training mode is in evaluation mode (frozen BatchNorm), this module stays in evaluation mode.
+    *Modes*: a model in evaluation mode is switched to training mode, and back afterwards. If the model is in training
+    mode, modules inside it that are in evaluation mode (such as a frozen BatchNorm) stay in evaluation mode.
 
-    *Divergence* is detected before the optimizer takes its step: the loss is not finite, or a distribution rejects
-    parameters because training has made them far too large. Parameters, buffers, optimizer and ELBO then return to the
-    end of the last good epoch, and the error contains the history. Errors that the weights have not caused are raised
-    unchanged.
+    *Divergence* is detected before the optimizer takes its step. Its signs are a loss that is not finite, or a
+    distribution that rejects parameters because training has made them far too large. Parameters, buffers, optimizer
+    and ELBO then return to the end of the last good epoch, and the error contains the history. Errors that the weights
+    have not caused are raised unchanged.
 
     *Ctrl-C*, like the signal SIGTERM that cluster schedulers send, ends training but not the program. The state after
     the current step is kept and saved, and the history is returned with ``stopped == "interrupted"``. The next call
@@ -122,11 +122,11 @@ def fit(
             training step, wrap it in :class:`EveryStep`. A ``PyroLRScheduler`` in the SVI is stepped after every epoch
             automatically. ``ReduceLROnPlateau`` monitors ``validation_loss``, or the training loss if there is no
             validation.
-        early_stopping: stops training early, with the weights of the best epoch; needs ``validate``. A history whose
-            patience is already exhausted is not continued.
+        early_stopping: stops training early, with the weights of the best epoch; needs ``validate``. If the patience is
+            already exhausted in ``history``, training does not continue.
         checkpoint: path of a checkpoint, written after every epoch. :func:`load` reads it; call :func:`save` in a
             callback to save less often.
-        device: device to which model and guide are moved first.
+        device: device to which model and guide are moved before training.
         history: the history of an earlier call, to continue it. To keep the record even if the model, a callback or the
             loader raises an error, pass your own ``History()``.
         capture: True to replay the steps of an objective of this library from recordings, as

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks for parameters that belong to another training run.
 
-Pyro's store identifies parameters by name only. If a second model or guide has parameters of the same names, as when it
-is built again in the same session, it silently takes over the parameters of the first. Training one then changes the
-other.
+Pyro's store identifies parameters by name only. If a second model or guide, such as a new one in the same session, has
+parameters of the same names, it silently takes over the parameters of the first. Training one then changes the other.
 """
 
 import re
@@ -32,7 +31,7 @@ _WAY_OUT = (
 
 
 def check_parameters(route: Route) -> None:
-    """Raise an error if, in the store, a parameter name of the model or guide belongs to another model or guide.
+    """Raise an error if the store has parameters of another model or guide under the names of this model or guide.
 
     Raises:
         GuideError: if the guide or the model would share parameters with another guide or model.

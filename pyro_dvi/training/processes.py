@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Communication between processes: each one's fraction of the joint minibatch, parameters, and seeds of draws."""
+"""Communication between processes: fractions of the joint minibatch, parameters, and seeds of draws."""
 
 import math
 import os

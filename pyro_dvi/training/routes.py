@@ -145,7 +145,7 @@ class Route(ABC):
         return next((tensor.device for tensor in chain(self.parameters().values(), buffers)), None)
 
     def learning_rate(self) -> float:
-        """Return the learning rate of the means (of the first parameter that is not a posterior scale)."""
+        """Return the learning rate of the means: the rate of the first parameter that is not a posterior scale."""
         if self._rate is None:  # found once, because the learning rate is read after every step
             groups = list(self.optimizer_groups())
             means = [group for group in groups if not _SCALE.search(group[0])] or groups

@@ -112,7 +112,7 @@ def to_arviz(
         site: observed site or sites to export; by default all. If there are several, the data must contain an
             observation of each.
         observed: name or names of the model's arguments that are observations. By default, it is the argument whose
-            default value is None; if there are several such arguments, they are those with the names of observed sites.
+            default value is None; if there are several such arguments, those with the names of observed sites are used.
         prior: number of draws from the prior.
         log_prior: True to add the log densities of the draws.
         predictions: other inputs, in any form that ``data`` may have; observations in them are not used.
@@ -128,8 +128,8 @@ def to_arviz(
         libraries, and the names of omitted sites and inputs.
 
     Raises:
-        ArgumentError: if a site is unknown, there are no draws, ``num_samples`` and ``method`` disagree, given draws
-            have unequal lengths or wrong shapes, or several arguments may be the observation.
+        ArgumentError: if a site is unknown, if there are no draws, if ``num_samples`` and ``method`` disagree, if given
+            draws have unequal lengths or wrong shapes, or if several arguments may be the observation.
         DataError: if the data are invalid, as in :func:`~pyro_dvi.predict`, if only some batches contain observations,
             or if there are several batches and the posterior depends on the inputs.
         GuideError: if the guide was never run, has no mean, or is an AutoLaplaceApproximation whose Gaussian has not

@@ -65,7 +65,7 @@ def prior_predictive_check(
         num_samples: number of data sets to draw; with fewer than a hundred, nothing is called unusual.
         site: observed site, if the model has several.
         observed: name of the model's argument for the observation. By default, it is the argument whose default value
-            is None; if there are several, it is the one with the name of the site.
+            is None; if there are several, the one with the name of the site is used.
         batch_size: number of examples to use.
         seed: seed of the draws. The global random state is not changed.
 

@@ -68,9 +68,9 @@ def compare(
 def tuning(tuned: Tuned, *, axes: Sequence[Axes] | None = None) -> np.ndarray:
     r"""Draw the validation score against each setting of :func:`~pyro_dvi.tune`, with one panel per setting.
 
-    The line connects the training runs that differ from the chosen run in this setting only. Error bars extend one
-    paired standard error of the difference from the lowest score. Grey dots are all other runs, and the dashed line is
-    the chosen value. Axes of positive numbers are logarithmic.
+    The line connects the training runs that differ from the chosen run in this setting only. Error bars show one paired
+    standard error of the difference from the lowest score. Grey dots are all other runs, and the dashed line is the
+    chosen value. Axes of positive numbers are logarithmic.
 
     Args:
         tuned: result of ``tune``.

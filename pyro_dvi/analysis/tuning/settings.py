@@ -43,7 +43,7 @@ class Tuned(Report):
         table: a row for each training run. The columns are the settings; ``score`` (lower is better; NaN for a failed
             run); ``standard_error`` of the score; and ``paired_standard_error`` of its difference from the lowest
             score. The standard errors are over validation rows, and NaN if the score is a single number.
-        failures: why training runs failed: a mapping from rows of the table to reasons.
+        failures: for each failed training run, the row of the table and the reason for the failure.
     """
 
     settings: dict[str, Any]

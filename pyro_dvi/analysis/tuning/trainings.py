@@ -108,13 +108,13 @@ class Trainings:
         return min(self.scores, key=lambda key: float(self.scores[key].mean()))
 
     def close(self) -> list[Key]:
-        """Return the best settings, and all settings within one paired standard error of them."""
+        """Return the best settings, and all settings whose score is within one paired standard error of the best."""
         best = self.best() if self.scores else ()
         gaps = {key: rows - self.scores[best] for key, rows in self.scores.items()}
         return [key for key, gap in gaps.items() if key == best or float(gap.mean()) <= standard_error(gap)]
 
     def choice(self) -> Key:
-        """Return the best settings, with the largest temperature within one paired standard error."""
+        """Return the best settings, but with the largest temperature that is within one paired standard error."""
         chosen = self.best()
         for i, (name, values) in enumerate(self.lists.items()):
             if name in TEMPERATURES and are_numbers(values):

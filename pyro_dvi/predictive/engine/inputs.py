@@ -59,11 +59,12 @@ def batches(
         model: the Pyro model, whose signature determines which argument is the observation.
         data: a tensor; a tuple or mapping of the model's arguments; or a loader of any of these.
         observed: name or names of the observed arguments. By default, it is the argument whose default value is None,
-            as in ``forward(x, y=None)``. If there are several such arguments, they are those with the names of
-            ``sites``, or else the last one, provided that the data contain all of them.
+            as in ``forward(x, y=None)``. If there are several such arguments, those with the names of ``sites`` are
+            used, or else the last one, provided that the data contain all of them.
         batch_size: examples per batch, for tensors; a loader has its own batch size.
         device: device to which tensors are moved.
-        sites: returns the candidate observed sites, given a batch in which all such arguments are observations.
+        sites: returns the candidate observed sites, given a batch in which all arguments that may be observations are
+            treated as observations.
 
     Raises:
         ArgumentError: if ``batch_size`` or ``observed`` is invalid, or several arguments may be the observation.

@@ -50,7 +50,7 @@ class Propagation(ABC):
 
     @abstractmethod
     def respond(self, weights: Mapping[str, GaussianMoments], run: Callable[[], Response]) -> Response:
-        """Return the response of one run of the model, whose distribution has moments as parameters.
+        """Run the model once and return its response; the distribution in it has moments as parameters.
 
         Args:
             weights: moments of the latent sites by name, filled while the model runs.
