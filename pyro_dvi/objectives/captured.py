@@ -32,7 +32,7 @@ from pyro_dvi.objectives.surroundings import Met, Surroundings, meta, stored
 from pyro_dvi.runs.posterior_run import Call
 
 _ATTEMPTS = 3  # failed recordings before capture is abandoned
-_KINDS_OF_STEPS = 100  # kinds of steps that are counted, before capture is abandoned because none recurs
+_KINDS_OF_STEPS = 100  # number of kinds of steps after which capture is abandoned, because no kind recurs
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 _STEPS = (
     Objective.loss_and_grads,
@@ -49,26 +49,29 @@ class Captured(WrappedObjective):
 
     It is used like the wrapped objective: in ``SVI``, as ``elbo(model, guide)``, and in ``fit``. The first steps are
     ordinary steps. Then a step is recorded below autograd, including its backward pass, and later steps replay the
-    recording without calling model or guide. Parameters, buffers, batch and KL weight are inputs of the recording. Each
-    batch shape, mode of the model, dtype and device has its own recording.
+    recording without calling model or guide. Parameters, buffers, batch and KL weight are inputs of the recording.
+    Steps that differ in the shapes of the batch, the mode of the model, the dtype or the device have separate
+    recordings.
 
     Status: exact. Before a recording is used, a replay is compared with an ordinary step at other parameters and, if
-    available, on another batch: loss, gradients, buffers and random states must be bitwise equal (equal up to rounding
-    on accelerators, where sums have no fixed order, and for compiled recordings). The comparison is repeated after 1,
-    2, 4, 8, ... steps, later every 1000 steps, and whenever a parameter is replaced. Everything that the Python code of
-    model and guide can reach is monitored in each step: attributes, globals, closures, entries of lists and
-    dictionaries, hooks, priors. Between comparisons, the following changes are not detected: anything outside Python
-    objects, such as clocks, files and printed output; contents of containers and arrays of more than 1000 entries; the
-    internals of objects of other libraries; attributes of tensors; and replaced code.
+    available, on another batch. Loss, gradients, buffers and random states must be bitwise equal. On accelerators,
+    where sums have no fixed order, and for compiled recordings, they must be equal up to rounding. The comparison is
+    repeated after 1, 2, 4, 8, ... steps, later every 1000 steps, and whenever a parameter is replaced.
 
-    Models that cannot be replayed take ordinary steps, with one warning that states the reason: models that read values
-    (``.item()``, ``if x.sum() > 0``), draw random numbers outside torch, or keep state between steps outside their
-    buffers. Steps inside a Pyro handler are also ordinary steps.
+    Everything that the Python code of model and guide can reach is monitored in each step: attributes, globals,
+    closures, entries of lists and dictionaries, hooks, priors. Between comparisons, the following changes are not
+    detected: changes outside Python objects, such as in clocks, files and printed output; changes in containers and
+    arrays with more than 1000 entries; changes inside objects of other libraries; changed attributes of tensors; and
+    replaced code.
+
+    A model cannot be replayed if it reads values (``.item()``, ``if x.sum() > 0``), draws random numbers outside torch,
+    or keeps state between steps outside its buffers. Such a model takes ordinary steps, and one warning states the
+    reason. Steps inside a Pyro handler are also ordinary steps.
 
     Args:
         elbo: an objective of this library.
-        after: number of ordinary steps of each kind before a step is recorded.
-        max_recordings: largest number of kinds of steps to record; other kinds take ordinary steps.
+        after: number of ordinary steps of each kind before a step of this kind is recorded.
+        max_recordings: largest number of kinds of steps to record; steps of other kinds are ordinary steps.
         compile: True to compile recordings with Inductor, torch's compiler, which takes seconds to minutes per kind of
             step. Random numbers are still drawn by torch.
 
@@ -77,7 +80,7 @@ class Captured(WrappedObjective):
 
     Raises:
         ArgumentError: if the objective is not from this library.
-        NonFiniteError: if the loss is not finite, with the diagnosis of the objective.
+        NonFiniteError: if the loss is not finite; the message contains the diagnosis of the objective.
 
     Example:
         >>> import pyro, pyro.distributions as dist
@@ -121,13 +124,13 @@ class Captured(WrappedObjective):
 
     @property
     def recordings(self) -> list[RecordedStep]:
-        """The recorded steps, one of each kind; ``operators`` of each is its graph."""
+        """The recorded steps, one of each kind; the attribute ``operators`` of a step is its graph."""
         return [recording.step for recording in self._recordings]
 
     # Interface of the wrapped objective ---------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for copies and files, without recordings."""
+        """Return the state for copies and files; it contains no recordings."""
         return {name: vars(self)[name] for name in self._own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -197,7 +200,7 @@ class Captured(WrappedObjective):
         return key in self._met
 
     def _key(self, call: Call) -> tuple[list[Tensor], Any]:
-        """Return the tensors among the arguments, and everything else that determines the operators of a step."""
+        """Return the tensors among the arguments, and a key of everything else that determines a step's operators."""
         if not call.kwargs and all(type(value) is Tensor for value in call.args):
             batch, rest = list(call.args), None
         else:
@@ -216,7 +219,7 @@ class Captured(WrappedObjective):
         return batch, (who, metas, rest, casts, torch.get_default_dtype(), self.elbo.recorded_for(call.guide))
 
     def _find(self, key: Any, batch: list[Tensor]) -> tuple[Any, list[Tensor]]:
-        """Return the recording for a step, and the tensors of its surroundings; None if there is none."""
+        """Return the recording for a step (None if there is none), and the tensors of its surroundings."""
         for recording in self._recordings:
             tensors = recording.tensors_for(key, batch)
             if tensors is not None:
@@ -243,7 +246,7 @@ class Captured(WrappedObjective):
                 raise
             raise UnsupportedError(str(error)) from error
         outcome = step.outcome
-        del step.outcome  # to free its gradients
+        del step.outcome  # frees its gradients
         self.elbo.keep(outcome.terms, self.elbo.current_kl_weight())
         if (problem := step.problem or surroundings.moved(tensors)) is not None:
             self._fail(problem)
@@ -254,7 +257,7 @@ class Captured(WrappedObjective):
 
     @contextmanager
     def _meeting(self, call: Call) -> Iterator[None]:
-        """Note the surroundings of an ordinary step, if the next step of its kind will be recorded."""
+        """Collect the surroundings of an ordinary step, if the next step of its kind will be recorded."""
         key, self._to_meet = self._to_meet, None
         if key is None:
             yield
@@ -272,7 +275,7 @@ class Captured(WrappedObjective):
     def _compared(
         self, recording: Recording, call: Call, tensors: list[Tensor], batch: list[Tensor]
     ) -> Outcome:
-        """Take an ordinary step, and drop a recording that differs from it."""
+        """Take an ordinary step, and drop the recording if its replay gives a different result."""
         inputs, kl_weight = [*tensors, *batch], self._kl_weight(tensors)
         trials, problem, state = [], None, State(inputs, python=True)
         try:
@@ -312,7 +315,7 @@ class Captured(WrappedObjective):
         try:
             outcome = recording.step.replay(inputs, self._kl_weight(tensors))
             if not math.isfinite(outcome.value):
-                raise _Ordinary  # an ordinary step raises the error with its diagnosis
+                raise _Ordinary  # an ordinary step then raises the error with its diagnosis
         except (*_REPLAY_ERRORS, _Ordinary) as error:  # for example, a label is out of range
             if state is not None:
                 state.restore()
@@ -325,7 +328,7 @@ class Captured(WrappedObjective):
         return outcome
 
     def _void(self, recording: Recording) -> None:
-        """Drop a recording whose assumptions fail; the next recording of such steps makes no assumptions."""
+        """Drop a recording whose assumptions fail; the next recording of this kind of step makes no assumptions."""
         self._recordings.remove(recording)
         self._varied.add(recording.key)
 
@@ -366,7 +369,7 @@ def _identity(function: Any) -> tuple[int, Any]:
 
 
 def _repetitions(batch: list[Tensor]) -> tuple[int, ...]:
-    """Return, for each tensor, the position of its first occurrence, because recordings merge repeated tensors."""
+    """Return the position of each tensor's first occurrence, because a recording merges repeated tensors."""
     identities = list(map(id, batch))
     return tuple(map(identities.index, identities))
 
@@ -376,7 +379,7 @@ def _sees_parameters_only(handler: Any) -> bool:
 
 
 def _announce(names: Iterable[str]) -> None:
-    """Report the parameters of a step to handlers, such as that of SVI."""
+    """Report the parameters of a step to the active handlers, such as the one that SVI uses."""
     handlers: list[Any] = _PYRO_STACK  # all of them record only parameters
     for name in names if handlers else ():
         parameter: Any = stored(name)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of distributions in recorded steps, in place of Pyro's validation, which reads values."""
+"""Checks of distributions in recorded steps; they replace Pyro's validation, which reads values."""
 
 from contextlib import suppress
 from typing import Any
@@ -15,10 +15,10 @@ from pyro_dvi.runs.sites import is_data, is_latent
 
 
 class Checks(Messenger):
-    """Record whether distributions have valid parameters, and values in their supports, as in validation.
+    """Record whether distributions have valid parameters and values in their supports, as validation would.
 
-    Replays do not validate. Distributions built with ``validate_args=False`` are skipped; the default is 0 within the
-    context, which distinguishes the two.
+    A replay does not validate, so the recorded conditions replace validation. Distributions built with
+    ``validate_args=False`` are skipped. To distinguish them, the default of ``validate_args`` is 0 within the context.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Checks(Messenger):
         if not self._validates or getattr(fn, "_validate_args", 0) is False:
             return
         for name, constraint in getattr(fn, "arg_constraints", {}).items():
-            # For real parameters, only NaN is invalid, which appears in the loss.
+            # For real parameters, only NaN is invalid, and it makes the loss NaN.
             if name in vars(fn) and not is_dependent(constraint) and not is_real(constraint):
                 self._note(constraint, getattr(fn, name))
         with suppress(NotImplementedError, AttributeError):

@@ -25,38 +25,38 @@ from pyro_dvi.runs.trained_for import check_trainable, note_trained_for
 
 
 class Objective(ELBO):
-    r"""Base class of objectives. Like Pyro's ELBOs, they are passed to ``SVI`` or called as ``elbo(model, guide)``.
+    r"""Base class of objectives, which are used like Pyro's ELBOs: either in ``SVI`` or as ``elbo(model, guide)``.
 
     .. math::
         \mathrm{loss} = \mathrm E_q[-\log p(y \mid w)]
             + \beta\,\bigl(\mathrm E_q[-\log p(w)] - T\,\mathrm H[q]\bigr)
 
     At :math:`T = 1`, the term in parentheses is the KL divergence. As in Pyro, losses are summed over the whole data
-    set. The loss is the objective that is actually optimised; with a ``kl_weight`` or ``temperature`` other than one,
-    ``elbo.terms`` contains the parts of the untempered ELBO.
+    set. The loss is the objective that is actually optimised. With a ``kl_weight`` or ``temperature`` other than one,
+    the parts of the untempered ELBO are in ``elbo.terms``.
 
     To add an objective, write :meth:`evaluate`, and set ``prediction_rule`` if its posteriors should not predict with
-    drawn weights. ``fit``, checkpoints, ``predict`` and ``DataParallel`` then work. In ``evaluate``, call
-    ``structure, _ = self.structure(call, training)`` first; run guide and model once, for example with
+    drawn weights. ``fit``, checkpoints, ``predict`` and ``DataParallel`` then work. In ``evaluate``, first call
+    ``structure, _ = self.structure(call, training)``. Then run guide and model once, for example with
     ``run_at_means(call, structure.sampled)`` of :mod:`pyro_dvi.runs.posterior_run`, which samples latents that set the
-    priors of other latents; take the likelihood from ``self.observed(run.model_trace)`` and the divergence from
-    ``self.divergences(run.latents)``. For further needs, override :meth:`prepare`, :meth:`begin`, :meth:`returned`,
-    :meth:`state_dict` and :meth:`load_state_dict`.
+    priors of other latents. Take the likelihood from ``self.observed(run.model_trace)`` and the divergence from
+    ``self.divergences(run.latents)``. If an objective needs more, override :meth:`prepare`, :meth:`begin`,
+    :meth:`returned`, :meth:`state_dict` and :meth:`load_state_dict`.
 
     Args:
-        kl_weight: :math:`\beta`, factor of the KL divergence; a float, or a schedule called with the number of
-            completed training steps.
-        temperature: T, factor of the posterior's entropy H in unconstrained space; below 1, the posterior is cold: it
+        kl_weight: :math:`\beta`, factor of the KL divergence: a float, or a schedule, which is called with the number
+            of completed training steps.
+        temperature: T, factor of the posterior's entropy H in unconstrained space. Below 1, the posterior is cold: it
             is narrower, while the effect of the prior on the mean is unchanged. Point masses have no entropy.
-        num_data: size of the data set, compared with the plate's scale; None skips the check.
-        num_particles: number of runs to average if a latent that sets the prior of another latent is sampled; otherwise
-            one run is sufficient.
+        num_data: size of the data set, which is compared with the plate's scale; None skips the check.
+        num_particles: number of runs to average. More than one is needed only if a latent that sets the prior of
+            another latent is sampled.
 
     Attributes:
         step: number of completed training steps; only evaluations that record gradients count.
         terms: detached parts of the last loss.
         prediction_rule: the prediction rule for posteriors trained with this objective: the name of a rule that
-            :mod:`pyro_dvi.predictive` exports, or your own rule. Files store only names.
+            :mod:`pyro_dvi.predictive` exports, or your own rule. Saved files contain only the name of a rule.
         takes_joint: True if guides may have Gaussian vectors with covariances, as in ``LastLayerGuide``.
     """
 
@@ -87,7 +87,7 @@ class Objective(ELBO):
 
     @property
     def step(self) -> int:
-        """Number of completed training steps. A recorded step must not depend on it, but see :meth:`recorded_for`."""
+        """Number of completed training steps. A recorded step must not depend on it; see :meth:`recorded_for`."""
         refuse_to_record("the objective reads the number of steps")
         return self._step
 
@@ -114,13 +114,13 @@ class Objective(ELBO):
         """Begin a training step."""
 
     def returned(self, loss: Tensor, guide: Any) -> None:
-        """Inspect the loss from which the caller, who may multiply it, will start the backward pass."""
+        """Inspect the loss that is returned; the caller may multiply it, and then starts the backward pass."""
 
     def recorded_for(self, guide: Any) -> Any:
-        """Return what the operators of the next step depend on besides tensors and plain values of modules.
+        """Return everything that determines the operators of the next step, except tensors and modules' plain values.
 
         Raises:
-            UnsupportedError: if they may depend on anything, so that a step cannot be recorded.
+            UnsupportedError: if this is not known, so that a step cannot be recorded.
         """
         return ()
 
@@ -129,12 +129,15 @@ class Objective(ELBO):
         return ()
 
     def leave_with(self, guide: Any, left: Any) -> None:
-        """Store in the guide what :meth:`left_with` returns after such a step."""
+        """Store in the guide what :meth:`left_with` returned after a step."""
 
     # For hooks -----------------------------------------------------------------------------------------------------
 
     def structure(self, call: Call, training: bool, gradients: bool = True) -> tuple[Structure, bool]:
-        """Return the structure of model and guide, and True in its first run, which also breaks a start at zero."""
+        """Return the structure of model and guide, and True in their first run.
+
+        Before the first training step, this also breaks an all-zero start.
+        """
         structure, first = self._first_runs.of(call, gradients)
         if structure.joint and not self.takes_joint:
             refuse_site(*next(iter(structure.joint.items())))
@@ -192,13 +195,13 @@ class Objective(ELBO):
                 loss.backward(retain_graph=self.retain_graph)
         value = loss.item()
         if not math.isfinite(value):
-            for leaf in leaves_of([loss]):  # so that gradients of the failed step do not enter the next one
+            for leaf in leaves_of([loss]):  # gradients of the failed step must not enter the next one
                 leaf.grad = None
             raise NonFiniteError(self._diagnosis(value))
         return value
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that a resumed run needs besides model, guide and optimizer."""
+        """Return the state of the objective, which a resumed run needs besides model, guide and optimizer."""
         return {"step": self.step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -245,7 +248,7 @@ class Objective(ELBO):
         return terms["loss"]
 
     def averaged(self, call: Call, kl_weight: Any, training: bool) -> dict[str, Tensor]:
-        """Return the terms, averaged over runs."""
+        """Return the terms of the loss, averaged over ``num_particles`` runs."""
         runs = [self.evaluate(call, kl_weight, training) for _ in range(self.num_particles)]
         if len(runs) == 1:
             return runs[0]
@@ -272,7 +275,7 @@ class Objective(ELBO):
 
 
 class WrappedObjective(ELBO):
-    """An objective that evaluates another objective, ``elbo``, in its own way, and has its attributes."""
+    """Base class of objectives that wrap another objective, ``elbo``, whose attributes are also theirs."""
 
     _own: ClassVar[tuple[str, ...]] = ("elbo",)
     _get_trace = Objective._get_trace

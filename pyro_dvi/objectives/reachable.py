@@ -17,7 +17,7 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor, nn
 
 Lookup = Callable[[Any], Any]
-Entry = tuple[Lookup, Any, Any, str]  # a function that looks up names, a name, its value, and a description
+Entry = tuple[Lookup, Any, Any, str]  # function to look up a name, name, value, description
 
 _CLOSED = {
     "torch",
@@ -39,13 +39,13 @@ _OPEN = (
     Namespace,
     UserDict,
 )
-_CONTAINERS = frozenset(vars(nn.Module()))  # attributes of every module, whose containers stay the same
+_CONTAINERS = frozenset(vars(nn.Module()))  # attributes of every module: containers that are never replaced
 _LEFT_OUT = {
     "plates",
     "_inv",  # in torch's transforms
     *(n for n in _CONTAINERS if "state_dict" in n or "persistent" in n),
-}  # attributes that are new in each step, or only for files
-INSIDE = object()  # in place of a name: the state of an object that changes with use
+}  # attributes that are new in each step, or are used only for files
+INSIDE = object()  # stands in place of a name for the state of an object that changes when it is used
 _MANY = 1000  # containers with more entries are not inspected
 
 
@@ -62,14 +62,14 @@ def _states() -> dict[type, Callable[[Any], Any]]:
 
 
 def is_plain(value: Any) -> bool:
-    """Return True if a value is compared as a whole, without inspecting its contents."""
+    """Return True if a value is compared as a whole, so that its contents need no inspection."""
     return value is None or isinstance(value, (bool, int, float, complex, str, bytes))
 
 
 def reachable(roots: Iterable[Any]) -> Iterator[Entry]:
-    """Yield everything that can be reached from functions, modules and objects.
+    """Yield everything that can be reached from the given functions, modules and objects.
 
-    Objects of libraries are not inspected, except modules.
+    Among the objects of libraries, only modules are inspected.
     """
     seen: set[int] = set()
     held: list[Any] = []  # kept alive, so that no id is reused
@@ -138,7 +138,7 @@ def _inside(owner: Any, place: str) -> Iterator[Entry]:
 def _of_object(owner: Any, place: str) -> Iterator[Entry]:
     """Yield the attributes of an object and of its classes."""
     own = getattr(owner, "__dict__", None)
-    if own is None:  # for example, Python's own list
+    if own is None:  # no attributes of its own, for example a Python list
         return
     yield len, own, len(own), f"the number of attributes of {place}"
     yield from (entry for entry in _named(own, place) if entry[1] not in _LEFT_OUT)
@@ -154,7 +154,7 @@ def _of_classes(kind: type) -> Iterator[Entry]:
 
 
 def _variables(function: Any, place: str) -> Iterator[Entry]:
-    """Yield the variables that a function uses from outside."""
+    """Yield the variables from outside a function that the function uses."""
     code = function.__code__
     yield from _attributes(function, place, "__defaults__", "__kwdefaults__")
     yield from _named(function.__dict__, place)
@@ -175,7 +175,7 @@ def _variables(function: Any, place: str) -> Iterator[Entry]:
 
 
 def _names(code: CodeType) -> set[str]:
-    """Return the names of globals and attributes in a function and in its inner functions."""
+    """Return the names of globals and attributes that occur in a function and in its inner functions."""
     inside = [_names(part) for part in code.co_consts if isinstance(part, CodeType)]
     return set(code.co_names).union(*inside)
 
@@ -208,5 +208,5 @@ def _entry(container: Any, k: int) -> Any:
 def _content(cell: Any, _name: str) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # not assigned yet
+    except ValueError:  # the variable is not assigned yet
         return None

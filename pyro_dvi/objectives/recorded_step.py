@@ -36,7 +36,7 @@ KINDS = ("cpu", "cuda", "xpu", "mps")  # device types of autocast
 
 
 class VoidReplayError(ValueError):
-    """A condition fails in a replay, for example that a label is in the support of its distribution."""
+    """Raised if a condition fails in a replay, for example if a label is outside the support of its distribution."""
 
 
 class Weight:
@@ -103,7 +103,7 @@ class Handed(Function):
     @staticmethod
     def forward(ctx: Any, loss: Tensor, gradients: list[Tensor | None], *leaves: Tensor) -> Tensor:
         ctx.gradients = gradients
-        return loss.clone()  # a copy, which may be changed in place
+        return loss.clone()  # a copy, because the caller may change it in place
 
     @staticmethod
     def backward(ctx: Any, out: Tensor) -> tuple[Tensor | None, ...]:
@@ -119,18 +119,19 @@ class RecordedStep:
 
     Args:
         objective: objective of the step.
-        call: model and guide with the batch for recording; the step is taken.
+        call: model and guide with the batch for recording. Recording also takes the step.
         inputs: tensors of the step that a replay may replace by others.
-        kl_weight: the KL weight, also an input.
-        assuming: True if the graph may rely on conditions that hold in this step and shorten the computation.
+        kl_weight: the KL weight, which is also an input.
+        assuming: True to let the graph rely on conditions that hold in this step, which shortens the computation.
         compiled: True to compile the graph.
 
     Attributes:
         outcome: outcome of the step that was recorded.
         operators: the graph.
-        assumes: True if the graph relies on conditions, so that replays may be void.
-        problem: why the step cannot be replayed; None if it can. The step was taken in either case.
-        found: tensors that are not inputs, with their versions; the recording becomes invalid when they change.
+        assumes: True if the graph relies on conditions; a replay in which they fail is void.
+        problem: why the step cannot be replayed; None if it can be. The step was taken in either case.
+        found: tensors that the step uses but that are not inputs, with their versions; if one of them changes, the
+            recording becomes invalid.
     """
 
     def __init__(
@@ -154,7 +155,7 @@ class RecordedStep:
             leaves = [inputs[k] for k in self._leaves]
             unknown = [leaf for leaf in leaves_of([terms["loss"]]) if not any(leaf is one for one in leaves)]
             self.outcome = Outcome.of(objective, call, terms, [*leaves, *unknown])
-            # Scalars of a model may be on the CPU while its data are on another device.
+            # The scalars of a model may be on the CPU even if its data are on another device.
             conditions = [c.to(kl_weight.device) for c in (*(recorder.assumptions or []), *checks.passed)]
             holds = torch.stack(conditions).all() if conditions else torch.ones((), dtype=torch.bool)
         self.problem = None
@@ -178,7 +179,7 @@ class RecordedStep:
             self.operators = recorder.module(results, [] if self.problem else gradients)
         except UnsupportedError as error:
             self.problem = self.problem or str(error)
-        except SyntaxError:  # in the code of the graph
+        except SyntaxError:  # in the generated code of the graph
             self.problem = self.problem or "an argument of a torch operator cannot be stored in a graph"
         if self.problem is not None:
             return
@@ -188,13 +189,13 @@ class RecordedStep:
         self._rounding = recorder.coarsest**0.5
         self._casting = [kind for kind in KINDS if torch.is_autocast_enabled(kind)]
         self._ways: list[Any] = [fx.GraphModule(self.operators, quickly_called(self.operators.graph)).forward]
-        if compiled:  # replays use the first way
+        if compiled:  # the compiled graph comes first, because replays use the first way
             with self._operators_only():
                 self._ways.insert(0, _compiled(self.operators, [*inputs, kl_weight]))
 
     @contextmanager
     def _operators_only(self) -> Iterator[None]:
-        """Disable gradients and autocast, because the graph contains gradients and casts."""
+        """Disable gradients and autocast, because the graph already contains gradients and casts."""
         with ExitStack() as without:
             without.enter_context(torch.no_grad())
             for kind in self._casting:
@@ -202,7 +203,7 @@ class RecordedStep:
             yield
 
     def replay(self, inputs: list[Tensor], kl_weight: Tensor, way: int = 0) -> Outcome:
-        """Take a step with other inputs; it changes buffers and random states like the recorded step."""
+        """Take a step with other inputs; it changes buffers and random states as the recorded step did."""
         with self._operators_only():
             holds, *found = self._ways[way](*inputs, kl_weight)
         if not holds:
@@ -216,7 +217,7 @@ class RecordedStep:
         )
 
     def state(self, inputs: list[Tensor]) -> State | None:
-        """Return the state that a replay changes; None if it changes none."""
+        """Return the state that a replay changes; None if it changes nothing."""
         written = [inputs[k] for k in self._written]
         return State(written) if written or self._draws else None
 
@@ -241,10 +242,10 @@ class Trial:
 
     Attributes:
         outcome: outcome of the replay.
-        inputs: inputs after the replay; copies of those that it writes to.
+        inputs: inputs after the replay; inputs that the replay writes to are copies.
         versions: versions of these inputs.
         random_states: random states after the replay.
-        rounding: allowed relative error, because operators were fused.
+        rounding: relative error that is allowed, because the compiler may have fused operators.
         seconds: duration of the replay.
     """
 
@@ -256,7 +257,7 @@ class Trial:
     seconds: float
 
     def disagreement(self, ordinary: Outcome, inputs: list[Tensor]) -> str | None:
-        """Return a difference from an ordinary step, which has changed ``inputs``; None if there is none."""
+        """Return how the replay differs from an ordinary step, which has changed ``inputs``; None if it does not."""
         mine, known = self.outcome, {id(leaf) for leaf in self.outcome.leaves}
         if any(id(leaf) not in known for leaf in ordinary.leaves):
             return "a new parameter appears"
@@ -282,10 +283,10 @@ class Trial:
 
 
 class State:
-    """The state that a step changes, except parameters, to be restored if the step fails.
+    """The state that a step changes, except parameters; it is restored if the step fails.
 
     Args:
-        inputs: tensors that include all to which the step may write.
+        inputs: tensors of the step, including all that it may write to.
         python: True if the step may draw from the generators of Python and NumPy.
     """
 
@@ -307,7 +308,7 @@ class State:
 
 
 def _apart(gradients: Sequence[Tensor | None], leaves: list[Tensor]) -> list[Tensor | None]:
-    """Return gradients as a backward pass stores them: with the memory layout of the leaves, each in its own memory."""
+    """Return gradients as a backward pass stores them: each in its own memory, with the memory layout of its leaf."""
     found: list[Tensor | None] = []
     memories: set[int] = set()
     for gradient, leaf in zip(gradients, leaves, strict=True):
@@ -334,13 +335,13 @@ def _random_states() -> list[Tensor]:
 
 
 def _agree(one: Any, other: Any, rounding: float, largest: float) -> bool:
-    """Return True if two results are equal: bitwise on the CPU, up to rounding where sums have no fixed order.
+    """Return True if two results are equal: bitwise on the CPU, or up to rounding where sums have no fixed order.
 
     Args:
         one: a result.
         other: the other result.
-        rounding: relative error that is allowed, on the CPU as well.
-        largest: norm of the largest gradient or term, relative to which others may be rounding errors.
+        rounding: relative error that is allowed even on the CPU.
+        largest: norm of the largest gradient or term; results that are tiny relative to it may be rounding errors.
     """
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
         return one is other or bool(one == other)
@@ -354,7 +355,7 @@ def _agree(one: Any, other: Any, rounding: float, largest: float) -> bool:
 
 
 def _compiled(operators: fx.GraphModule, inputs: list[Any]) -> Callable[..., Sequence[Tensor]]:
-    """Compile a graph with Inductor; it contains no Python code for TorchDynamo to analyse."""
+    """Compile a graph with Inductor; TorchDynamo is not needed, because a graph contains no Python code."""
     from torch import _inductor  # takes seconds to import
 
     graphs = any(value.is_cuda for value in inputs)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A recorded step with its surroundings, and the decision when it is compared with an ordinary step."""
+"""A recorded step with its surroundings, and the decision whether to compare it with an ordinary step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from pyro_dvi.objectives.recorded_step import RecordedStep
 from pyro_dvi.objectives.surroundings import Surroundings, meta
 
-_INTERVAL = 1000  # replays between two comparisons in long training
+_INTERVAL = 1000  # number of replays between two comparisons, once training is long
 
 
 @dataclass(eq=False)
@@ -24,9 +24,9 @@ class Recording:
     metas: list[Any]
     step: RecordedStep
     last: list[Tensor]  # the tensors of the surroundings at the last comparison
-    batch: list[int]  # identities of the tensors with which it was recorded
+    batch: list[int]  # identities of the tensors of the batch with which the step was recorded
     uses: int = 0
-    elsewhere: bool = False  # True once it was compared on another batch
+    elsewhere: bool = False  # True once the recording was compared on another batch
     seconds: list[tuple[float, float]] = field(
         default_factory=list
     )  # thread time of replays and of ordinary steps
@@ -50,7 +50,7 @@ class Recording:
         return tensors
 
     def is_due(self, tensors: list[Tensor], batch: list[Tensor]) -> bool:
-        """Count a step; return True if it should be compared."""
+        """Count a step; return True if its replay should be compared with an ordinary step."""
         self.uses += 1
         if self.uses & (self.uses - 1) == 0 or self.uses % _INTERVAL == 0:
             return True
@@ -64,6 +64,6 @@ class Recording:
         return len(replays) > 4 and min(replays) > 1.1 * min(ordinary)
 
     def trust(self, tensors: list[Tensor], batch: list[Tensor]) -> None:
-        """Record a comparison without differences."""
+        """Record that a comparison found no difference."""
         self.last = tensors
         self.elsewhere = self.elsewhere or self.batch != list(map(id, batch))

@@ -21,29 +21,29 @@ from pyro_dvi.runs.structure import check_gradients, refuse_dependent
 
 
 class SampledELBO(Objective):
-    r"""Objective of sampled variational inference; with ``AutoDelta``, of MAP estimation.
+    r"""Objective of variational inference with sampled weights, and, with an ``AutoDelta``, of MAP estimation.
 
     .. math::
         \mathrm{loss} = -\frac1K \sum_{k=1}^K \sum_s \mathrm{scale}_s \log p_s(y_s \mid w_k)
             + \beta\, \mathrm{KL}(q \,\|\, p), \qquad w_k \sim q
 
-    At :math:`\beta = 1`, the loss has the same expectation as that of Pyro's ``Trace_ELBO``, whose KL divergence is
-    sampled and cannot be weighted. With ``AutoDelta``, nothing is drawn: the loss is
+    At :math:`\beta = 1`, the loss has the same expectation as the loss of Pyro's ``Trace_ELBO``, in which the KL
+    divergence is sampled and cannot be weighted. With ``AutoDelta``, nothing is drawn: the loss is
     :math:`-\log p(y \mid w) - \beta \log p(w)`, so training converges to the MAP estimate under the prior
     :math:`p(w)^\beta`.
 
-    Status: unbiased. The KL divergence is in closed form (or by quadrature, see the conventions) for factorised
-    Gaussian guides and point masses. For all other guides, such as ``AutoMultivariateNormal``, flows or sites that
-    depend on each other, it is estimated from the same draws, :math:`\log q(w_k) - \log p(w_k)`. The attribute
-    ``divergence`` states which applies.
+    Status: unbiased. For factorised Gaussian guides and point masses, the KL divergence is computed in closed form (or
+    with quadrature, see the conventions). For all other guides, such as ``AutoMultivariateNormal``, flows or guides
+    whose sites depend on each other, it is estimated from the same draws as the likelihood,
+    :math:`\log q(w_k) - \log p(w_k)`. The attribute ``divergence`` states which of the two is used.
 
     Predict with :class:`~pyro_dvi.Samples`, or ``AtMean()`` after ``AutoDelta``.
 
     Args:
-        kl_weight: :math:`\beta`, a float or a schedule of the completed training steps.
+        kl_weight: :math:`\beta`, a float, or a schedule, which is called with the number of completed training steps.
         temperature: T, factor of the entropy, see :class:`~pyro_dvi.objectives.Objective`; it has no effect on
             ``AutoDelta``.
-        num_data: size of the data set, compared with the plate's scale; None skips the check.
+        num_data: size of the data set, which is compared with the plate's scale; None skips the check.
         num_particles: K, number of draws per step.
 
     Attributes:
@@ -76,7 +76,7 @@ class SampledELBO(Objective):
     """
 
     divergence: str | None = None
-    _known: tuple[Any, bool] = (None, False)  # the last guide, and True if it is a factorised Gaussian
+    _known: tuple[Any, bool] = (None, False)  # the last guide, and whether it is a factorised Gaussian
 
     def evaluate(self, call: Call, kl_weight: float, training: bool) -> dict[str, Tensor]:
         first, factorised = self._known[0] is not call.guide, self._is_factorised(call)
@@ -117,7 +117,7 @@ class _GaussianDraws(GuideRun):
         return GaussianSite(name, value, base, transforms, sampled=True)
 
     def log_density(self) -> float:
-        """Return the log-density of q to add to the divergence: zero, because the closed form is complete."""
+        """Return the log-density of q that the divergence lacks: zero, because the closed form already contains it."""
         return 0.0
 
 
@@ -133,13 +133,13 @@ class _Draws(GuideRun):
             )
 
     def log_density(self) -> Tensor:
-        """Return the log-density of the draws, without that of point masses, which the divergence already contains."""
+        """Return the log-density of the draws; the divergence already contains that of point masses."""
         drawn = self._drawn()
         self.trace.compute_log_prob(lambda _name, site: any(site is one for one in drawn))
         return sum_of([site["log_prob_sum"] for site in drawn])
 
     def log_volume(self) -> Tensor | float:
-        """Return the log-determinant that converts the log-density of the draws to that of unconstrained values."""
+        """Return the log-determinant that converts the draws' log-density to the one of their unconstrained values."""
         terms = []
         for site in self._drawn():
             transform, value = unconstraining_transform(site["fn"].support), site["value"]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Schedules for the weight :math:`\beta` of the KL term, as functions of the training step.
 
-Every ELBO of the library takes ``kl_weight`` as a number or as a callable of the step, counted from 0. The ELBO counts
-the steps, and checkpoints save their number.
+Every ELBO of the library takes ``kl_weight`` as a number, or as a callable that maps the training step to a number.
+Steps are counted from 0; the ELBO counts them, and checkpoints save their number.
 
 Your own schedule can be any picklable callable that maps a step to a non-negative number.
 """
@@ -28,7 +28,8 @@ class LinearWarmup:
         end: :math:`\beta_1`, the weight from step :math:`T` on.
 
     Raises:
-        ArgumentError: if ``steps`` is not a positive integer; in training, if a weight is negative or not finite.
+        ArgumentError: if ``steps`` is not a positive integer; during training, also if a weight is negative or not
+            finite.
 
     Source: Sønderby et al. (2016), "Ladder Variational Autoencoders".
 

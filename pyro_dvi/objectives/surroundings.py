@@ -31,12 +31,12 @@ class Met(Messenger):
         return super().__exit__(*error)
 
     def _pyro_post_param(self, msg: Any) -> None:
-        if stored(msg["name"]) is not None:  # not a parameter of a module
+        if stored(msg["name"]) is not None:  # otherwise, the parameter belongs to a module
             self.names[msg["name"]] = None
 
 
 class _Entries(list[Entry]):
-    """Places with their values, compared without a Python loop."""
+    """Places with their values, which are compared without a Python loop."""
 
     @cached_property
     def _columns(self) -> tuple[Any, ...]:
@@ -56,7 +56,7 @@ class _Entries(list[Entry]):
 
 
 class Surroundings:
-    """Everything that a step may use besides its arguments, by the places where it is found.
+    """Everything that a step may use besides its arguments, together with the places where it is stored.
 
     Tensors are looked up anew for each step, so they may be loaded, moved or replaced between steps. Plain values and
     objects are compared: if one of them has changed, the step needs another recording.
@@ -64,7 +64,7 @@ class Surroundings:
     Args:
         met: modules and parameter names that the step used.
         functions: the model and the guide.
-        settings: further values to compare, with the places where they are found.
+        settings: additional values to compare, with the places where they are stored.
 
     Attributes:
         names: names of the parameters that the step takes from Pyro's store, in the order of their first use.
@@ -86,7 +86,7 @@ class Surroundings:
         self._places = list(places.values())
 
     def tensors(self) -> list[Tensor] | None:
-        """Return the current tensors; None if one is missing, or its places now contain different tensors."""
+        """Return the current tensors; None if one is missing, or if places that shared a tensor no longer do."""
         found = []
         for (get, name), *others in self._places:
             tensor = get(name)
@@ -96,7 +96,7 @@ class Surroundings:
         return found
 
     def changed(self) -> str | None:
-        """Return a description of a value or object that has changed; None if nothing has."""
+        """Return a description of a value or object that has changed; None if nothing has changed."""
         if self._numbers.are_equal() and self._objects.are_same() and self._states.are_equal():
             return None
         for get, name, value, place in self._numbers:
@@ -112,7 +112,7 @@ class Surroundings:
         return None
 
     def moved(self, tensors: list[Tensor]) -> str | None:
-        """Return a description of an assignment in a step, which a replay would not repeat; None if there is none."""
+        """Describe an assignment that a step has made and a replay would not repeat; None if there is none."""
         now = self.tensors()
         if now is None or any(a is not b for a, b in zip(now, tensors, strict=True)):
             return "each step assigns a tensor to an attribute of a module or object"

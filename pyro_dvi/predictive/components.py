@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run a model with the latent values of a rule, batch by batch, and pass its distributions to a reader."""
+"""Run a model with the latent values that a rule chooses, and pass its distributions to a reader, batch by batch."""
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -38,9 +38,10 @@ Reader = Mixture | ObservationDraws
 class Components:
     """The predictive distributions of a model under a prediction rule, batch by batch.
 
-    Rules with draws need few runs of the model, see :mod:`~pyro_dvi.predictive.engine.vectorised`. Draws that do not
-    depend on the inputs are used for all batches, unless they take too much memory. For an ensemble, the components of
-    its members follow one another, each from the member's own model.
+    A rule with draws needs only a few runs of the model, because one run can serve many draws; see
+    :mod:`~pyro_dvi.predictive.engine.vectorised`. Draws that do not depend on the inputs are reused for all batches,
+    unless they take too much memory. For an ensemble, the components of the first member come first, then those of the
+    second, and so on; each member is run with its own model.
 
     Args:
         model: the Pyro model.
@@ -69,10 +70,10 @@ class Components:
         """Pass the components for a batch to a reader.
 
         Args:
-            reader: receives the components, the first one alone and with all checks, the others in chunks.
+            reader: receives the components: first a single one, with all checks, then the others in chunks.
             batch: arguments of the model.
             site: observed site to predict, if the model has several.
-            others: values of further observed sites.
+            others: values of the other observed sites.
 
         Raises:
             UnsupportedError: if the prediction depends on a site that is neither latent nor observed.
@@ -100,8 +101,8 @@ class Components:
 
         Args:
             inputs: arguments of the model for the batch, without the observation.
-            way: how the model is run with the draws. In a plain loop, weights are drawn one at a time, because each
-                draw seeds the random numbers of the model.
+            way: how the model is run with the draws. In a plain loop, the weights of each draw are drawn just before
+                its run, because the seed of a draw also determines the random numbers of the model.
         """
         if self._members:
             yield from self._of_members(inputs)
@@ -191,7 +192,7 @@ def _refuse_unseen(response: Response, run: Callable[[Latents], Any], latents: L
 
 
 class _Elsewhere(Messenger):
-    """Set discrete sites to their first or last possible value, because two draws of them may coincide."""
+    """Set discrete sites to their first or last possible value; two random draws could be equal by chance."""
 
     def __init__(self, sites: tuple[str, ...], last: bool) -> None:
         super().__init__()

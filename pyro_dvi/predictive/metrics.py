@@ -2,10 +2,10 @@
 r"""Scores of predictions: likelihood, accuracy, calibration, selective prediction, out-of-distribution detection.
 
 Every function takes parts of a prediction (probabilities, means, log-likelihoods) and the observed values, as tensors
-or anything that ``torch.as_tensor`` accepts, and computes in double precision. Probabilities have their classes in the
-last dimension, ``[..., C]`` with labels ``0..C-1`` of shape ``[...]``; for two classes, the probabilities of label 1,
-with the shape of the labels, are sufficient. Invalid values (NaN, rows that do not sum to one, labels out of range,
-unequal shapes) raise a :class:`~pyro_dvi.errors.DataError`.
+or anything that ``torch.as_tensor`` accepts, and computes in double precision. Class probabilities have shape
+``[..., C]``, with classes in the last dimension, and labels ``0..C-1`` have shape ``[...]``. For two classes, the
+probabilities of label 1 are sufficient, in the shape of the labels. Invalid values (NaN, rows that do not sum to one,
+labels out of range, unequal shapes) raise a :class:`~pyro_dvi.errors.DataError`.
 """
 
 import math
@@ -53,13 +53,13 @@ def accuracy(probabilities: Any, labels: Any) -> float:
 
 
 def brier(probabilities: Any, labels: Any) -> float:
-    r"""Brier score, summed over classes: 0 for perfect predictions, 2 for confident wrong ones.
+    r"""Brier score, summed over classes: 0 for perfect predictions, 2 if all are wrong with full confidence.
 
     .. math::
         \frac1n \sum_i \sum_c (p_{ic} - 1[y_i = c])^2
 
-    For two classes, it is twice the mean squared error of the probability of label 1, which some libraries report
-    instead.
+    For two classes, this score is twice the mean squared error of the probability of label 1; some libraries report
+    that error as the Brier score.
 
     Source: Brier (1950), Eq. 2.
 
@@ -119,8 +119,9 @@ def expected_calibration_error(probabilities: Any, labels: Any, num_bins: int = 
     .. math::
         \mathrm{ECE} = \sum_b \frac{n_b}{n} \bigl|\mathrm{accuracy}_b - \mathrm{confidence}_b\bigr|
 
-    over the equally wide, right-closed bins of :func:`reliability_table`. The ECE depends on the number of bins and is
-    biased upwards for few examples: compare only values for the same data and bins.
+    over the equally wide, right-closed bins of :func:`reliability_table`. The ECE depends on the number of bins, and is
+    biased upwards if there are few examples. Compare values only if they were computed from the same data with the same
+    bins.
 
     Source: Naeini et al. (2015); Guo et al. (2017), Eq. 3.
 
@@ -136,7 +137,7 @@ def expected_calibration_error(probabilities: Any, labels: Any, num_bins: int = 
 
 @dataclass(frozen=True)
 class RejectionCurve:
-    """The ``rejected`` fraction of examples and the ``error`` of the kept ones (0 if none are kept), ``[n + 1]``."""
+    """The ``rejected`` fraction of examples and the ``error`` of the others (0 if there are none), both ``[n + 1]``."""
 
     rejected: Tensor
     error: Tensor
@@ -151,12 +152,14 @@ def rejection_curve(probabilities: Any, labels: Any, uncertainty: Any = None) ->
         \mathrm{error}\Bigl(\frac kn\Bigr) = \frac{1}{n - k} \sum_{i=1}^{n-k} e_i, \quad k = 0, \dots, n - 1, \qquad
         \mathrm{error}(1) = 0
 
-    Among examples of equal uncertainty, :math:`e_i` is replaced by its mean, the expectation over random orders.
+    For examples of equal uncertainty, each :math:`e_i` is replaced by the mean over these examples, which is its
+    expectation if their order is random.
 
     Args:
         probabilities: class probabilities.
         labels: observed classes.
-        uncertainty: values to rank by, ``[...]``, the highest rejected first; by default the predictive entropy.
+        uncertainty: values ``[...]`` that rank the examples; the highest are rejected first. By default, the predictive
+            entropy.
 
     Source: Schmitt & Roth (2021), appendix D; equivalent to the risk-coverage curve of El-Yaniv & Wiener (2010), with
     coverage = 1 - rejected.
@@ -183,7 +186,7 @@ def rejection_curve(probabilities: Any, labels: Any, uncertainty: Any = None) ->
 
 
 def aumrc(probabilities: Any, labels: Any, uncertainty: Any = None) -> float:
-    r"""Area under the misclassification-rejection curve; low if errors are few and have high uncertainty.
+    r"""Area under the misclassification-rejection curve; low if errors are few and have a high uncertainty.
 
     The area under the step function is the mean error over all numbers of kept examples,
 
@@ -191,9 +194,9 @@ def aumrc(probabilities: Any, labels: Any, uncertainty: Any = None) -> float:
         \mathrm{AUMRC} = \frac1n \sum_{k=0}^{n-1} \mathrm{error}\Bigl(\frac kn\Bigr)
             = \frac1n \sum_{k=1}^{n} \frac1k \sum_{i=1}^{k} e_i,
 
-    with the arguments, the curve and the :math:`e_i` of :func:`rejection_curve`. It equals the area under the
-    risk-coverage curve, AURC. Uninformative uncertainties give about the error rate of all examples; a perfect ranking
-    gives about half the square of this error rate.
+    with the arguments, the curve and the :math:`e_i` of :func:`rejection_curve`. The AUMRC equals the area under the
+    risk-coverage curve (AURC). If the uncertainties are uninformative, it is about the error rate of all examples; if
+    their ranking is perfect, it is about half the square of this error rate.
 
     Source: Nadeem, Zucker & Hanczar (2009) for the curve; Schmitt & Roth (2021), appendix D; under the name AURC,
     Geifman, Uziel & El-Yaniv (2019), section 2.
@@ -212,7 +215,7 @@ def auroc(inside: Any, outside: Any) -> float:
         \mathrm{AUROC} = \frac1{nm} \sum_{i,j} \Bigl(1[u_i < v_j] + \tfrac12 1[u_i = v_j]\Bigr)
 
     Args:
-        inside: uncertainty u of n examples from the distribution of the training data, such as the predictive entropy.
+        inside: uncertainty u (such as the predictive entropy) of n examples from the distribution of the training data.
         outside: uncertainty v of m out-of-distribution examples.
 
     Source: Mann & Whitney (1947); for out-of-distribution detection, Hendrycks & Gimpel (2017).
@@ -229,19 +232,20 @@ def auroc(inside: Any, outside: Any) -> float:
 
 
 def fpr_at_tpr(inside: Any, outside: Any, tpr: float = 0.95) -> float:
-    r"""False-positive rate: fraction of out-of-distribution examples at or below the in-distribution threshold.
+    r"""False-positive rate: fraction of out-of-distribution examples that are accepted as in-distribution.
 
     .. math::
         \frac1m \sum_j 1[v_j \le t], \qquad t = \min\Bigl\{u_i : \frac1n \sum_k 1[u_k \le u_i] \ge
         \mathrm{TPR}\Bigr\}
 
-    In-distribution examples are the positives. Lower is better.
+    An example is accepted if its uncertainty is at most the threshold t. In-distribution examples are the positives.
+    Lower rates are better.
 
     Args:
         inside: uncertainty u of n in-distribution examples.
         outside: uncertainty v of m out-of-distribution examples.
-        tpr: true-positive rate, the fraction of in-distribution examples at or below the threshold t; above 0 and at
-            most 1.
+        tpr: true-positive rate, the fraction of in-distribution examples at or below the threshold t. It must be above
+            0 and at most 1.
 
     Source: Liang, Li & Srikant (2018), section 4.
 
@@ -259,14 +263,15 @@ def fpr_at_tpr(inside: Any, outside: Any, tpr: float = 0.95) -> float:
 def misclassification_auroc(probabilities: Any, labels: Any, uncertainty: Any = None) -> float:
     r"""Probability that a wrong prediction is more uncertain than a right one; 0.5 is chance.
 
-    :func:`auroc` with right predictions in place of in-distribution examples and wrong ones in place of
+    It is :func:`auroc` with right predictions in place of in-distribution examples and wrong predictions in place of
     out-of-distribution examples. Each method is judged by its own errors, so only methods with about the same accuracy
     can be compared.
 
     Args:
         probabilities: class probabilities.
         labels: observed classes.
-        uncertainty: values to rank by, ``[...]``; by default :math:`1 - \max_c p_{ic}`, one minus the confidence.
+        uncertainty: values ``[...]`` that rank the examples; by default one minus the confidence,
+            :math:`1 - \max_c p_{ic}`.
 
     Raises:
         DataError: if all predictions are right, or all are wrong.
@@ -316,7 +321,8 @@ def nll(log_likelihood: Any) -> Estimate:
         \mathrm{NLL} = -\frac1n \sum_i \log p(y_i \mid x_i), \qquad
         \mathrm{SE} = \sqrt{\frac{1}{n(n-1)} \sum_i (\log p(y_i \mid x_i) + \mathrm{NLL})^2}
 
-    The standard error reflects the choice of test examples, not the variation between training runs.
+    The standard error measures the variation due to the choice of test examples, not the variation between training
+    runs.
 
     Source: the logarithmic score of Good (1952); Gneiting & Raftery (2007), section 4.
 
@@ -348,7 +354,7 @@ def rmse(mean: Any, observed: Any) -> float:
 def coverage(lower: Any, upper: Any, observed: Any) -> float:
     """Prediction interval coverage probability (PICP): the fraction of observations inside their closed intervals.
 
-    A calibrated 95 % interval covers 95 % of new observations, up to a binomial standard error.
+    Calibrated 95 % intervals contain 95 % of new observations, up to a binomial standard error.
 
     Source: Khosravi et al. (2011), Eq. 8.
 
@@ -369,7 +375,7 @@ def crps_gaussian(mean: Any, scale: Any, observed: Any) -> float:
         \mathrm{CRPS} = \frac1n \sum_i \sigma_i \Bigl[z_i (2\Phi(z_i) - 1) + 2\phi(z_i) - \tfrac1{\sqrt\pi}\Bigr],
         \qquad z_i = \frac{y_i - m_i}{\sigma_i}
 
-    Status: exact. For a scale of zero, it is the absolute error, the limit of the score.
+    Status: exact. For a scale of zero, the score is the absolute error, which is its limit as the scale tends to zero.
 
     Source: Gneiting & Raftery (2007), section 4.2, with the opposite sign.
 

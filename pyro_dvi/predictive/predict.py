@@ -44,43 +44,48 @@ def predict(
     keep_draws: bool = False,
     progress: bool = True,
 ) -> Prediction:
-    r"""Predictive distribution of every example.
+    r"""Return the predictive distribution of every example.
 
     .. math::
         p(y \mid x) \approx \frac1K \sum_k p(y \mid x, \theta_k)
 
-    with the :math:`\theta_k` of ``method``: the posterior mean alone (:class:`AtMean`) or draws (:class:`Samples`).
-    Predictions are read from the distribution at the model's observed site, so any Pyro model works. Modules run in
-    evaluation mode and without gradients; their mode, the running statistics of normalisation layers and the global
-    random state (except for the draw of a seed) do not change. For classification, memory does not grow with the number
-    of draws; for regression, the distribution of each draw is kept for quantiles, up to about 256 MiB in total. Plate
-    scales weight a training objective and are ignored here. Values that the model masks are predicted but not scored. A
-    latent site with one value per example belongs to the training data, so a model with such a site predicts only the
-    complete training data, in one batch and in the same order. This is checked for automatic guides, by the arguments
-    of their first run, but not for a guide that is a function.
+    where ``method`` chooses the :math:`\theta_k`: the posterior mean alone (:class:`AtMean`) or draws
+    (:class:`Samples`). Predictions are read from the distribution at the model's observed site, so any Pyro model
+    works.
+
+    Modules run in evaluation mode and without gradients. The call does not change their mode or the running statistics
+    of normalisation layers, nor the global random state, except that the seed may be drawn from it. For classification,
+    memory does not grow with the number of draws. For regression, the distribution of each draw is kept for quantiles,
+    up to about 256 MiB in total. Plate scales are ignored, because they only weight the training objective. Values that
+    the model masks are predicted but not scored.
+
+    A latent site with one value per example belongs to the training data. A model with such a site can therefore
+    predict only the complete training data, in one batch and in the same order. For an automatic guide, this is checked
+    against the arguments of its first run; for a guide that is a function, it is not checked.
 
     Args:
         model: the Pyro model; its observation may be None, as in ``forward(x, y=None)``.
         guide: its trained guide: a guide of this library or of Pyro, or a function.
-        data: inputs ``[N, ...]``; a tuple of the model's arguments, ``(x,)`` or ``(x, y)``, or a mapping from argument
+        data: inputs ``[N, ...]``; a tuple of the model's arguments, ``(x,)`` or ``(x, y)``; a mapping from argument
             names to values; or a loader of any of these. Observations are not passed to the model; they are kept for
             :meth:`Prediction.metrics`.
-        method: prediction rule. The guide's attribute ``prediction_rule`` is the default. Otherwise the default depends
-            on the training objective: ``AtMean()`` after ``TaylorELBO``, ``Moments()`` after ``MomentPropagationELBO``,
-            ``Samples(30)`` after ``NaturalGradientELBO``, ``SampledELBO`` and Pyro's objectives; ``Linearised()`` for a
-            ``LaplaceGuide``, and ``AtMean()`` for an ``AutoDelta``. Guides of this library keep the rule in their
-            ``state_dict``; :func:`~pyro_dvi.load` restores it for all guides. A guide that was not trained with an
-            objective of this library predicts with samples, and a ``MultiplicativeNoiseGuide`` with moments. For an
+        method: prediction rule. If the guide has an attribute ``prediction_rule``, this is the default. Otherwise the
+            default is ``Linearised()`` for a ``LaplaceGuide`` and ``AtMean()`` for an ``AutoDelta``. For other guides,
+            it depends on the training objective: ``AtMean()`` after ``TaylorELBO``, ``Moments()`` after
+            ``MomentPropagationELBO``, and ``Samples(30)`` after ``NaturalGradientELBO``, ``SampledELBO`` and Pyro's
+            objectives. A guide that was not trained with an objective of this library predicts with samples, except for
+            a ``MultiplicativeNoiseGuide``, which predicts with moments. Guides of this library keep the rule in their
+            ``state_dict``; :func:`~pyro_dvi.load` restores it for all guides. For an
             :class:`~pyro_dvi.training.EnsembleGuide`, ``method`` is the rule of every member; by default, each member
             uses its own rule.
         site: observed site to predict, if the model has several.
-        observed: name of the model's argument that is the observation; by default the argument whose default is None,
-            or, of several, the one with the name of the site.
-        batch_size: examples per batch; a loader has its own.
-        seed: seed of the draws; by default one from the global generator.
-        keep_draws: True to keep mean and variance, or class probabilities, of every component in
-            :attr:`Prediction.draws`, and, for regression, all distributions regardless of memory. Both are always kept
-            for an ensemble whose members predict with one distribution each.
+        observed: name of the model's argument that is the observation. By default, it is the argument whose default
+            value is None; if there are several, the one with the name of the site is used.
+        batch_size: examples per batch; ignored for a loader, which has its own batch size.
+        seed: seed of the draws; by default drawn from the global generator.
+        keep_draws: True to keep the mean and variance (or the class probabilities) of every component in
+            :attr:`Prediction.draws`. For regression, all distributions are then kept as well, however much memory they
+            take. Both are always kept for an ensemble whose members predict with one distribution each.
         progress: show a progress bar over batches.
 
     Returns:
@@ -91,13 +96,13 @@ def predict(
     Raises:
         ArgumentError: if an option is invalid, or several arguments may be the observation.
         DataError: if the data contain no examples, NaN, or tensors of different lengths; if the response does not have
-            one row per example; if the site does not observe the observation of the data; or if a latent site has one
-            value per example of other data.
+            one row per example; if the value observed at the predicted site is not the observation in the data; or if a
+            latent site has one value per example, but was trained on other data.
         GuideError: if the guide was never run, has no mean, or is not callable.
         ModelError: if the model has no observed site, or has several and ``site`` is not given.
-        UnsupportedError: if a mask excludes parts of single observations and the distribution does not support it, or
-            if the site depends on sites that are neither in the guide nor observed and the rule does not average over
-            their draws.
+        UnsupportedError: if a mask excludes only parts of an observation and the distribution does not support this; or
+            if the predicted site depends on sites that are neither in the guide nor observed, and the rule does not
+            average over draws of these sites.
 
     Example:
         >>> import pyro, pyro.distributions as dist, torch
@@ -150,7 +155,7 @@ def predict(
 
 
 def names_of_sites(model: Callable[..., Any], guide: Callable[..., Any]) -> Callable[[Batch], list[str]]:
-    """Return a function that returns the names of the observed sites for a batch."""
+    """Return a function that lists, for a batch, the names of the model's observed sites."""
 
     def names(batch: Batch) -> list[str]:
         latents = example_latents(guide, batch.inputs)
@@ -189,12 +194,12 @@ def rule_of(method: Any, guide: Any) -> PredictionRule:
 def default_rule(guide: Any) -> PredictionRule:
     """Return the default rule of a guide.
 
-    The attribute ``prediction_rule`` of the guide has priority; it is a rule, or the name of a rule or of a
-    propagation. For a :class:`~pyro_dvi.LaplaceGuide`, it is :class:`~pyro_dvi.Linearised`. An ``AutoDelta`` predicts
+    The attribute ``prediction_rule`` of the guide has priority. It is a rule, or the name of a rule or of a
+    propagation; for a :class:`~pyro_dvi.LaplaceGuide`, it is :class:`~pyro_dvi.Linearised`. An ``AutoDelta`` predicts
     with :class:`AtMean`. Other guides use the rule of their training objective: :class:`AtMean` after ``TaylorELBO``,
-    :class:`Moments` after ``MomentPropagationELBO``, 30 :class:`Samples` after ``NaturalGradientELBO`` and Pyro's
-    objectives. A guide that was not trained with an objective of this library uses samples, and a
-    :class:`~pyro_dvi.MultiplicativeNoiseGuide` uses moments. Each member of an ensemble has its own rule.
+    :class:`Moments` after ``MomentPropagationELBO``, and 30 :class:`Samples` after ``NaturalGradientELBO`` and Pyro's
+    objectives. A guide that was not trained with an objective of this library uses samples, except for a
+    :class:`~pyro_dvi.MultiplicativeNoiseGuide`, which uses moments. Each member of an ensemble has its own rule.
 
     Raises:
         GuideError: if the attribute ``prediction_rule`` is neither a rule nor the name of one.

@@ -34,19 +34,21 @@ MAX_SHOWN = 1000  # largest number of columns of a table in a notebook
 class Prediction(InNotebook):
     """Predictive distributions of a set of examples.
 
-    The result of :func:`~pyro_dvi.predict`. Every tensor has the examples in its first dimension, in the order of the
-    data, and is on the model's device. Quantities that the observed distribution does not have raise an
-    :class:`~pyro_dvi.errors.UnsupportedError`. So do aleatoric and epistemic parts if the rule returns one distribution
-    for noise and posterior together, as ``Moments()`` and ``Linearised()`` do unless the noise is Gaussian.
+    This is the result of :func:`~pyro_dvi.predict`. Every tensor has the examples in its first dimension, in the order
+    of the data, and is on the model's device. Reading a quantity that the observed distribution does not have raises an
+    :class:`~pyro_dvi.errors.UnsupportedError`. The same holds for the aleatoric and epistemic parts if the rule returns
+    one distribution for noise and posterior together; ``Moments()`` and ``Linearised()`` do so unless the noise is
+    Gaussian.
 
     Attributes:
         site: the observed site that is predicted.
         method: the prediction rule.
-        num_components: number of averaged distributions.
-        draws: quantities of each draw by name, ``[K, N, ...]``, with ``predict(..., keep_draws=True)`` and for
-            ensembles whose members predict with one distribution each; otherwise empty. They are ``mean`` and
-            ``variance`` of the observation (for classes, of its one-hot encoding), ``log_likelihood`` of the observed
-            values, and, for classes, ``probabilities`` (for a Bernoulli, of label 1) and ``entropy``.
+        num_components: number of distributions that are averaged.
+        draws: mapping from names to quantities of each draw, ``[K, N, ...]``. They are ``mean`` and ``variance`` of the
+            observation (for classes, of its one-hot encoding), ``log_likelihood`` of the observed values, and, for
+            classes, ``probabilities`` (for a Bernoulli, of label 1) and ``entropy``. The mapping is empty unless
+            ``predict`` was called with ``keep_draws=True``, or the members of an ensemble predict with one distribution
+            each.
     """
 
     _exporter: ClassVar[Callable[..., Any] | None] = None
@@ -65,7 +67,7 @@ class Prediction(InNotebook):
         }
         names = parts[0].draws
         self.draws = {name: torch.cat([part.draws[name] for part in parts], 1) for name in names}
-        # Parts without tensors, which would otherwise be stored twice.
+        # The tensors are dropped from the parts, because they would otherwise be stored twice.
         self._parts = [replace(part, values={}, draws={}) for part in parts]
         if "log_probabilities" in self.draws:
             self.draws["probabilities"] = self._of_labels(self.draws.pop("log_probabilities").exp())
@@ -79,19 +81,20 @@ class Prediction(InNotebook):
     def _shown(self) -> list[Any]:
         columns = summaries.columns_of(self)
         num_columns = sum(value[:1].numel() for value in columns.values())
-        # A table of the pixels of images would take minutes.
+        # A table with one column per pixel of an image would take minutes.
         return [repr(self), *([summaries.dataframe(columns, len(self))] if num_columns <= MAX_SHOWN else [])]
 
     @cached_property
     def mean(self) -> Tensor:
-        """Predictive mean, ``[N, ...]``, with one observation per row; for classes, their probabilities."""
+        """Predictive mean, ``[N, ...]``, with one observation per row; for classes, the class probabilities."""
         return self._value("mean", "mean")
 
     @cached_property
     def variance(self) -> Tensor:
         """Predictive variance due to noise and posterior together, in squared units of the observation.
 
-        The sum of :attr:`aleatoric` and :attr:`epistemic`; for classes, of the one-hot encoding, ``p (1 - p)``.
+        It is the sum of :attr:`aleatoric` and :attr:`epistemic`. For classes, it is the variance of the one-hot
+        encoding, ``p (1 - p)``.
         """
         return self._value("aleatoric", "variance") + self._value("epistemic", "variance")
 
@@ -130,7 +133,7 @@ class Prediction(InNotebook):
 
     @cached_property
     def expected_entropy(self) -> Tensor:
-        r"""Mean entropy of each label over the draws, :math:`\tfrac1K \sum_k H(p_k)`, in nats: its aleatoric part."""
+        r"""Aleatoric part of each label's entropy: its mean over the draws, :math:`\tfrac1K \sum_k H(p_k)`, in nats."""
         self._check_is_split()
         return self._value("expected_entropy", "class probabilities")
 
@@ -138,8 +141,8 @@ class Prediction(InNotebook):
     def mutual_information(self) -> Tensor:
         r"""Information that a label would give about the weights, :math:`H(\bar p) - \tfrac1K \sum_k H(p_k)`, in nats.
 
-        It is the epistemic part of the entropy of each label (BALD), and is high if the draws are confident in
-        different classes. It is zero for ``AtMean()``.
+        It is the epistemic part of the entropy of each label, known as BALD. It is high if the draws are confident in
+        different classes, and zero for ``AtMean()``.
 
         Source: Houlsby et al. (2011), Eq. 2.
         """
@@ -149,8 +152,9 @@ class Prediction(InNotebook):
     def quantiles(self, q: float | Sequence[float]) -> Tensor:
         """Quantiles of the predictive distribution, for each element of an observation separately.
 
-        Status: exact up to rounding, by inversion of the distribution function, including mixtures and counts. If the
-        distribution function is not available (StudentT, Beta), quantiles are computed from at least about 4,000 draws.
+        Status: exact up to rounding, also for mixtures and counts, because the distribution function is inverted. If
+        the distribution function is not available (StudentT, Beta), quantiles are computed from at least about 4,000
+        draws.
 
         Args:
             q: one probability or several, between 0 and 1.
@@ -160,7 +164,7 @@ class Prediction(InNotebook):
 
         Raises:
             ArgumentError: if a probability is not between 0 and 1.
-            UnsupportedError: for classes, or if the components of a mixture were not kept, to save memory.
+            UnsupportedError: for classes, or if the components of a mixture were discarded to save memory.
         """
         levels = probabilities("q", q)
         found = [
@@ -181,15 +185,15 @@ class Prediction(InNotebook):
         return low, high
 
     def crps(self, y: Any = None) -> Tensor:
-        """Continuous ranked probability score of each element of the observations, in their units; NaN where masked.
+        """Continuous ranked probability score of each element, in units of the observation; NaN for masked elements.
 
         Status: exact for a Normal and for a mixture of K Normals, at a cost of K² per element.
 
         Args:
-            y: observed values, examples first; by default those that came with the data.
+            y: observed values, with examples in the first dimension; by default those that came with the data.
 
         Raises:
-            DataError: if there are no observed values, or they have another shape.
+            DataError: if there are no observed values, or they have the wrong shape.
             UnsupportedError: for another distribution, or if the components of a mixture were not kept.
         """
         score = self._of_distributions(crps, "CRPS", self._observed(y))
@@ -200,7 +204,7 @@ class Prediction(InNotebook):
 
         Args:
             num_samples: number of draws S.
-            seed: seed of the draws; by default one from the global generator.
+            seed: seed of the draws; by default drawn from the global generator.
 
         Returns:
             Shape ``[S, N, ...]``.
@@ -218,7 +222,7 @@ class Prediction(InNotebook):
 
     @property
     def is_of_classes(self) -> bool:
-        """True if labels are predicted, at a Bernoulli, Categorical or OneHotCategorical site."""
+        """True if labels are predicted, that is, at a Bernoulli, Categorical or OneHotCategorical site."""
         return "log_probabilities" in self._values
 
     @property
@@ -238,7 +242,7 @@ class Prediction(InNotebook):
 
     @property
     def mask(self) -> Tensor | None:
-        """True for observed values that the model does not mask, ``[N, ...]``; None if all count."""
+        """True for observed values that the model does not mask, ``[N, ...]``; None if no value is masked."""
         return self._values.get("mask")
 
     @property
@@ -250,13 +254,13 @@ class Prediction(InNotebook):
         """Log predictive density of each observation.
 
         Args:
-            y: observed values, examples first; by default those that came with the data.
+            y: observed values, with examples in the first dimension; by default those that came with the data.
 
         Returns:
-            Shape ``[N, ...]``, one value for each observation, in nats; NaN where the model masks it.
+            Shape ``[N, ...]``, one value for each observation, in nats; NaN for observations that the model masks.
 
         Raises:
-            DataError: if there are no observed values, or they have another shape or lie outside the support.
+            DataError: if there are no observed values, or they have the wrong shape or lie outside the support.
             UnsupportedError: if ``y`` was not passed to ``predict`` and the components of the mixture were not kept.
         """
         values = self._observed(y)
@@ -272,22 +276,23 @@ class Prediction(InNotebook):
         """Score the predictions.
 
         Args:
-            y: observed values, examples first; by default those that came with the data.
+            y: observed values, with examples in the first dimension; by default those that came with the data.
 
         Returns:
-            A flat mapping of scores, defined in :mod:`pyro_dvi.predictive.metrics`: always ``nll`` and
-            ``nll_standard_error``. Observations that the model masks do not count.
+            A flat mapping of scores, which are defined in :mod:`pyro_dvi.predictive.metrics`. It always contains
+            ``nll`` and ``nll_standard_error``. Observations that the model masks are not scored.
 
-            For classification: ``accuracy``, ``brier``, ``ece`` (15 bins), ``aumrc`` (ranked by the predictive
-            entropy), and the means of ``entropy`` and ``mutual_information``, the last only if the rule separates noise
-            from posterior.
+            For classification, it also contains ``accuracy``, ``brier``, ``ece`` (15 bins), ``aumrc`` (ranked by the
+            predictive entropy), and the mean ``entropy``. The mean ``mutual_information`` is included only if the rule
+            separates noise from posterior uncertainty.
 
-            For regression and counts with a finite mean: ``rmse``; ``coverage_95`` and ``width_95`` of the central 95 %
-            interval; ``crps`` for a Normal or mixture of Normals, with more than 100 draws only if ``keep_draws=True``.
+            For regression and counts with a finite mean, it also contains ``rmse``, and ``coverage_95`` and
+            ``width_95`` of the central 95 % interval. The ``crps`` is included for a Normal or a mixture of Normals; if
+            there are more than 100 draws, it needs ``keep_draws=True``.
 
         Raises:
-            DataError: if there are no observed values, they have another shape or dtype or lie outside the support, or
-                all of them are masked.
+            DataError: if there are no observed values, if they have the wrong shape or dtype or lie outside the
+                support, or if all of them are masked.
             UnsupportedError: as for :meth:`log_likelihood`.
         """
         return summaries.metrics_of(self, self._observed(y), y)
@@ -297,23 +302,24 @@ class Prediction(InNotebook):
 
         The columns are ``mean``, ``std``, ``aleatoric`` and ``epistemic``; for classes, ``probabilities[0]``, ... ,
         ``entropy`` and ``mutual_information``; and ``observed`` and ``log_likelihood`` if observed values came with the
-        data. Several values per example have one column each, such as ``mean[0]``. Quantities that the rule does not
-        provide are omitted.
+        data. If an example has several values, each value has its own column, such as ``mean[0]``. Quantities that the
+        rule does not provide are omitted.
         """
         return summaries.dataframe(summaries.columns_of(self), len(self))
 
     def to_arviz(self, num_samples: int | None = None, *, seed: int | None = None) -> Any:
         """Return the prediction as ``InferenceData`` (ArviZ 0.x) or ``DataTree`` (1.x), for predictive checks.
 
-        The group ``posterior_predictive`` contains draws of observations from the predictive distributions, independent
-        between examples. If observed values came with the data, ``observed_data`` contains them, with NaN where the
-        model masks them. If, moreover, draws were kept and ``num_samples`` equals their number, ``log_likelihood``
-        contains one value per draw; the log-likelihood under the whole mixture would be the same for every draw.
-        :func:`~pyro_dvi.to_arviz` exports the posterior as well.
+        The group ``posterior_predictive`` contains draws of observations from the predictive distributions; they are
+        independent between examples. If observed values came with the data, ``observed_data`` contains them, with NaN
+        in place of values that the model masks. If, in addition, the draws of the weights were kept and ``num_samples``
+        equals their number, ``log_likelihood`` contains one value per draw. Otherwise this group is omitted, because
+        the log-likelihood under the whole mixture would be the same for every draw. :func:`~pyro_dvi.to_arviz` exports
+        the posterior as well.
 
         Args:
-            num_samples: number of draws of observations; by default the number of kept draws, or 500.
-            seed: seed of these draws.
+            num_samples: number of draws of observations; by default the number of kept draws, or 500 if none were kept.
+            seed: seed of the draws of observations.
 
         Raises:
             UnsupportedError: if the components of a mixture were not kept.
@@ -324,7 +330,7 @@ class Prediction(InNotebook):
 
     @classmethod
     def exported_by(cls, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Register the function behind :meth:`to_arviz`, which takes the prediction, a number of draws and a seed."""
+        """Register the function behind :meth:`to_arviz`; it takes a prediction, a number of draws and a seed."""
         cls._exporter = function
         return function
 
@@ -350,8 +356,8 @@ class Prediction(InNotebook):
         Args:
             read: computes the quantity from a distribution and its rows, in the shape of draws.
             what: name of the quantity, for error messages.
-            rows: further arguments of ``read``, examples first.
-            dim: the dimension of examples in the result.
+            rows: further arguments of ``read``, with examples in the first dimension.
+            dim: the dimension of the result that indexes examples.
             whole: True if the result has one value per event, False if it has one per element.
         """
         found, start = [], 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores of a prediction, which depend on the kind of its site, and its table for pandas."""
+"""Scores of a prediction, which depend on the kind of the predicted site, and the table of a prediction for pandas."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def available(read: Callable[[], Any]) -> Any:
-    """Return what is read, or None if it does not exist, such as the joint entropy of several labels."""
+    """Return a quantity, or None if it does not exist; for example, several labels have no joint entropy."""
     try:
         return read()
     except UnsupportedError:
@@ -78,7 +78,7 @@ def metrics_of(prediction: "Prediction", values: Tensor, y: Any) -> dict[str, fl
 
 
 def columns_of(prediction: "Prediction") -> dict[str, Tensor]:
-    """Return the quantities that exist for each example, by name, examples first."""
+    """Return, by name, the quantities that the prediction has, with examples in the first dimension."""
     names: tuple[str, ...] = ("mean", "std", "aleatoric", "epistemic") if prediction.has_moments else ()
     if prediction.is_of_classes:
         names = ("probabilities", "entropy", "mutual_information")

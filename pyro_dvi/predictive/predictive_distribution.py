@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Statistics, densities, quantiles and CRPS of a predictive distribution, and masks of its observations.
 
-Quantiles of scalars invert the distribution function by bisection over all floating-point numbers; for counts,
-probabilities are added up. If neither is available, quantiles are computed from draws.
+For scalars, quantiles are computed by inverting the distribution function with bisection over all floating-point
+numbers; for counts, by adding up probabilities. If neither the distribution function nor the probabilities are
+available, quantiles are computed from draws.
 """
 
 import math
@@ -21,9 +22,9 @@ from pyro_dvi.links.noise_links import EqualMixture, PointMixture, ShapedNormal,
 
 
 def statistics(fn: Any, observed: Tensor | None) -> dict[str, Tensor]:
-    """Return the statistics that a mixture averages, in the shapes in which the distribution returns them.
+    """Return the statistics that a mixture averages over its components, in the shapes that the distribution returns.
 
-    No values are checked, so that ``vmap`` can compute the statistics of many draws.
+    Values are not checked, because ``vmap``, which computes the statistics of many draws, cannot read them.
 
     Args:
         fn: the predictive distribution of one draw.
@@ -32,7 +33,7 @@ def statistics(fn: Any, observed: Tensor | None) -> dict[str, Tensor]:
     Returns:
         ``mean`` and ``variance`` (of the one-hot encoding for classes), if the distribution has them;
         ``function_variance``, the part of the variance due to the posterior, if the distribution provides it;
-        ``log_probabilities``, and ``entropy`` of each label, for classes; ``log_likelihood`` of the observed values.
+        for classes, ``log_probabilities`` and the ``entropy`` of each label; ``log_likelihood`` of the observed values.
     """
     found: dict[str, Tensor] = {}
     classes = class_log_probabilities(fn)
@@ -68,8 +69,8 @@ def checked_log_prob(fn: Any, values: Tensor, site: str) -> Tensor:
     """Return the log density of ``values``, which must have the shape of one draw and lie in the support.
 
     Raises:
-        DataError: if the values have another shape (broadcasting would score every value against every prediction), or
-            are not numbers, or lie outside the support.
+        DataError: if the values have the wrong shape (broadcasting would then score every value against every
+            prediction), are not numbers, or lie outside the support.
     """
     expected = tuple(fn.batch_shape) + tuple(fn.event_shape)
     kind = type(untransformed(fn)).__name__
@@ -89,7 +90,7 @@ def checked_log_prob(fn: Any, values: Tensor, site: str) -> Tensor:
 
 
 def mixture_log_prob(site: str, fn: Any, values: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return the log density of values in the shape of one draw, checked for every component."""
+    """Return the log density of values in the shape of one draw, after a check against every component's support."""
     each = getattr(fn, "each", [fn])
     check_events(each[0], mask, site)
     values = filled(values, mask, each[0])
@@ -98,11 +99,11 @@ def mixture_log_prob(site: str, fn: Any, values: Tensor, mask: Tensor | None = N
 
 
 def filled(values: Tensor, mask: Tensor | None, fn: Any) -> Tensor:
-    """Return ``values``, with masked ones, which may lie outside the support, replaced by a value in the support.
+    """Return ``values``; masked values are replaced by values in the support, because they may lie outside it.
 
     Args:
         values: values in the shape of one draw.
-        mask: True for values that count, in the same shape; None if all count.
+        mask: True for the values to score, in the same shape; None to score all.
         fn: the distribution that will score them.
     """
     if mask is None or mask.shape != values.shape:  # another shape raises an error when the values are scored
@@ -112,7 +113,7 @@ def filled(values: Tensor, mask: Tensor | None, fn: Any) -> Tensor:
 
 
 def with_any(mask: Tensor, event_dim: int) -> Tensor:
-    """Return a mask of observations that is True if any of their values counts."""
+    """Return a mask with one entry per observation, which is True if any value of the observation is to be scored."""
     return mask.flatten(mask.dim() - event_dim).any(-1) if event_dim else mask
 
 
@@ -121,14 +122,14 @@ def _cuts_events(mask: Tensor, event_dim: int) -> bool:
 
 
 def both_masks(first: Tensor | None, second: Tensor | None) -> Tensor | None:
-    """Return the mask of values that count under both masks; without a mask, all values count."""
+    """Return a mask that is True where both masks are True; None stands for a mask that is True everywhere."""
     if first is None or second is None:
         return second if first is None else first
     return first & second
 
 
 def check_events(fn: Any, mask: Tensor | None, site: str) -> None:
-    """Raise an error if a mask excludes parts of events, and the distribution cannot score the remaining parts."""
+    """Raise an error if a mask excludes parts of events but the distribution cannot score the remaining parts alone."""
     event_dim = len(fn.event_shape)
     if mask is None or not event_dim or not _cuts_events(mask, event_dim):
         return
@@ -143,7 +144,7 @@ def check_events(fn: Any, mask: Tensor | None, site: str) -> None:
 
 
 def as_drawn(fn: Any, values: Tensor) -> Tensor:
-    """Return integers and booleans in the dtype of the distribution's draws."""
+    """Return ``values``; integers and booleans are converted to the dtype of the distribution's draws."""
     if values.is_floating_point() or isinstance(untransformed(fn), td.Categorical):
         return values
     kinds = [tensor.dtype for tensor in tensors_of(fn) if tensor.is_floating_point()]
@@ -186,10 +187,10 @@ def marginal(fn: Any) -> Any:
 
 
 def probabilities(name: str, given: Any) -> Tensor:
-    """Return one probability or several as a tensor ``[]`` or ``[Q]`` in double precision.
+    """Return one probability as a tensor ``[]``, or several as a tensor ``[Q]``, in double precision.
 
     Raises:
-        ArgumentError: if ``given`` is not a probability or a sequence of probabilities strictly between 0 and 1.
+        ArgumentError: if ``given`` is neither a probability strictly between 0 and 1 nor a sequence of these.
     """
     found = torch.as_tensor(given, dtype=torch.float64)
     if found.dim() > 1 or not found.numel() or not bool(((found > 0) & (found < 1)).all()):
@@ -201,8 +202,8 @@ def probabilities(name: str, given: Any) -> Tensor:
 def quantile(fn: Any, level: float) -> Tensor:
     """Return the quantile of each element at probability ``level``, in the batch and event shape.
 
-    Status: exact up to rounding if the distribution function or the probabilities of counts are available; otherwise
-    computed from draws, with the same seed for every level.
+    Status: exact up to rounding if the distribution function or the probabilities of counts are available. Otherwise
+    the quantile is computed from draws, with the same seed for every level.
 
     Raises:
         NotImplementedError: if the distribution is over classes.
@@ -262,7 +263,7 @@ def _count(single: Any, level: float, at_once: int) -> Tensor:
 
 
 def _probabilities(single: Any, start: int, number: int) -> Tensor:
-    """Return the probabilities of ``number`` counts from ``start``, in double precision."""
+    """Return the probabilities of ``number`` consecutive counts, beginning with ``start``, in double precision."""
     if isinstance(single, EqualMixture):
         return torch.stack([_probabilities(fn, start, number) for fn in single.each]).mean(0)
     mean = single.mean
@@ -274,7 +275,7 @@ def _probabilities(single: Any, start: int, number: int) -> Tensor:
 
 
 def _normals(single: Any) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return means, scales and weights of a mixture of Normals along the last dimension; otherwise None."""
+    """Return means, scales and weights of a mixture of Normals, in the last dimension; None for other distributions."""
     if isinstance(single, EqualMixture):
         each = [found for found in map(_normals, single.each) if found is not None]
         if len(each) < len(single.each):
@@ -301,10 +302,10 @@ def crps(fn: Any, values: Tensor) -> Tensor:
         \mathrm{CRPS} = \sum_i w_i A(y - m_i, s_i^2) - \tfrac12 \sum_{i,j} w_i w_j A(m_i - m_j, s_i^2 + s_j^2),
         \qquad A(d, v) = 2 \sqrt v\,\phi(d/\sqrt v) + d\,(2\Phi(d/\sqrt v) - 1)
 
-    Status: exact. K components need K² terms per element, and memory for K.
+    Status: exact. For K components, each element needs K² terms, but memory for only K of them.
 
     Raises:
-        NotImplementedError: if the distribution is neither of these.
+        NotImplementedError: if the distribution is neither a Normal nor a mixture of Normals.
 
     Source: Grimit et al. (2006), Eq. 5.
     """

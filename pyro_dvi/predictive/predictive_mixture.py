@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Readers of the components of a mixture, one or many at a time: averages, or draws of observations.
+r"""Two readers of a mixture's components: one averages them, the other draws observations from them.
 
-The memory of averages does not grow with the number of components. Moments are accumulated with Welford's and Chan's
-updates and the law of total variance,
+Components can be added one by one or many at a time. The memory for averages does not grow with the number of
+components. Moments are accumulated with Welford's and Chan's updates and the law of total variance,
 
 .. math::
     \mathrm{E}[y] = \tfrac1K\textstyle\sum_k m_k, \qquad
     \mathrm{Var}[y] = \underbrace{\tfrac1K\textstyle\sum_k v_k}_{\text{aleatoric}}
         + \underbrace{\tfrac1K\textstyle\sum_k (m_k - \mathrm{E}[y])^2}_{\text{epistemic}},
 
-and class probabilities and densities of observed values with log-sum-exp. The statistics of each component are kept
-only on request. For regression, the components are kept for quantiles, up to a limit of memory.
+and class probabilities and densities of observed values are accumulated with log-sum-exp. The statistics of each
+component are kept only on request. For regression, the components are kept for quantiles, up to a memory limit.
 """
 
 import math
@@ -47,15 +47,15 @@ class Part:
     Attributes:
         site: the observed site.
         kind: name of the components' distribution.
-        values: available quantities by name, examples first: ``mean``, one-hot for classes;
-            ``aleatoric``, the mean of the components' variances, and ``epistemic``, the variance of their means;
-            ``function_variance``, the mean of the parts of these variances that are due to the posterior, if all
-            components provide them: it is included in ``epistemic``;
-            ``log_probabilities``, with classes in the last dimension; ``expected_entropy``, the mean of the components'
-            entropies, for each label; ``observed`` values, the ``mask`` of those that count, and their
-            ``log_likelihood``, NaN for observations of which no value counts.
+        values: available quantities by name, with examples in the first dimension. ``mean`` is the predictive mean (for
+            classes, of the one-hot encoding), ``aleatoric`` is the mean of the components' variances, and ``epistemic``
+            is the variance of their means. ``function_variance`` is the part of a component's variance that is due to
+            the posterior, averaged over the components; it exists only if all components provide it, and it is included
+            in ``epistemic``. ``log_probabilities`` has classes in the last dimension. ``expected_entropy`` is the mean
+            of the components' entropies, for each label. ``observed`` contains the observed values, and ``mask`` is
+            True for those to score. Their ``log_likelihood`` is NaN for observations that are masked completely.
         draws: statistics of every component, ``[K, N, ...]``; empty unless requested.
-        distribution: the mixture as one distribution object; None if it has no such form or was not kept.
+        distribution: the mixture as one distribution object; None if there is no such object, or it was not kept.
         count: number of components.
         axis: the dimension of the distribution's batch shape that indexes examples (negative).
         num_rows: number of examples.
@@ -72,12 +72,12 @@ class Part:
 
 
 class _Reader:
-    """Rebuilds the components of a run with many draws from their parameters."""
+    """Base class that rebuilds, from their parameters, the components of a run with many draws."""
 
-    _made: Any  # a component of an unchecked run, which has the structure of all
+    _made: Any  # a component of an unchecked run; all components have its structure
 
     def _parameters(self, fn: Any) -> dict[str, Tensor]:
-        """Return the tensors of a component under numbers as names."""
+        """Return the tensors of a component, with numbers as their names."""
         self._made = fn
         return {str(i): tensor for i, tensor in enumerate(tensors_of(fn, strict=True))}
 
@@ -94,8 +94,8 @@ def _form(response: Response) -> tuple[str, tuple[int, ...]]:
     return response.site, tuple(fn.batch_shape + fn.event_shape if classes is None else classes.shape)
 
 
-_LOG = ("log_probabilities", "log_likelihood")  # averaged as probabilities
-_AVERAGES = {"variance": "aleatoric", "entropy": "expected_entropy"}  # names of their averages
+_LOG = ("log_probabilities", "log_likelihood")  # the probabilities are averaged, not their logarithms
+_AVERAGES = {"variance": "aleatoric", "entropy": "expected_entropy"}  # names of the averaged statistics
 
 
 class Mixture(_Reader):
@@ -104,9 +104,9 @@ class Mixture(_Reader):
     Args:
         observed: values to score as components are added, or None.
         num_rows: number of examples.
-        mask: True for observed values that count; None if all count, or if the mask is read from the components.
+        mask: True for the observed values to score; None to score all, or to read the mask from the components.
         room: largest number of predicted values in all kept components together; if it is exceeded, no components are
-            kept. If infinite, the statistics of each component are kept as well.
+            kept. If it is infinite, the statistics of each component are kept as well.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class Mixture(_Reader):
         """Add a component, after checking the observed values.
 
         Raises:
-            DataError: if observed values have another shape, or lie outside the support of this component.
+            DataError: if observed values have the wrong shape, or lie outside the support of this component.
             ModelError: if members of an ensemble predict different sites or shapes.
             UnsupportedError: if a mask excludes parts of observations that the distribution scores as a whole.
         """
@@ -158,14 +158,14 @@ class Mixture(_Reader):
         self.add_statistics({name: value.unsqueeze(0) for name, value in found.items()}, 1)
 
     def statistics(self, node: Any) -> dict[str, Tensor]:
-        """Return the statistics and parameters of a component from its site in an unchecked run."""
+        """Return the statistics and parameters of a component, which is read from its site in an unchecked run."""
         found = statistics(node["fn"], self._scored)
         if self.room <= 0 or "log_probabilities" in found:
             return found
         return found | self._parameters(node["fn"])
 
     def add_statistics(self, many: Mapping[str, Tensor], count: int) -> None:
-        """Add ``count`` components, given their statistics, stacked along the first dimension."""
+        """Add ``count`` components, given their statistics, which are stacked along the first dimension."""
         for fn in self._rebuilt(many, count):
             self._keep_component(fn)
         many = {name: value for name, value in many.items() if not name.isdigit()}
@@ -184,7 +184,7 @@ class Mixture(_Reader):
             old, new = self.averages.get(name), values.logsumexp(0) if name in _LOG else values.mean(0)
             if is_first:
                 self.averages[name] = new
-            elif old is not None:  # in this form, infinite variances stay infinite
+            elif old is not None:  # the formula written so that infinite variances stay infinite
                 is_log = name in _LOG
                 self.averages[name] = torch.logaddexp(old, new) if is_log else old * (1 - added) + new * added
         if self.room == math.inf:
@@ -199,7 +199,8 @@ class Mixture(_Reader):
         assert self.last is not None, "the rule returned no components"
         fn, axis = self.last.distribution, self.last.axis
         base, event_dim = untransformed(fn), len(fn.event_shape)
-        # Number of dimensions to the right of the batch shape: moments of classes are those of the one-hot encoding.
+        # Number of dimensions to the right of the batch shape. Moments of a Categorical have one more, because they
+        # are those of the one-hot encoding.
         of_moments = event_dim + isinstance(base, td.Categorical)
         of_labels = event_dim - isinstance(base, td.OneHotCategorical)
         right = {"log_probabilities": of_labels + 1, "entropy": of_labels, "log_likelihood": 0}
@@ -210,7 +211,7 @@ class Mixture(_Reader):
         between = None if self.between is None else self.between / self.count
         kept.pop("function_variance", None)
         if between is not None and (within := found.get("function_variance")) is not None:
-            # Rounding makes the difference negative where the noise variance is far smaller.
+            # Where the noise variance is far smaller than the other, rounding can make the difference negative.
             between, found["variance"] = between + within, (found["variance"] - within).clamp_min(0)
         everything = {**found, "epistemic": between, "observed": self.observed, "mask": self.mask}
         values = {
@@ -247,19 +248,20 @@ class Mixture(_Reader):
 class ObservationDraws(_Reader):
     """Draws observations from the components of one batch, the same number from each, and stores them on the CPU.
 
-    A component of a vectorised run is rebuilt from its parameters, and draws with the seed that it would have in a
+    A component of a vectorised run is rebuilt from its parameters; its draws use the seed that they would have in a
     loop.
 
     Args:
         count: total number of draws.
         num_components: number of distributions, each of which contributes the same number of draws.
         seeds: generates the seed of each component's draws.
-        observed: the site in a run with observations, whose log density is computed; None without observations.
+        observed: the observed site in a run in which the model sees the observations; the log density of the observed
+            values is then computed. None if there are no observations.
 
     Attributes:
         values: the draws, ``[count, N, ...]``.
         log_prob: log density of the observed values under each component, ``[num_components, N, ...]``.
-        counts: True for observed values that count, in the shape of one draw; None if all count.
+        counts: True for the observed values to score, in the shape of one draw; None if all are scored.
         first: the first component.
     """
 
@@ -279,7 +281,7 @@ class ObservationDraws(_Reader):
         """Add a component.
 
         Raises:
-            DataError: if observed values do not have the shape of draws, or lie outside the support.
+            DataError: if observed values do not have the shape of a draw, or lie outside the support.
             UnsupportedError: if the mask depends on the draw, or excludes parts of observations that the distribution
                 scores as a whole.
         """
@@ -307,7 +309,7 @@ class ObservationDraws(_Reader):
         return found | self._parameters(fn)
 
     def add_statistics(self, many: Mapping[str, Tensor], count: int) -> None:
-        """Add components, given the results of :meth:`statistics`, stacked along the first dimension."""
+        """Add components, given their results of :meth:`statistics`, which are stacked along the first dimension."""
         if self._scored is not None:
             self._score(many["log_prob"], many["mask"])
         for fn in self._rebuilt(many, count):

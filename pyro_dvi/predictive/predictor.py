@@ -29,13 +29,13 @@ EXAMPLES = 4  # number of rows with which the model is recorded
 
 
 class Predicted(NamedTuple):
-    """Predictions for a batch: tensors as in :class:`~pyro_dvi.predictive.Prediction`, without its methods.
+    """Predictions for a batch: the tensors of a :class:`~pyro_dvi.predictive.Prediction`, without its methods.
 
     Attributes:
         mean: ``[N, ...]``; for classes, the probabilities ``[N, ..., C]``; for a Bernoulli, the probability of label 1.
-        variance: due to noise and posterior together, in squared units of the observation; for classes, of the one-hot
-            encoding.
-        epistemic: the part of the variance due to the posterior; None if the rule does not separate it.
+        variance: variance due to noise and posterior together, in squared units of the observation; for classes, the
+            variance of the one-hot encoding.
+        epistemic: the part of the variance that is due to the posterior; None if the rule does not separate it.
     """
 
     mean: Tensor
@@ -47,11 +47,11 @@ class Predictor(nn.Module):
     """A module of torch operators that takes tensors and returns :class:`Predicted`; created by :func:`predictor`.
 
     It stores the required parts of the posterior in buffers, so that ``to``, ``state_dict``, ``torch.save`` and
-    ``copy.deepcopy`` work as for any module. No gradients are recorded. After a change of dtype, buffers are rounded
-    from the model's dtype.
+    ``copy.deepcopy`` work as for any module. No gradients are recorded. A change of dtype rounds the buffers, which
+    were computed in the model's dtype.
 
     It works with ``torch.compile`` and with ``torch.export.export(serve, (x,), dynamic_shapes=[({0: Dim("rows")},)])``,
-    both for any number of rows. An exported predictor returns a plain tuple, and runs without this library.
+    in both cases for any number of rows. An exported predictor returns a plain tuple, and runs without this library.
 
     Attributes:
         site: the observed site that is predicted.
@@ -77,8 +77,8 @@ class Predictor(nn.Module):
             inputs: tensors as in the example, with any number of rows; all rows are in memory at once.
 
         Raises:
-            DataError: if the number or shapes of the inputs differ from the example's, or an input contains NaN, or
-                infinities for which the mean is not finite.
+            DataError: if the number or shapes of the inputs differ from the example's, if an input contains NaN, or if
+                it contains infinities and the predicted mean is not finite.
         """
         shapes = [tuple(value.shape[1:]) if value.dim() else None for value in inputs]
         rows = [value.shape[0] for value in inputs if value.dim()]
@@ -89,7 +89,7 @@ class Predictor(nn.Module):
             )
         with torch.no_grad():
             mean, *spread = self.operators(*inputs)
-            for value in inputs:  # NaN inputs give NaN predictions, whatever the model computes
+            for value in inputs:  # a NaN input makes the prediction NaN, whatever the model computes
                 if value.dim() and value.is_floating_point():
                     nan = value.isnan().reshape(value.shape[0], -1).any(1)
                     nan = nan.reshape(-1, *[1] * (mean.dim() - 1))
@@ -104,7 +104,7 @@ class Predictor(nn.Module):
         return outputs if torch.compiler.is_exporting() else Predicted(*outputs)
 
     def extra_repr(self) -> str:
-        """Return site and rule."""
+        """Return the predicted site and the rule."""
         return f"site={self.site!r}, method={self.method}"
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Predictor":
@@ -133,29 +133,29 @@ def predictor(
 
     Everything that :func:`~pyro_dvi.predict` does in Python is done once: checks, Pyro's traces, moment objects, draws
     of the weights, and all computations that depend only on the weights. The result is a graph of torch operators from
-    inputs to predictions. Every distribution with a mean and a variance is supported, and every rule whose operators do
-    not depend on values: ``AtMean()``, ``Moments()``, and ``Samples(n)`` with the same n draws in every call.
-    ``Linearised()`` depends on values and raises an error.
+    inputs to predictions. Every distribution with a mean and a variance is supported. So is every rule whose choice of
+    operators does not depend on values: ``AtMean()``, ``Moments()``, and ``Samples(n)`` with the same n draws in every
+    call. ``Linearised()`` chooses operators by values, so it raises an error.
 
-    Status: equal to :func:`~pyro_dvi.predict` with the same seed, up to rounding, which is checked on the example.
+    Status: equal to :func:`~pyro_dvi.predict` with the same seed, up to rounding; this is checked on the example.
 
     Args:
         model: the Pyro model; modules run in evaluation mode.
         guide: its trained guide. Later training does not change the predictor.
-        example: some inputs, as ``data`` of :func:`~pyro_dvi.predict`; four rows are sufficient. Observations are
-            ignored, and inputs that are not tensors keep their values.
+        example: some inputs, in the form of ``data`` of :func:`~pyro_dvi.predict`; four rows are sufficient.
+            Observations are ignored. Inputs that are not tensors become constants of the predictor.
         method: prediction rule; by default the guide's, as in :func:`~pyro_dvi.predict`.
         site: observed site to predict, if the model has several.
         observed: the model's argument that holds the observation, as in :func:`~pyro_dvi.predict`.
-        seed: seed of the draws; by default one from the global generator.
+        seed: seed of the draws; by default drawn from the global generator.
 
     Returns:
         A module that takes the tensors of the model's inputs by position, in the order of the example.
 
     Raises:
         UnsupportedError: if the distribution has no mean or variance, if the model draws random numbers itself or
-            chooses operators by the values of its inputs, if draws of the guide depend on the inputs, or if the result
-            differs from ``predict``.
+            chooses operators by the values of its inputs, if draws of the guide depend on the inputs, or if the
+            predictions for the example differ from those of ``predict``.
 
     Example:
         >>> import torch, pyro_dvi as dvi
@@ -204,7 +204,7 @@ class _Run:
     seed: int
 
     def by(self, rule: PredictionRule) -> Function:
-        """Return predictions with a rule as a function of the inputs."""
+        """Return a function that maps inputs to predictions with the given rule."""
 
         def predicted(*inputs: Tensor) -> list[Tensor]:
             seeder()(self.seed)
@@ -216,10 +216,10 @@ class _Run:
         return predicted
 
     def averaging(self, rule: FromDraws, example: tuple[Any, ...]) -> Function:
-        """Draw the latents now, and return averages over these draws as a function of the inputs.
+        """Draw the latents now, and return a function that maps inputs to averages over these draws.
 
         Raises:
-            UnsupportedError: if draws may depend on the inputs, or the model must be run with one draw at a time.
+            UnsupportedError: if draws may depend on the inputs, or if the model must be run with one draw at a time.
         """
         if not rule.repeats(self.guide):
             raise UnsupportedError(f"draws of {type(self.guide).__name__} may depend on the inputs")
@@ -259,13 +259,13 @@ def _read(mixture: Mixture, rule: PredictionRule) -> list[Tensor]:
 
 
 def _nested(like: tuple[Any, ...], tensors: tuple[Tensor, ...]) -> tuple[Any, ...]:
-    """Return nested arguments with other tensors in place of theirs."""
+    """Return nested arguments, with their tensors replaced by ``tensors``."""
     left = iter(tensors)
     return mapped(lambda v: next(left) if torch.is_tensor(v) else v, like)  # type: ignore[no-any-return]
 
 
 def _with_rows(value: Tensor, count: int, more: int) -> Tensor:
-    """Return the rows of a tensor, followed by copies of some of them, whose floating-point values differ."""
+    """Repeat the rows of a tensor up to ``count + more`` rows, and divide floating-point values by ``more``."""
     if value.dim():
         value = value[torch.arange(count + more, device=value.device) % count]
     return value / more if value.is_floating_point() else value

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pyro effect handlers: guides at their means, latents with moments, observed sites."""
+"""Pyro effect handlers that run guides at their means, give latents their moments, and collect observed sites."""

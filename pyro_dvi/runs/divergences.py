@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Kullback-Leibler divergence of factorised Gaussian posteriors from the priors of a model.
 
-In order of preference, it is computed in closed form (for Normal priors, also at their optimal scale, and for priors
-that are a transformed Normal under the posterior's own transform, such as LogNormal), with Gauss-Hermite quadrature
-(for priors that factorise over elements), or with one reparameterised sample (for other priors, such as Dirichlet and
-MultivariateNormal). It is conditional on the values of the prior's parents. Point masses contribute their negative log
-prior.
+The divergence is conditional on the values of the prior's parents. In order of preference, it is computed
+
+- in closed form, for Normal priors (also with an ``OptimalScale``), and for priors that are a transformed Normal under
+  the posterior's own transform, such as LogNormal;
+- with Gauss-Hermite quadrature, for priors that factorise over elements;
+- with one reparameterised sample, for other priors, such as Dirichlet and MultivariateNormal.
+
+Point masses contribute their negative log prior.
 """
 
 import math
@@ -33,23 +36,25 @@ _NODES = 32
 
 
 def kl_to_priors(latents: Iterable[Latent]) -> Tensor:
-    r"""Sum of KL(q || p) over all latent sites, each with the scale and mask of the model's site, as a scalar.
+    r"""Return the sum of KL(q || p) over all latent sites, each with the scale and mask of the model's site.
 
-    If the guide's site has a different scale :math:`c_q`, as with ``poutine.scale`` in the model only, each density has
-    the scale of its own site, as in Pyro's ``Trace_ELBO``: :math:`\mathrm E_q[c_q \log q - c_p \log p]`.
+    The guide's site may have a different scale :math:`c_q`, for example if only the model uses ``poutine.scale``. Each
+    density then has the scale of its own site, as in Pyro's ``Trace_ELBO``:
+    :math:`\mathrm E_q[c_q \log q - c_p \log p]`.
 
     For a Normal prior :math:`\mathcal N(m, s^2)`,
 
     .. math:: \sum \tfrac12\Bigl(\frac{\sigma^2 + (\mu - m)^2}{s^2} - 1\Bigr) - \log\frac{\sigma}{s},
 
-    where multiplicative noise has :math:`\sigma^2 = \alpha\mu^2 + \varepsilon`. These sites are summed together in few
-    passes over the weights (:mod:`pyro_dvi.gaussians.normal_divergence`), and all others one by one.
+    where :math:`\sigma^2 = \alpha\mu^2 + \varepsilon` for multiplicative noise. Sites with such a prior are summed
+    together in a few passes over the weights (:mod:`pyro_dvi.gaussians.normal_divergence`); all others are summed one
+    by one.
 
     A Gaussian with covariances adds its :func:`~pyro_dvi.gaussians.normals.total_correlation`.
 
     Status: exact for Normal and transformed Normal priors. Other factorised priors use Gauss-Hermite quadrature with 32
-    nodes (exact to rounding for smooth densities, about 1 % error for densities with a kink, such as Laplace's). All
-    other priors use an unbiased sample.
+    nodes; it is exact up to rounding for smooth densities, and has an error of about 1 % for densities with a kink,
+    such as Laplace's. All other priors use an unbiased estimate from one sample.
 
     Args:
         latents: posterior marginals and priors of the sites.
@@ -74,11 +79,11 @@ def kl_to_priors(latents: Iterable[Latent]) -> Tensor:
 
 
 def entropy(latents: Iterable[Latent]) -> Tensor:
-    r"""Entropy of the Gaussians of all latent sites in unconstrained space, with scales and masks of the guide's sites.
+    r"""Return the entropy of all latent sites' Gaussians in unconstrained space, with the guide's scales and masks.
 
     .. math:: \sum \log\sigma + \tfrac12\log 2\pi e
 
-    minus the total correlation of Gaussians with covariances. Point masses contribute nothing.
+    minus the total correlation of each Gaussian that has covariances. Point masses contribute nothing.
 
     Status: exact.
 
@@ -101,14 +106,14 @@ def entropy(latents: Iterable[Latent]) -> Tensor:
 
 
 def refuse_free_scales(latents: Iterable[Latent], drawn: bool = False) -> None:
-    """Raise an error for priors whose scale is learned or latent, at temperatures below 1.
+    """Raise an error for priors whose scale is learned or latent; called at temperatures below 1.
 
-    The normaliser of the prior then outweighs the entropy of the posterior, so that scale and weights shrink to zero
-    together.
+    At such a temperature, the normaliser of the prior outweighs the entropy of the posterior, so that the scale and the
+    weights shrink to zero together.
 
     Args:
         latents: posterior marginals and priors of the sites.
-        drawn: True if points are draws from a posterior instead of point masses.
+        drawn: True if the points are draws from a posterior, and not point masses.
 
     Raises:
         ModelError: if there is such a prior; the message names its site.
@@ -122,7 +127,7 @@ def refuse_free_scales(latents: Iterable[Latent], drawn: bool = False) -> None:
 
 
 def _layers(prior: Any) -> Iterator[Any]:
-    """Yield a distribution, its transforms, and the distributions that it wraps."""
+    """Yield a distribution, its transforms, and the distributions inside it."""
     while prior is not None:
         yield prior
         yield from (part for each in getattr(prior, "transforms", ()) for part in elementary(each))
@@ -130,11 +135,11 @@ def _layers(prior: Any) -> Iterator[Any]:
 
 
 def _has_free_scale(part: Any) -> bool:
-    """Return True if a distribution or transform has a parameter with a gradient, except location parameters."""
+    """Return True if a distribution or transform has a parameter with a gradient, apart from location parameters."""
     own, parameters = vars(part).keys(), getattr(part, "arg_constraints", {}).keys()
     names = (
         own if own & parameters or not parameters else parameters
-    )  # for example, those of Beta are properties
+    )  # the parameters of Beta, for example, are properties
     values = [
         getattr(part, name) for name in names if name not in ("loc", "_unbroadcasted_loc", "probs", "logits")
     ]
@@ -158,7 +163,7 @@ def _kl_of_covariances(source: GaussianSite, latents: list[Latent]) -> Tensor:
 
 
 def _summand(latent: Latent) -> tuple[tuple[Any, ...], tuple[Any, ...]] | None:
-    """Return a key (divergence, scale, dtypes) that groups sites with Normal priors, and the arguments.
+    """Return a key (divergence, scale, dtypes) that groups sites with Normal priors, and the divergence's arguments.
 
     Return None for a site that is masked, has more than one scale, or has a prior that is not Normal.
     """
@@ -175,7 +180,7 @@ def _summand(latent: Latent) -> tuple[tuple[Any, ...], tuple[Any, ...]] | None:
         divergence, parts = multiplicative_divergence, [latent.loc, base.alpha, base.eps]
     else:
         divergence, parts = normal_divergence, [*torch.broadcast_tensors(latent.loc, latent.scale)]
-        if m.dim() or s.dim():  # in units of the prior, which becomes a standard Normal
+        if m.dim() or s.dim():  # convert to units of the prior, which becomes a standard Normal
             parts, m, s = [(parts[0] - m) / s, parts[1] / s], torch.zeros(()), torch.ones(())
     if normal.loc.shape != parts[0].shape or m.dim() or s.dim() or m.requires_grad:
         return None
@@ -184,7 +189,7 @@ def _summand(latent: Latent) -> tuple[tuple[Any, ...], tuple[Any, ...]] | None:
 
 
 def _kl_to_prior(latent: Latent) -> Tensor:
-    """Return the KL divergence of one site, with its scales and mask."""
+    """Return the KL divergence of one site, including the scales and the mask of the site."""
     divergence, c_p, c_q = _divergence_to_prior(latent), latent.plate_scale, latent.guide_scale
     if len({c_p, c_q}) == 1:
         return divergence
@@ -233,7 +238,7 @@ def _scaled(latent: Latent, per_element: Tensor) -> Tensor:
 
 
 def _per_batch_element(latent: Latent, elements: Tensor) -> Tensor:
-    """Sum over event dimensions; unconstrained and constrained events may differ in size, but not in batch shape."""
+    """Sum over event dimensions; unconstrained and constrained values differ at most in these, not in batch shape."""
     return sum_rightmost(elements, elements.dim() - len(latent.prior.batch_shape))
 
 
@@ -287,7 +292,7 @@ def _factorises(latent: Latent) -> bool:
 
 
 def _expectation(latent: Latent, function: Callable[[Latent, Tensor], Tensor]) -> Tensor:
-    """Return E_q of a function of u: by quadrature, with the memory of one weight tensor, or from one sample."""
+    """Return E_q of a function of u: with quadrature, in the memory of one weight tensor, or from one sample."""
     assert latent.loc is not None and latent.scale is not None
     if not _factorises(latent):
         return function(latent, latent.loc + latent.scale * torch.randn_like(latent.loc))

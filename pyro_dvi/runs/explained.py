@@ -25,14 +25,15 @@ def explained_errors(
 
     Args:
         model: a Pyro model.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        posterior: tensors of the guide, from which its device is read.
+        args: positional arguments of the model.
+        kwargs: keyword arguments of the model.
+        posterior: tensors of the guide, from which the guide's device is read.
 
     Raises:
         DeviceError: if data and parameters are on different devices.
         DataError: if the model does not accept these arguments; if it fails on data that contain NaN, have another
-            dtype than its weights, or have unsuitable shapes; or if a minibatch has no rows, or more than its plate.
+            dtype than the weights, or have unsuitable shapes; or if a minibatch has no rows, or more rows than its
+            plate.
         ModelError: if the model fails on NaN weights, a site does not fit its plate, or a prior is improper.
         ParameterError: if a distribution rejects its parameters.
     """
@@ -61,7 +62,7 @@ def _of_arguments(error: Exception, model: Callable, args: tuple, kwargs: dict) 
     reason = misfit(inner, args, kwargs) if isinstance(error, TypeError) else None
     if reason is None:
         return None
-    # A module with one argument is a network, which receives no observations.
+    # A module with one argument is assumed to be a network, because it cannot receive observations.
     network = f". {AS_A_MODEL}" if isinstance(inner, nn.Module) and len(positional(inner)) == 1 else ""
     return DataError(f"a batch does not match the arguments of the model: {reason}{network}")
 
@@ -97,7 +98,7 @@ def _of_data(
             "pass the arguments in the order of the model's signature, convert the data (x.float()), or convert the "
             "model (model.double()) before building the guide"
         )
-    # A ValueError about a shape comes from a distribution, whose parameters training may have made invalid.
+    # A ValueError about a shape comes from a distribution; training may have made the parameters invalid.
     shapes = any(word in message for word in ("shape", "size", "dimension", "channels"))
     if shapes and not isinstance(error, ValueError):
         return DataError(
@@ -115,8 +116,8 @@ _TRANSFORM = (
     "means and variances cannot pass through torch.vmap or torch.func: {}. Write the function for all rows at once, "
     "or train with TaylorELBO and predict with Samples()"
 )
-# Messages of Pyro and PyTorch, and the messages that replace them; {} is the first line of the original message, {at}
-# its location.
+# Messages of Pyro and PyTorch, and the messages that replace them. {} stands for the first line of the original
+# message, and {at} for its location.
 _TEXTS: dict[str, tuple[type[PyroDviError], str]] = {
     "subsample_size does not match": (
         DataError,
@@ -170,14 +171,14 @@ def bad_values(args: tuple, kwargs: dict) -> DataError | None:
 def non_finite(tensors: Mapping[str, Tensor]) -> list[str]:
     """Return the names of parameters and running statistics with NaN or infinities, and of other tensors with NaN.
 
-    A buffer or constant may legitimately be infinite, such as the mask of causal attention. One value is read per
-    device.
+    Infinities are allowed in other buffers and constants, such as the mask of causal attention. The check reads one
+    value per device.
 
     Example:
         >>> non_finite({"mask": torch.tensor(-torch.inf), "running_var": torch.tensor(torch.inf)})
         ['running_var']
     """
-    # Minimum and maximum are NaN if any element is; they need one pass and no memory.
+    # Minimum and maximum are NaN if any element is NaN; computing them takes one pass and no memory.
     found: dict[torch.device, dict[str, tuple[Tensor, Tensor]]] = {}
     for name, value in tensors.items():
         if value.layout == torch.strided and value.numel() > 0:

@@ -18,7 +18,7 @@ from pyro_dvi.core.undisturbed import device_of, evaluating, seeder, undisturbed
 from pyro_dvi.runs.posterior_run import PosteriorMeans
 from pyro_dvi.runs.sites import core, is_latent
 
-_ROWS = 4  # number of rows of inputs, if the model accepts so few
+_ROWS = 4  # number of rows of the artificial inputs, if the model accepts so few
 # Relative tolerance: above the accumulated rounding error of a deep network (0.003 with TensorFloat-32 in ResNet-50),
 # and below the effect of a different activation, prior or noise.
 _TOLERANCE = 1e-2
@@ -28,15 +28,16 @@ _TOLERANCE = 1e-2
 class Fingerprint:
     """Summary of a model's sites in evaluation mode, at given values of its latents and at artificial inputs.
 
-    An artificial input has the shape and dtype of the original, and its elements increase from 0 to 1; integers and
-    booleans are 1. No data are stored, but changes of priors, noise, activations or deterministic weights are detected.
+    An artificial input has the shape and dtype of the original input, and its elements increase from 0 to 1; integers
+    and booleans are 1. No data are stored, and yet changes of priors, noise, activations or deterministic weights are
+    detected.
 
     Attributes:
-        args: positional arguments of the model: tensors, of which only shape and dtype are used, in tuples, lists and
-            dictionaries.
-        kwargs: keyword arguments, likewise.
-        sites: family, shape and plates of each site and, for each parameter of its distribution, the mean, the mean
-            absolute value, and a mean weighted by position.
+        args: positional arguments of the model, as tensors in tuples, lists and dictionaries. Only the shape and dtype
+            of the tensors are used.
+        kwargs: keyword arguments of the model, in the same form.
+        sites: for each site, the family, shape and plates; and, for each parameter of its distribution, the mean, the
+            mean absolute value, and a mean weighted by position.
     """
 
     args: tuple[Any, ...]
@@ -49,9 +50,9 @@ class Fingerprint:
 
         Args:
             model: the model.
-            args: its positional arguments.
-            kwargs: its keyword arguments.
-            latents: values of its latents.
+            args: positional arguments of the model.
+            kwargs: keyword arguments of the model.
+            latents: values of the model's latents.
 
         Returns:
             The fingerprint; None if the arguments contain anything but dense tensors, None and booleans in tuples,
@@ -62,7 +63,7 @@ class Fingerprint:
             args, kwargs = rows_cut(itemgetter(slice(rows)), shapes)
             try:
                 return cls(args, kwargs, _look(model, args, kwargs, latents))
-            except Exception:  # the model needs complete batches, or rejects artificial inputs
+            except Exception:  # the model needs a complete batch, or rejects artificial inputs
                 continue
         return None
 
@@ -71,9 +72,9 @@ class Fingerprint:
 
         Args:
             model: the model to compare.
-            latents: values of its latents.
+            latents: values of the model's latents.
             plates: True to compare plates and shapes of observed sites; False for predictions, which do not depend on
-                them. If False, a model that does not accept the original arguments is not compared.
+                these. If False, a model that does not accept the original arguments is not compared at all.
         """
         try:
             after = _look(model, self.args, self.kwargs, latents)
@@ -89,10 +90,10 @@ class Fingerprint:
 
 
 def input_shapes(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Return arguments of a model with tensors that keep only shape and dtype, with a single element in memory.
+    """Return arguments of a model in which each tensor keeps only its shape and dtype, and stores a single element.
 
-    Return None if they contain anything but dense tensors, None and booleans in tuples, lists and dictionaries, because
-    it might be data.
+    Return None if the arguments contain anything but dense tensors, None and booleans in tuples, lists and
+    dictionaries, because other objects might contain data.
     """
     if not _is_plain((tuple(args), dict(kwargs))):
         return None
@@ -100,7 +101,7 @@ def input_shapes(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any
 
 
 def stand_ins(args: Any, kwargs: Any, device: torch.device | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return artificial arguments of these shapes, on a device, with which a model can run."""
+    """Return artificial arguments of the given shapes, on a device, with which a model can run."""
     return arguments(mapped(_stand_in, args), device)[0], arguments(mapped(_stand_in, kwargs), device)[1]
 
 
@@ -113,7 +114,7 @@ def central_values(guide: Callable[..., Any], args: Any, kwargs: Any) -> dict[st
             with PosteriorMeans() as means:
                 guide(*args, **kwargs)
         except Exception:
-            # The guide has no median, or sites without a mean.
+            # The guide has neither a median nor a mean for every site.
             return {}
     return {name: node["value"].detach() for name, node in _sites(means.trace.nodes)}
 
@@ -161,7 +162,7 @@ def _look(model: Any, args: Any, kwargs: Any, latents: Mapping[str, Tensor]) -> 
 
 
 def _parameters(part: Any) -> Iterator[tuple[str, list[float]]]:
-    """Summarise the parameters of a distribution as passed by the model, of inner distributions, and of transforms."""
+    """Summarise the parameters that the model passed to a distribution, and those of its inner parts and transforms."""
     transform = isinstance(part, Transform)
     for name, value in vars(part).items():
         for inner in value if isinstance(value, (list, tuple)) else [value]:

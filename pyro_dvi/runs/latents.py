@@ -24,11 +24,11 @@ class GaussianSite:
     """A Gaussian sample site of a guide.
 
     Attributes:
-        name: the guide's site name.
+        name: name of the site in the guide.
         value: the value in the guide: a tracked copy of the mean, or a sample.
         base: the Normal distribution, attached to the parameters of the guide.
         transforms: maps from the Gaussian to the site's value, as in ``LogNormal``; usually empty.
-        sampled: a mask of the elements that were sampled instead of set to the mean, or True or False for all.
+        sampled: True if the elements were sampled, False if they were set to the mean; or a mask of the sampled ones.
     """
 
     name: str
@@ -39,16 +39,16 @@ class GaussianSite:
 
     @property
     def loc(self) -> Tensor:
-        """Mean, attached to the parameters."""
+        """Mean, attached to the parameters of the guide."""
         return self.base.loc
 
     @property
     def scale(self) -> Tensor:
-        """Standard deviation, attached to the parameters."""
+        """Standard deviation, attached to the parameters of the guide."""
         return self.base.stddev
 
     def expanded_scale(self) -> Tensor:
-        """Standard deviations of the elements at their mean; zero for elements that were sampled."""
+        """Standard deviations of the elements that were set to their mean; zero for elements that were sampled."""
         scale = self.scale
         return scale if self.sampled is False else scale.masked_fill(torch.as_tensor(self.sampled), 0.0)
 
@@ -58,20 +58,20 @@ class Latent:
     """One latent site of the model and its posterior marginal in unconstrained space.
 
     Attributes:
-        name: the model's site name.
-        prior: the site's distribution, given its parents' values.
+        name: name of the site in the model.
+        prior: the site's distribution, given the values of its parents.
         value: the value that the model used.
         loc: posterior mean of the unconstrained value; None for a point mass.
         own_scale: posterior standard deviation; by default the scale of ``source``.
         transform: map from unconstrained to constrained values; None for the identity.
-        log_density: log-density of a point mass (a Jacobian, for MAP in unconstrained space).
+        log_density: log-density of a point mass; for MAP in unconstrained space, it is a log-Jacobian.
         plate_scale: scale of the model's site, which differs from 1 for local latents of a subsampled plate.
         mask: mask of the model's site.
         source: the guide's Gaussian that contains the site; None for a point mass.
         guide_scale: scale of the guide's site, which multiplies its log-density.
-        elements: mask of the elements of the guide's Gaussian that belong to the site; True if all do.
-        shared: noise that it shares with other sites of a Gaussian with covariances.
-        rest: variance that is not shared; None for zero.
+        elements: mask of the elements of the guide's Gaussian that belong to the site; True if all belong to it.
+        shared: noise that the site shares with other sites of a Gaussian with covariances.
+        rest: variance of the site that is not due to shared noise; None for zero.
     """
 
     name: str
@@ -125,12 +125,13 @@ def elementary(transform: Any) -> list[Any]:
 class Marginals:
     """Finds the Gaussian of each latent site among the sites of a guide.
 
-    It recognises Normal sites of the same name, auxiliary ``<name>_unconstrained`` Normals followed by a Delta (Pyro's
-    AutoNormal), and the joint vector of AutoDiagonalNormal, AutoMultivariateNormal and similar guides.
+    It recognises Normal sites with the name of the latent, auxiliary ``<name>_unconstrained`` Normals followed by a
+    Delta (as in Pyro's AutoNormal), and the joint vector of AutoDiagonalNormal, AutoMultivariateNormal and similar
+    guides.
 
     Args:
         guide: the guide.
-        gaussians: its Gaussian sites.
+        gaussians: the Gaussian sites of the guide.
     """
 
     def __init__(self, guide: Callable, gaussians: dict[str, GaussianSite]) -> None:
@@ -161,7 +162,7 @@ def match_latents(model_trace: Any, guide_trace: Any, marginals: Marginals) -> l
     """Pair every latent site of the model with its marginal in the guide, or its point mass.
 
     Raises:
-        ModelError: if a site is neither observed nor in the guide, or has another shape in the guide.
+        ModelError: if a site is neither observed nor in the guide, or has a different shape in the guide.
         GuideError: if the guide has Gaussians that belong to no latent site, or lacks a required auxiliary site.
     """
     latents = []
@@ -196,13 +197,13 @@ def not_in_guide(name: str) -> str:
 
 
 def check_shape(site: Any, frames: Iterable[Any] = ()) -> None:
-    """Raise an error if the shape of a latent's value differs from its prior's, to which it would be broadcast.
+    """Raise an error if the shape of a latent's value differs from its prior's shape, because it would be broadcast.
 
     As in Pyro, leading dimensions of size one are ignored.
 
     Args:
         site: the latent site in a run of the model.
-        frames: the plates around it in the guide.
+        frames: the plates around the site in the guide.
 
     Raises:
         ModelError: if the shapes differ; the message names the site and both shapes.
@@ -224,7 +225,7 @@ def _without_leading_ones(shape: torch.Size) -> tuple[int, ...]:
 
 
 def _log_density_of_mass(fn: Any) -> Tensor | float:
-    """Return the log-density of a point mass, summed over elements for a Delta below to_event."""
+    """Return the log-density of a point mass; for a Delta inside ``to_event``, it is summed over elements."""
     log_density = getattr(strip_event_dims(fn), "log_density", 0.0)
     if not torch.is_tensor(log_density):
         return log_density
@@ -253,7 +254,7 @@ def _parts_of_vectors(
             for name, index in indices.items():
                 own = slice(
                     start, start := start + index.numel()
-                )  # a view, because the backward pass of indexing costs more
+                )  # a view is used, because the backward pass of indexing costs more
                 parts[name]["shared"] = SharedNoise(factor[:, own].reshape(-1, *index.shape), sites, between)
                 parts[name]["rest"] = None if rest is None else rest[own].reshape(index.shape)
         yield from parts.items()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of a model at given unconstrained values, with every example counted once, and scales of its distributions."""
+"""Runs of a model at given unconstrained values, with every example counted once; and rescaled distributions."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,10 +24,11 @@ class JointRun(Observed):
     r"""One run of the model on one batch.
 
     Attributes:
-        sites: observed sites, scaled so that the sum over the batches of a pass is the likelihood of all data.
+        sites: observed sites, scaled so that the sum over the batches of a pass is the log-likelihood of all data.
         factors: ``pyro.factor`` terms, scaled in the same way.
-        log_priors: log density of every latent in unconstrained space, including the Jacobian; it counts once per pass.
-        rows: for every subsampled plate, the numbers of rows in this batch and in the data.
+        log_priors: log density of every latent in unconstrained space, including the Jacobian. Add these densities only
+            once per pass over the data.
+        rows: for every subsampled plate, the number of rows in this batch and the number of rows in the data.
         trace: the model's trace.
     """
 
@@ -46,13 +47,13 @@ def run_joint(model: Callable, args: tuple, kwargs: dict[str, Any], values: Mapp
 
     Args:
         model: a Pyro model.
-        args: its positional arguments: one batch.
-        kwargs: its keyword arguments.
+        args: positional arguments of the model, which contain one batch.
+        kwargs: keyword arguments of the model.
         values: unconstrained value of every latent site.
 
     Raises:
-        ModelError: if nothing is observed, a site is neither observed nor in ``values`` or has another shape there, or
-            one of ``values`` is not a site of the model.
+        ModelError: if nothing is observed; if a site is neither observed nor in ``values``, or has a different shape in
+            ``values``; or if ``values`` contains a name that is not a site of the model.
         UnsupportedError: if a latent has one value per row of a subsampled plate.
     """
     with twice_differentiable(), AllRows(), AtUnconstrained(values) as latents:
@@ -124,7 +125,7 @@ class AtUnconstrained(SetLatents, SampleTrace):
 
 
 def log_prior_of_entries(node: Any, entries: Tensor) -> Tensor:
-    """Return the log density of some entries of a latent in unconstrained space, given the others, as a scalar.
+    """Return the log density of some entries of a latent given its other entries, in unconstrained space, as a scalar.
 
     Args:
         node: the latent in a trace.
@@ -150,7 +151,7 @@ def log_prior_of_entries(node: Any, entries: Tensor) -> Tensor:
     return found
 
 
-# Location-scale distributions, with the parameter that multiplies their spread.
+# Location-scale distributions, with the name of the parameter that multiplies their spread.
 _SCALES: dict[type, str] = {
     td.Normal: "scale",
     td.Laplace: "scale",
@@ -164,8 +165,8 @@ class Rescaled(Messenger):
     """Multiply the scales of sites by constants.
 
     Args:
-        factors: factors of the scales of latent or observed sites, by name; other sites do not change, and names that
-            are not in a run are ignored.
+        factors: factors by which to multiply the scales of latent or observed sites, by name. Other sites do not
+            change, and names that are not in a run are ignored.
 
     Raises:
         UnsupportedError: if the distribution of a site has no scale that can be multiplied (raised in a run).
@@ -191,17 +192,17 @@ class Rescaled(Messenger):
 
 def scale_name(fn: Any) -> str | None:
     """Return the name of the scale of a distribution, or None if it has no scale that can be multiplied."""
-    fn = untransformed(fn)  # the effect of a factor inside a transform depends on the transform
+    fn = untransformed(fn)  # what a factor does inside a transform depends on the transform
     return next((name for family, name in _SCALES.items() if isinstance(fn, family)), None)
 
 
 def rescaled(site: str, fn: Any, factor: float) -> Any:
-    """Return a distribution with its scale multiplied.
+    """Return a distribution with its scale multiplied by a factor.
 
     Args:
-        site: name of its site, for the message.
+        site: name of the distribution's site, for the error message.
         fn: the distribution.
-        factor: factor of the scale.
+        factor: factor by which to multiply the scale.
 
     Raises:
         UnsupportedError: if the distribution has no scale that can be multiplied.

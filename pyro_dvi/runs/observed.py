@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The observed sites of a model's run, and their scale from a minibatch to the data set."""
+"""The observed sites of a model's run, and the scale that extends their likelihood from a minibatch to the data set."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -75,7 +75,7 @@ def _log_likelihood(site: ObservedSite) -> Tensor:
         value, fn, extent = torch.as_tensor(site.value), site.fn, ""
         if (
             isinstance(error, ValueError) and value.numel()
-        ):  # a RuntimeError may mean that values are on another device
+        ):  # a RuntimeError may mean that the values are on a different device
             if lost := int((~torch.isfinite(value)).sum()):
                 raise DataError(
                     f"observed site {site.name!r} contains {lost} NaN or infinite values: drop these rows, or replace "
@@ -85,16 +85,16 @@ def _log_likelihood(site: ObservedSite) -> Tensor:
         raise DataError(
             f"observed site {site.name!r}: values of shape {tuple(value.shape)}{extent} do not fit {type(fn).__name__} "
             f"with batch shape {tuple(fn.batch_shape)} and event shape {tuple(fn.event_shape)}: "
-            + str(error).partition(", but found invalid values")[0]  # all of them
+            + str(error).partition(", but found invalid values")[0]  # the rest lists all values
         ) from error
 
 
 def _check_shape(node: Any) -> None:
     """Raise an error for values that would be broadcast against the distribution: [N] and [N, 1] would score N² pairs.
 
-    A plate may repeat a value without its dimension: a scalar, an event, or one data set for several models. A single
-    row is repeated only if another plate has all its rows, and never over a minibatch. Event dimensions are compared if
-    they were created by ``to_event``; a distribution checks its own event dimensions itself.
+    A plate may repeat a value that lacks the plate's dimension: a scalar, an event, or one data set for several models.
+    A single row is repeated only if another plate has all its rows, and never over a minibatch. Event dimensions are
+    compared if they were created by ``to_event``; a distribution checks its own event dimensions itself.
     """
     fn, value = node["fn"], node["value"]
     own = len(untransformed(fn).event_shape)
@@ -130,8 +130,8 @@ def num_data_of(site: ObservedSite) -> float:
 def check_num_data(sites: list[ObservedSite], num_data: int) -> None:
     """Compare the plate's scale of every site with the size of the data set.
 
-    Once a site agrees, other sites may belong to other data, with a plate of another size or without one; only sites
-    with as many rows as the minibatch must agree as well.
+    If one site agrees, other sites may belong to other data, with a plate of a different size or without a plate. Of
+    these, only sites with as many rows as the minibatch must agree as well.
 
     Args:
         sites: the observed sites of a step.
@@ -144,13 +144,13 @@ def check_num_data(sites: list[ObservedSite], num_data: int) -> None:
     others = []
     for site in sites:
         if torch.is_tensor(site.scale) and (site.scale.numel() > 1 or is_recording()):
-            continue  # example weights chosen by the user, or a value that must not be read
+            continue  # the user has chosen example weights, or the value must not be read
         scale = float(site.scale)
         lengths = [n for n in (*site.fn.batch_shape, *site.value.shape) if n > 0] or [1]
         nearest = min(lengths, key=lambda n: abs(n * scale - num_data))
-        # A shorter last minibatch with a fixed scale deviates by less than one minibatch.
+        # If the scale is fixed, a shorter last minibatch makes a difference of less than one minibatch.
         slack = max(scale, 1.0) * 1e-4 * num_data
-        # The whole data set may have a weight chosen by the user, but not a plate of another size.
+        # The user may choose a weight for the whole data set, but not a plate of a different size.
         if abs(nearest * scale - num_data) <= slack or (nearest == num_data and site.share == 1):
             agreeing.add(nearest)
         else:
@@ -168,10 +168,10 @@ def check_num_data(sites: list[ObservedSite], num_data: int) -> None:
 def check_list(messages: list[Any], batches: Sequence[Any], refuse: bool) -> None:
     """Compare the plates of the first step with the rows of all batches in a list.
 
-    Rows are counted with tensors that, in the first batch, have as many rows as a plate of an observed site; without
-    such a tensor (for single rows, or a plate over tokens), nothing is checked. A repeated tensor counts once, the last
-    batch may have been dropped, and a list with more rows than the plate may contain several epochs. If one plate
-    agrees, others may belong to other data.
+    To count the rows, the check uses tensors that, in the first batch, have as many rows as a plate of an observed
+    site. If there is no such tensor (for single rows, or a plate over tokens), nothing is checked. A repeated tensor
+    counts once, the last batch may have been dropped, and a list with more rows than the plate may contain several
+    epochs. If one plate agrees, other plates may belong to other data.
 
     Args:
         messages: the messages of all sites in the step.
@@ -181,7 +181,7 @@ def check_list(messages: list[Any], batches: Sequence[Any], refuse: bool) -> Non
     Raises:
         DataError: if the likelihood of a minibatch is not scaled up to the data.
     """
-    # For each tensor of a batch, its length in every batch.
+    # For each tensor of a batch, the length of this tensor in every batch.
     places = [
         [len(t) if t.dim() else 0 for t in {id(t): t for t in place}.values()]
         for place in zip(*map(tensors_in, batches), strict=False)
@@ -208,7 +208,7 @@ def check_list(messages: list[Any], batches: Sequence[Any], refuse: bool) -> Non
 
 
 def _plates(site: Any) -> list[tuple[Any, int, int]]:
-    """Return the plates that scale a site, with rows and sizes; without any, all its plates or first dimension."""
+    """Return the plates that scale a site, with rows and sizes; if none do, all its plates or its first dimension."""
     frames = site["cond_indep_stack"]
     scaling = [(f, f.size, f.full_size) for f in frames if f.full_size not in (None, f.size)]
     if scaling or torch.is_tensor(site["scale"]) or site["scale"] != 1:
@@ -219,11 +219,11 @@ def _plates(site: Any) -> list[tuple[Any, int, int]]:
 
 
 def _fits(size: int, lengths: list[int]) -> bool:
-    """Return True if a plate fits all batches: those of one epoch, of several, or without a dropped last batch."""
+    """Return True if a plate fits all batches, which may be of several epochs or lack a dropped last batch."""
     rows, total = lengths[0], sum(lengths)
     return total == rows if size == rows else size < total + (rows if len(set(lengths)) == 1 else 1)
 
 
 def _all_local(latents: list[Any], plate: Any, rows: int) -> bool:
-    """Return True if all latents belong to rows, as in an autoencoder, whose posterior does not depend on the scale."""
+    """Return True if all latents belong to rows, as in an autoencoder; the posterior does not depend on the scale."""
     return all(plate in m["cond_indep_stack"] if plate else m["value"].shape[:1] == (rows,) for m in latents)

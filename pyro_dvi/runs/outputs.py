@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Outputs of a model for given inputs: the parameters of its observed distribution as real numbers.
 
-A mean is a real number; a scale is represented by its logarithm, and class probabilities by the logits of the model.
-Linearising these keeps every parameter inside its domain.
+A mean is already a real number; a scale is represented by its logarithm, and class probabilities by the model's logits.
+The linearisation applies to these real numbers, so every parameter stays inside its domain.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,7 +24,7 @@ from pyro_dvi.runs.log_joint import AtUnconstrained
 from pyro_dvi.runs.posterior_run import twice_differentiable
 from pyro_dvi.runs.sites import AllRows, choose_response, example_axis, is_deterministic, responses
 
-# Location parameters of observations. They come before others, such as degrees of freedom.
+# Location parameters of observations. They come before other parameters, such as degrees of freedom.
 _LOCATIONS = ("loc", "logits", "probs", "rate", "predictor")
 
 
@@ -34,8 +34,8 @@ class Parameter:
 
     Attributes:
         name: name of the distribution's argument.
-        shape: shape for one example, in unconstrained values.
-        axis: the dimension of the parameter that indexes examples, from the left.
+        shape: shape of the unconstrained values of one example.
+        axis: the dimension of the parameter that indexes examples, counted from the left.
         transform: map from real numbers to the parameter's domain; None for the identity.
     """
 
@@ -50,7 +50,7 @@ class Parameter:
         return prod(self.shape)
 
     def native(self, real: Tensor) -> Tensor:
-        """Return the argument of the distribution, from unconstrained values ``[*lead, B, *shape]``."""
+        """Return the argument of the distribution that unconstrained values ``[*lead, B, *shape]`` represent."""
         lead = real.dim() - 1 - len(self.shape)
         moved = real.movedim(lead, lead + self.axis)
         return moved if self.transform is None else self.transform(moved)
@@ -67,7 +67,7 @@ class Outputs:
             logarithm of a rate, even if only other parameters are uncertain.
         distribution: the observed distribution; None for a deterministic site.
         given: arguments of the innermost distribution, by name.
-        axis: the dimension of the batch shape that indexes examples, from the right.
+        axis: the dimension of the batch shape that indexes examples, counted from the right.
     """
 
     site: str
@@ -85,10 +85,10 @@ class Outputs:
         ]
 
     def with_values(self, values: Tensor) -> Any:
-        """Return the distribution with other parameters.
+        """Return the distribution with the parameters that given values represent.
 
         Args:
-            values: ``[*lead, B, K]``.
+            values: unconstrained values of all parameters, ``[*lead, B, K]``.
 
         Returns:
             The distribution with batch shape ``[*lead, *batch]``.
@@ -98,10 +98,10 @@ class Outputs:
         return self.rebuilt({**self.given, **native}, tuple(values.shape[:-2]))
 
     def rebuilt(self, given: Mapping[str, Any], lead: tuple[int, ...]) -> Any:
-        """Return the distribution with other parameters of the innermost one.
+        """Return the distribution with the arguments of the innermost distribution replaced.
 
         Args:
-            given: arguments of the innermost distribution.
+            given: new arguments of the innermost distribution.
             lead: batch dimensions to add on the left.
         """
 
@@ -126,14 +126,14 @@ def run_outputs(
 
     Args:
         model: a Pyro model.
-        args: its positional arguments; observations may be None.
+        args: positional arguments of the model; observations may be None.
         values: unconstrained value of every latent site.
         num_rows: B, the number of examples.
         site: name of an observed site or of a ``pyro.deterministic`` site; None for the only observed site.
 
     Raises:
-        ModelError: if there is no such site, there are several and ``site`` is None, or the site does not depend on any
-            latent site.
+        ModelError: if there is no such site, if there are several and ``site`` is None, or if the site does not depend
+            on any latent site.
         DataError: if the site has no dimension of B examples.
         UnsupportedError: if a parameter of the distribution cannot be represented by unconstrained values.
     """
@@ -167,10 +167,10 @@ def observed_outputs(site: str, fn: Any, axis: int, num_rows: int, made: list[Bu
 
     Args:
         site: the name of the site.
-        fn: its distribution.
-        axis: the dimension of its batch shape that indexes examples, from the right.
+        fn: the distribution at the site.
+        axis: the dimension of the distribution's batch shape that indexes examples, counted from the right.
         num_rows: B, the number of examples.
-        made: the distributions of the run with their arguments.
+        made: the distributions that were built in the run, with their arguments.
     """
     base = innermost(fn)
     given = given_to(site, base, made)
@@ -203,14 +203,14 @@ def observed_outputs(site: str, fn: Any, axis: int, num_rows: int, made: list[Bu
 
 
 def _location(given: Mapping[str, Any]) -> str | None:
-    """Return the parameter that is the prediction, which is among the outputs even if it is deterministic."""
+    """Return the name of the parameter that is the prediction; it is an output even if it is deterministic."""
     name = next((name for name in _LOCATIONS if name in given), None)
-    # In a Gamma, rate and concentration determine the mean together.
+    # The mean of a Gamma depends on both its rate and its concentration.
     return None if name == "rate" and "concentration" in given else name
 
 
 def _certain(value: Any, given: Mapping[str, Any]) -> Tensor:
-    """Return a deterministic parameter as a constant tensor, like the model's other parameters."""
+    """Return a deterministic parameter as a constant tensor, with the dtype and device of the other parameters."""
     if torch.is_tensor(value):
         return value
     like = next((v for v in given.values() if torch.is_tensor(v)), torch.empty(()))
@@ -222,7 +222,7 @@ def _without_latents(what: str) -> ModelError:
 
 
 def _refuse_hidden(site: str, base: Any, name: str, value: Any) -> None:
-    """Raise an error for uncertain parameters in other arguments, such as the components of a mixture."""
+    """Raise an error if an argument that cannot be linearised, such as the components of a mixture, is uncertain."""
     if isinstance(value, td.Distribution) or (torch.is_tensor(value) and value.requires_grad):
         raise UnsupportedError(
             f"observed site {site!r}: the argument {name!r} of {type(base).__name__} cannot be represented by "
@@ -239,7 +239,7 @@ def _full_batch_shape(fn: Any) -> tuple[int, ...]:
         if isinstance(fn, td.Independent):
             shape = (*shape, *fn.event_shape[: fn.reinterpreted_batch_ndims])
         elif not isinstance(fn, (dist.MaskedDistribution, dist.ExpandedDistribution)):
-            # Transforms may turn batch dimensions into event dimensions.
+            # A transform may turn batch dimensions into event dimensions.
             inner = tuple(fn.base_dist.batch_shape)
             shape = shape if len(inner) == len(shape) else inner
         fn = fn.base_dist
@@ -249,10 +249,10 @@ def _full_batch_shape(fn: Any) -> tuple[int, ...]:
 def _real_numbers(site: str, base: Any, name: str, constraint: Any) -> tuple[Any, int]:
     """Return the transform from real numbers to a parameter's domain, and the number of its event dimensions."""
     if constraint is constraints.simplex:
-        # One value per class, as for logits; stick-breaking would treat the classes unequally.
+        # Use one value per class, as for logits; stick-breaking would not treat all classes alike.
         return td.SoftmaxTransform(), constraint.event_dim
     with suppress(NotImplementedError):
-        if not constraints.is_dependent(constraint):  # it may depend on other parameters
+        if not constraints.is_dependent(constraint):  # a dependent domain varies with other parameters
             return unconstraining_transform(constraint), constraint.event_dim
     raise UnsupportedError(
         f"observed site {site!r}: {name!r} of {type(base).__name__} has the domain {constraint}, for which there is no "

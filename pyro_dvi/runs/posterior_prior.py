@@ -25,13 +25,13 @@ Gaussians = Mapping[str, tuple[Tensor, Tensor]]
 class PosteriorPrior:
     """Gaussians that replace the priors of a model; returned by ``guide.as_prior()``.
 
-    Calling it with a model returns that model with these priors. The result is a module, with the Gaussians as buffers
-    and the model under ``.model``; site names, parameters and running statistics are those of the model. Priors from an
-    earlier call are replaced.
+    Call it with a model to get this model with the Gaussians as its priors. The result is a module that contains the
+    Gaussians as buffers and the model under ``.model``. Its site names, parameters and running statistics are those of
+    the model. If the model already has priors from an earlier call, they are replaced.
 
     Attributes:
         gaussians: mean and standard deviation by site name, without gradients.
-        origin: name of the guide from which they come.
+        origin: name of the guide that the Gaussians come from.
     """
 
     gaussians: Gaussians
@@ -41,7 +41,7 @@ class PosteriorPrior:
         """Return ``model`` with these Gaussians as its priors.
 
         Raises:
-            ModelError: if a site is missing, has another shape or is constrained (raised when the model runs).
+            ModelError: if a site is missing, has a different shape or is constrained (raised when the model runs).
         """
         gaussians = dict(self.gaussians)
         if isinstance(model, _WithPrior):
@@ -50,7 +50,7 @@ class PosteriorPrior:
 
 
 def without_posterior_prior(model: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the model without posterior priors; the models of all tasks share its modules and parameters."""
+    """Return the model with its own priors again; the models of all tasks share its modules and parameters."""
     return model.model if isinstance(model, _WithPrior) else model
 
 
@@ -63,14 +63,14 @@ def posterior_prior(
     """Convert the posteriors of a guide to priors.
 
     Args:
-        posteriors: for each site, the name, the posterior in unconstrained space, and True if the site is
+        posteriors: for each site, the name, the posterior in unconstrained space, and whether the site is
             unconstrained.
         exclude: names or patterns of sites that keep their priors.
         origin: name of the guide.
         temperature: temperature at which the guide was trained.
 
     Raises:
-        ArgumentError: if a pattern matches no site, or all sites are excluded.
+        ArgumentError: if a pattern matches no site, or if all sites are excluded.
         UnsupportedError: if the posterior of a site is not a factorised Gaussian over its values.
     """
     posteriors = list(posteriors)
@@ -115,7 +115,7 @@ class _Priors(Messenger):
                 f"as_prior(exclude=[{name!r}]), as for a head of another size, or a latent with one value per example"
             )
         prior = dist.Normal(loc, scale, validate_args=False).to_event(fn.event_dim)
-        prior.initial_value = loc  # initial value of the next guide
+        prior.initial_value = loc  # the next guide starts at this value
         msg["fn"] = prior
 
     def __exit__(self, *error: Any) -> None:
@@ -129,7 +129,7 @@ class _Priors(Messenger):
 
 
 class _WithPrior(nn.Module):
-    """A model with other priors."""
+    """A model whose priors are replaced."""
 
     def __init__(self, model: Callable[..., Any], gaussians: Gaussians, origin: str) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class _WithPrior(nn.Module):
 
     @property
     def forward(self) -> Callable[..., Any]:  # type: ignore[override]
-        """The call of the model, with its signature, from which predictions infer the observation."""
+        """The call of the model, with the model's signature, from which predictions infer the observation argument."""
         run = self.model.forward if isinstance(self.model, nn.Module) else self.model
         return functools.update_wrapper(functools.partial(self._run), run)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One run of a guide, then of its model with the guide's values: at the means, or with moments."""
+"""One run of a guide and then of its model, to which the guide passes its means or its moments."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -35,7 +35,7 @@ class GuideRun(SetLatents, SampleTrace):
 
     Attributes:
         trace: the trace of the run.
-        gaussians: its Gaussian sites by name.
+        gaussians: the Gaussian sites of the guide by name.
         marginals: the marginals of the model's latent sites, once a :class:`Call` has run the guide.
     """
 
@@ -47,7 +47,7 @@ class GuideRun(SetLatents, SampleTrace):
         self.gaussians: dict[str, GaussianSite] = {}
 
     def _chosen(self, name: str, base: td.Normal, transforms: tuple[Any, ...]) -> GaussianSite:
-        """Return a Gaussian site with a value of its Gaussian, before the transforms."""
+        """Return a Gaussian site with the chosen value of its Gaussian, before any transforms."""
         raise NotImplementedError
 
     def _value_of(self, site: Any) -> Tensor | None:
@@ -103,12 +103,12 @@ class Call:
     kwargs: dict[str, Any] = field(default_factory=dict)
 
     def explained(self, posterior: Iterable[Tensor] = ()) -> AbstractContextManager[None]:
-        """Explain errors of runs with these arguments, see :func:`~pyro_dvi.runs.explained.explained_errors`."""
+        """Explain errors in runs with these arguments; see :func:`~pyro_dvi.runs.explained.explained_errors`."""
         return explained_errors(self.model, posterior, self.args, self.kwargs)
 
     def run_guide(self, values: Values) -> Values:
-        """Run the guide with values for its Gaussians, and return the values with the record of the run."""
-        # A guide that has not been set up runs the model to inspect its sites.
+        """Run the guide inside ``values``, which chooses the values of its Gaussians, and return ``values``."""
+        # A guide that has not been set up runs the model first, to inspect the model's sites.
         fresh = getattr(self.guide, "prototype_trace", 0) is None
         with self.explained(), preserve_buffers() if fresh else nullcontext(), values:
             self.guide(*self.args, **self.kwargs)
@@ -116,7 +116,7 @@ class Call:
         return values
 
     def trace_model(self, guide_trace: Any) -> Any:
-        """Run the model with the values of a run of the guide."""
+        """Run the model with the values that the guide has chosen in a run."""
         with ReplayMessenger(guide_trace), SampleTrace() as run:
             self.model(*self.args, **self.kwargs)
         return run.trace
@@ -142,7 +142,7 @@ class PosteriorRun:
 
     @classmethod
     def of(cls, call: Call, values: Values, around: Callable[[Values], AbstractContextManager[Any]]) -> Self:
-        """Run the guide, then the model with those values.
+        """Run the guide, then the model with the guide's values.
 
         Args:
             call: a model, and a guide of factorised Gaussians and point masses.
@@ -191,7 +191,7 @@ def run_at_means(
     sampled: Mapping[str, Tensor | bool] | None = None,
     recorder: Callable[[list[Tensor | None]], AbstractContextManager[Any]] | None = None,
 ) -> PosteriorRun:
-    """Run the guide at its means, then the model with these values; raises the errors of :meth:`PosteriorRun.of`.
+    """Run the guide at its means, then the model with these means; raises the errors of :meth:`PosteriorRun.of`.
 
     Args:
         call: a model, and a guide of factorised Gaussians and point masses.
@@ -205,18 +205,18 @@ def run_at_means(
 
 
 def twice_differentiable() -> AbstractContextManager[Any]:
-    """Return a context with attention without fused kernels, which have no second derivative."""
+    """Return a context in which attention uses no fused kernels, because these have no second derivative."""
     return sdpa_kernel(SDPBackend.MATH)
 
 
 class PosteriorMeans(GuideRun):
-    """Set Gaussian sites of a guide to their means, tracked for differentiation; sample those in ``sampled``.
+    """Set Gaussian sites of a guide to their means, tracked for differentiation; sample the sites in ``sampled``.
 
-    Every mean becomes a separate node of the autograd graph, so that gradients of the likelihood with respect to the
-    mean do not mix with other uses of the parameters.
+    Every mean becomes a separate node of the autograd graph. Gradients of the likelihood with respect to the mean
+    therefore do not include those from other uses of the parameters.
 
     Args:
-        sampled: for guide sites to sample with reparameterisation, True or a mask of their elements.
+        sampled: guide sites to sample with reparameterisation, by name: True for all elements of a site, or a mask.
     """
 
     takes_joint = True
@@ -248,9 +248,9 @@ def run_with_moments(
     Args:
         call: a model, and a guide of factorised Gaussians and point masses.
         sampled: guide sites to sample, see :class:`~pyro_dvi.runs.structure.Structure`.
-        around: given the moments that the model will use (by name, filled while it runs), returns the context in which
-            it runs: :func:`~pyro_dvi.runs.uncertain.uncertain_likelihoods`, which lets distributions take moments, and
-            any observers.
+        around: given the moments that the model will use (by name, filled while the model runs), returns the context in
+            which the model runs. It consists of :func:`~pyro_dvi.runs.uncertain.uncertain_likelihoods`, which lets
+            distributions take moments, and any observers.
 
     Raises:
         UnsupportedError: if the model uses a function or distribution without a rule. For other errors, see
@@ -279,14 +279,14 @@ def median(loc: Tensor, scale: Tensor, transform: Any) -> Tensor:
 
 
 def propagated(loc: Tensor, scale: Tensor, transform: Any) -> Any:
-    """Return the moments of a transformed Gaussian, linked to it; the median if elements are mixed (a simplex)."""
+    """Return the moments of a transformed Gaussian, linked to it; if the transform mixes elements, its median."""
     if transform is None:
         return GaussianMoments(loc, scale.square())
     parts = elementary(transform)
     if any(part.domain.event_dim or part.codomain.event_dim for part in parts):
         return transform(loc)
     name = "exp" if len(parts) == 1 and isinstance(parts[0], td.ExpTransform) else None
-    # Without event dimensions, because elements that the model selects do not have them.
+    # The transform has no event dimensions, because elements that the model selects do not have them.
     function = td.ComposeTransform(parts)
     uniform = not any(torch.is_tensor(v) and v.dim() > 0 for part in parts for v in vars(part).values())
     link = Link(GaussianMoments(loc, scale.square()), function, name, uniform=uniform)
@@ -299,7 +299,7 @@ _SWAP = accessor.swap_tensor
 
 
 def _swap(module: nn.Module, name: str, value: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replace a parameter by any value in ``torch.func.functional_call``, which accepts only tensors."""
+    """Replace a parameter by any value; ``torch.func.functional_call`` itself accepts only tensors."""
     if name not in module._parameters or not isinstance(value, GaussianMoments):
         return _SWAP(module, name, value, *args, **kwargs)
     before, module._parameters[name] = module._parameters[name], value  # type: ignore[assignment]
@@ -310,14 +310,14 @@ class PosteriorMoments(SetLatents):
     """Set each latent site of a model to the moments of its posterior marginal.
 
     A Gaussian over the site's own values becomes :class:`~pyro_dvi.moments.GaussianMoments`, with its shared noise if
-    it has covariances. A Gaussian that a transform maps to the site's values (such as a positive scale), or that sets
-    the prior of another latent, is sampled with reparameterisation. Point masses are set by Pyro's replay, which must
-    be the inner of the two handlers.
+    it has covariances. A Gaussian is sampled with reparameterisation if a transform maps it to the site's values (as
+    for a positive scale), or if it sets the prior of another latent. Point masses are set by Pyro's replay handler,
+    which must be inside this handler.
 
     Args:
         marginals: the Gaussians of latent sites in the guide.
-        stand_in: returns the value of a sampled or transformed site, given mean and standard deviation of its Gaussian
-            and the transform.
+        stand_in: returns the value of a sampled or transformed site, given the mean and standard deviation of its
+            Gaussian, and the transform.
         sampled: guide sites that set the prior of another latent, or masks of their elements.
 
     Attributes:

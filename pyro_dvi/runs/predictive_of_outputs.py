@@ -37,15 +37,15 @@ def integrated(
 ) -> Any:
     """Return the predictive distribution, with the batch and event shape of the observed distribution.
 
-    Status: as for :func:`~pyro_dvi.links.predictive_distribution`. Several labels of one example (``to_event``) have
-    correct marginal probabilities and are treated as independent.
+    Status: as for :func:`~pyro_dvi.links.predictive_distribution`. If an example has several labels (``to_event``),
+    their marginal probabilities are correct, but the labels are treated as independent.
 
     Args:
         outputs: outputs at the mode.
         covariance: covariance of all outputs of each example, ``[B, K, K]``.
         link: maps Gaussian logits to class probabilities.
         noise: maps Gaussian noise of uncertain scale to a distribution.
-        num_points: number of Sobol points if more than two parameters of a density are uncertain.
+        num_points: number of Sobol points, which are used if more than two parameters of a density are uncertain.
     """
     outputs, covariance = outputs.detached(), covariance.detach()
     fn, base, parameters = outputs.distribution, innermost(outputs.distribution), outputs.parameters
@@ -55,12 +55,12 @@ def integrated(
     uncertain = {name: value for name, value in given.items() if isinstance(value, GaussianMoments)}
     if not uncertain:
         return fn
-    # Dimensions of an example's densities.
+    # The dimensions over which the densities of an example extend.
     shape = parameters[0].shape
     others = shape[: len(shape) - base.arg_constraints[parameters[0].name].event_dim]
     rank = len(fn.batch_shape) - 1
     joined = len(others) > rank and not isinstance(base, _CLASSES)
-    if joined:  # to_event has joined densities, whose outputs are dependent
+    if joined:  # to_event has joined several densities, and their outputs are dependent
         others = others[:rank]
     numbers = torch.arange(covariance.shape[-1], device=covariance.device).split([p.size for p in parameters])
     places = {
@@ -78,7 +78,7 @@ def integrated(
         with pyro.validation_enabled(False):
             found = as_pyro(predictive_distribution(type(base), given, link=link, noise=noise, joint=joint))
         found._validate_args = (
-            False  # scores check observations; a second check would synchronise with the device
+            False  # scores already check observations; another check would synchronise with the device
         )
         return found
 
@@ -97,14 +97,14 @@ def integrated(
 
 
 def _uncertain(base: Any, parameter: Parameter, real: Tensor, variance: Tensor) -> Any:
-    """Return moments of a parameter, linked to its outputs ``[B, *shape]``, or a tensor if it has no variance."""
+    """Return moments of a parameter, linked to its outputs ``[B, *shape]``; a tensor if the parameter is certain."""
     if not bool((variance > 0).any()):
         return parameter.native(real)
     inner = GaussianMoments(real.movedim(0, parameter.axis), variance.movedim(0, parameter.axis))
     function = parameter.transform
     if function is None:
         return inner
-    # The variance of the value itself is not used: rules for an exponential compute it from the Gaussian.
+    # The variance of the value itself is not used, because rules for an exponential compute it from the Gaussian.
     return GaussianMoments(
         function(inner.loc),
         inner.variance,
@@ -121,11 +121,11 @@ class Normal(NoisyNormal, TorchDistributionMixin):
 
 
 class PartlyCounted(dist.MaskedDistribution):
-    """Gaussian vectors, matrices or tensors of which only the observed elements enter the log density.
+    """Gaussian vectors, matrices or tensors, with a log density that includes only the observed elements.
 
     Args:
         base: the Gaussian.
-        counts: True for elements that count, broadcastable to an observation of every density.
+        counts: mask of the elements to include; it broadcasts to the observation of each density.
     """
 
     def __init__(self, base: Any, counts: Tensor) -> None:
@@ -133,14 +133,14 @@ class PartlyCounted(dist.MaskedDistribution):
         self.counts = counts
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Return the log density of the elements that count, in the batch shape."""
+        """Return the log density of the included elements, in the batch shape."""
         start = -len(self.event_shape)
         vectors: Any = (
             self.base_dist.base_dist if isinstance(self.base_dist, ShapedNormal) else self.base_dist
         )
         apart = torch.where(self.counts, value - self.mean, 0.0).flatten(start)
         counts = self.counts.flatten(start)
-        # Other elements are replaced by independent ones at their mode, with density one.
+        # Each other element is replaced by an independent Gaussian at its mode, where the density is one.
         both, alone = counts.unsqueeze(-1) & counts.unsqueeze(-2), torch.eye(counts.shape[-1]).to(apart)
         covariance = torch.where(both, vectors.covariance_matrix, alone / (2 * math.pi))
         normal: Any = td.MultivariateNormal(torch.zeros_like(apart), covariance, validate_args=False)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sites of a run: their kinds, selection by name, setting latent sites, and the response with its examples.
+"""The sites of a run: their kinds, selection by name, setting of latent sites, and the response with its examples.
 
-A site is a node of a trace, or the message that a messenger receives. Every sample site is latent, data, a factor,
-deterministic, or internal to Pyro (the rows that a plate draws).
+A site is a node of a trace, or the message that a messenger receives. Every sample site is latent, observed data, a
+factor, deterministic, or internal to Pyro (the rows that a plate draws).
 """
 
 import math
@@ -27,7 +27,7 @@ def is_latent(site: Any) -> bool:
 
 
 def is_data(site: Any) -> bool:
-    """Return True if a site has observed values with a distribution."""
+    """Return True if a site has observed values and a distribution."""
     return _is_sample(site) and site["is_observed"] and not (is_deterministic(site) or site_is_factor(site))
 
 
@@ -49,7 +49,7 @@ def core(fn: Any) -> Any:
 
 
 def subsampled_share(site: Any) -> float:
-    """Return the fraction of the rows of its plates that a site has in this run."""
+    """Return how much of a site this run contains: a fraction of the rows of the site's plates."""
     frames = [frame for frame in site["cond_indep_stack"] if frame.full_size is not None]
     return math.prod(frame.size / frame.full_size for frame in frames)
 
@@ -62,7 +62,7 @@ def sites_named(argument: str, patterns: str | Iterable[str], names: Sequence[st
     """Return the sites of a guide that match a pattern, in the order of ``names``.
 
     Args:
-        argument: name of the user's argument, for the message.
+        argument: name of the argument that the user passed, for the error message.
         patterns: one pattern or several.
         names: all sites.
 
@@ -80,7 +80,7 @@ def sites_named(argument: str, patterns: str | Iterable[str], names: Sequence[st
 
 
 class SetLatents(Messenger):
-    """Set latent sites of a run to values, without turning them into observations."""
+    """Set latent sites of a run to given values, without turning the sites into observations."""
 
     @abstractmethod
     def _value_of(self, site: Any) -> Any:
@@ -99,9 +99,9 @@ class SampleTrace(TraceMessenger):
 
 
 class AllRows(Messenger):
-    """Let a plate with ``subsample_size=n`` index the n given rows, whatever its size.
+    """Let a plate with ``subsample_size=n`` index the n given rows, whatever the size of the plate.
 
-    The size of the training plate is then not a limit: a model of 500 training images can predict 1,000 test images.
+    The plate's size then does not limit predictions: a model of 500 training images can predict 1,000 test images.
     """
 
     def _pyro_sample(self, msg: Any) -> None:
@@ -148,16 +148,16 @@ def choose_response(site: str | None, names: list[str]) -> str:
 def example_axis(name: str, node: Any, num_rows: int) -> int:
     """Return the dimension of a site's batch shape that indexes examples, counted from the right (negative).
 
-    A subsampled plate has priority over others of the same size, because it is the plate that batches divide.
+    A subsampled plate has priority over other plates with as many rows, because it is the plate that batches divide.
 
     Raises:
-        DataError: if no dimension has as many rows as the batch, or several plates have.
+        DataError: if no dimension has as many rows as the batch, or if several plates have.
     """
     shape = tuple(node["fn"].batch_shape)
     frames = [f for f in node["cond_indep_stack"] if f.vectorized]
     fitting = [f for f in frames if f.size == num_rows and len(shape) >= -f.dim and shape[f.dim] == num_rows]
     found = [f for f in fitting if f.full_size not in (None, f.size)] or fitting
-    if len(found) == 1 or (found and num_rows == 1):  # if there is one row, any of the plates is right
+    if len(found) == 1 or (found and num_rows == 1):  # for a single row, any of the plates is right
         return int(found[0].dim)
     if not frames and shape[:1] == (num_rows,):
         return -len(shape)
@@ -170,7 +170,7 @@ def example_axis(name: str, node: Any, num_rows: int) -> int:
 
 
 def counted(node: Any) -> Tensor | None:
-    """Return a mask that is True for values of a site that count, in the shape of one draw; None if all count.
+    """Return a mask in the shape of one draw, True for values of a site that are not masked; None if all are True.
 
     Masks come from ``poutine.mask``, and from ``.mask()`` of the distribution at any depth.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first run of a model with its guide: dependences, missing gradients, and a start at zero."""
+"""The first run of a model with its guide, to find dependences, missing gradients, and a start at zero."""
 
 import inspect
 import weakref
@@ -26,15 +26,15 @@ from pyro_dvi.runs.posterior_run import Call, PosteriorRun, run_at_means
 from pyro_dvi.runs.sites import is_data, is_latent, sites_of
 
 _TYPES = [torch.finfo(t) for t in (torch.float16, torch.bfloat16, torch.float32, torch.float64)]
-# Limits of torch's own clamps, of probabilities of distributions (eps) and of transforms to the unit interval (tiny).
+# Limits of torch's own clamps: eps for probabilities of distributions, tiny for transforms to the unit interval.
 _OPEN_INTERVALS = {(low, 1 - t.eps) for t in _TYPES for low in (t.eps, t.tiny)}
 # Autograd nodes of functions whose derivative is zero wherever it exists.
 _FLAT = {f"{name}Backward{k}" for name in ("Round", "Floor", "Ceil", "Trunc", "Sign") for k in range(2)}
-# What a model, a prior or a check may raise at an unusual value.
+# Errors that a model, a prior or a check may raise at an unusual value.
 _FAILURES = (ArithmeticError, AssertionError, LookupError, RuntimeError, ValueError, PyroDviError)
 _UNLIMITED: Any = float("inf")  # the value that Pyro expects, although its annotation is int
 
-# Site, its means in the storage of their parameter, and the weights of the network if it has any.
+# A site, its means (stored in their parameter), and the corresponding weights of the network, if there are any.
 Starts = list[tuple[str, Tensor, Tensor | None]]
 
 
@@ -43,13 +43,13 @@ class Structure:
     """The result of the first run of a model and its guide.
 
     Attributes:
-        sampled: guide sites (or masks of their elements) that set the prior of another latent. They are sampled instead
-            of fixed at their mean, which would lose the prior's curvature with respect to them.
+        sampled: guide sites (or masks of their elements) that set the prior of another latent. They are sampled; fixing
+            them at their mean would lose the prior's curvature with respect to them.
         function_names: functions whose autograd nodes lead from the latents to the observed distributions.
         shapes: shape of a draw at each observed site, with the arguments of the first run.
         reached: guide sites that the observed sites depend on.
         joint: Gaussian vectors with covariances among the guide sites, by name.
-        starts: means at zero that must be changed before training, see :func:`start_apart`.
+        starts: means at zero that must be changed before training; see :func:`start_apart`.
     """
 
     sampled: dict[str, Tensor | bool] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class Structure:
 
 
 class FirstRuns:
-    """The structures of the models and guides of an objective; a copy of the objective starts without any."""
+    """The structures of the models and guides that an objective has met; a copy of the objective starts with none."""
 
     def __init__(self) -> None:
         # Weak references to guide and model, the functions of bound methods, and the structure.
@@ -88,7 +88,7 @@ class FirstRuns:
                 structure = _look(run_at_means(call), gradients)
         except Exception:
             if fresh:
-                call.guide.prototype_trace = None  # set the guide up again when the call is corrected
+                call.guide.prototype_trace = None  # so that a corrected call sets the guide up again
             raise
         self._known = [known for known in self._known if known[0]() is not None and known[1]() is not None]
         self._known.append((weakref.ref(guide), weakref.ref(model), functions, structure))
@@ -96,7 +96,7 @@ class FirstRuns:
 
 
 def _owner(function: Callable) -> tuple[Any, Any]:
-    """Return the objects that identify a callable, because a bound method is a new object at every access."""
+    """Return the objects that identify a callable; a bound method itself is a new object at every access."""
     return (function.__self__, function.__func__) if inspect.ismethod(function) else (function, None)
 
 
@@ -129,7 +129,7 @@ def _sampled(latents: list[Latent]) -> dict[str, Tensor | bool]:
     """Return guide sites that set the prior of a latent, or masks of their elements.
 
     Raises:
-        GuideError: if both a latent and one that sets its prior are point masses.
+        GuideError: if a latent and another latent that sets its prior are both point masses.
     """
     sampled: dict[str, Tensor | bool] = {}
     for child in latents:
@@ -155,15 +155,16 @@ def reached_by(log_likelihood: Tensor, values: dict[str, Tensor]) -> frozenset[s
 
 
 def check_gradients(call: Call, trace: Any, log_likelihood: Tensor) -> None:
-    """Raise an error if data depend on a latent that no gradient of their likelihood reaches.
+    """Raise an error if the data depend on a latent that the gradients of their likelihood do not reach.
 
-    This is the case for a latent behind functions with zero slope. If a latent is not in the autograd graph, the model
-    runs again with its value and twice with a draw from its prior, to detect a dependence of the likelihood (and, by
-    repetition, a state of the model). Latents that only set priors, or on which no data depend, are ignored.
+    This is the case if the data depend on the latent only through functions with zero slope. If a latent is not in the
+    autograd graph, the model runs again with the latent's value, and twice with a draw from its prior. These runs show
+    whether the likelihood depends on the latent; the repetition shows whether the model has a state. Latents that only
+    set priors, or that no data depend on, are ignored.
 
     Args:
         call: the call of the model.
-        trace: the trace of its run.
+        trace: the trace of the model's run.
         log_likelihood: the log-likelihood of this run.
 
     Raises:
@@ -177,7 +178,7 @@ def check_gradients(call: Call, trace: Any, log_likelihood: Tensor) -> None:
     absent = [name for name, node in nodes.items() if node not in graph]
     hidden = any(
         "Checkpoint" in node.name() for node in graph
-    )  # a reentrant checkpoint hides what its function uses
+    )  # a reentrant checkpoint hides the tensors that its function uses
     if absent and not hidden and not blind:
         other, seen = trace.copy(), []
         with (
@@ -240,14 +241,14 @@ def _parents(child: Latent, parameters: Iterable[Tensor], latents: list[Latent])
 
 
 def _shape_of(prior: Any) -> Iterator[Tensor]:
-    """Yield the parameters of a prior, except a location on the real line, which cannot make the density unbounded."""
+    """Yield a prior's parameters except a location on the real line, because that cannot make the density unbounded."""
     base = strip_event_dims(prior)
     movable = hasattr(base, "loc") and unconstraining_transform(getattr(base, "support", None)) is None
     return (t for t in _tensors(prior) if not (movable and t is base.loc))
 
 
 def _tensors(distribution: Any) -> list[Tensor]:
-    """Return floating-point tensors among the parameters of a distribution, however nested."""
+    """Return floating-point tensors among the parameters of a distribution, at any depth of nesting."""
     return [t for t in tensors_of(distribution) if t.is_floating_point()]
 
 
@@ -262,8 +263,8 @@ def _keeps_probabilities(node: Any) -> bool:
 def _equal_units(latents: Iterable[Any], log_likelihood: Tensor) -> Starts:
     """Return means at zero that make hidden units identical.
 
-    If all weights are zero, gradients vanish in every hidden layer and are equal for all units of the last one, so that
-    no training step breaks the symmetry. Linear models have no hidden units.
+    If all weights are zero, gradients vanish in every hidden layer, and in the output layer they are equal for all
+    hidden units, so that no training step breaks the symmetry. Linear models have no hidden units.
     """
     zero = [
         latent
@@ -276,8 +277,8 @@ def _equal_units(latents: Iterable[Any], log_likelihood: Tensor) -> Starts:
     values = [latent.value for latent in zero]
     grads = torch.autograd.grad(log_likelihood, values, allow_unused=True, retain_graph=True)
     initial = [getattr(latent.prior, "initial_value", None) for latent in zero]
-    # Among latents that are not known to be weights, only matrices are treated as weights: scalars and vectors without
-    # a gradient are common in hierarchical models, and harmless.
+    # If it is unknown whether a latent is a weight, it is treated as one only if it is a matrix: scalars and vectors
+    # without a gradient are common in hierarchical models, and harmless.
     hidden = (
         g is not None and not g.any() and (start is not None or g.dim() > 1)
         for g, start in zip(grads, initial, strict=True)

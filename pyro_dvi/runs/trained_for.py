@@ -14,9 +14,9 @@ _RULE, _TEMPERATURE = "_pyro_dvi_trained_for", "_pyro_dvi_temperature"
 
 
 def check_trainable(guide: Any, objective: Any) -> None:
-    """Raise an error for an objective that would train nothing of a guide, or only a part of it.
+    """Raise an error for an objective that would not train a guide, or would train only a part of it.
 
-    The guide checks this in its method ``check_objective(objective)``; the objective is None if the loss is a function.
+    The guide checks this in its method ``check_objective(objective)``; if the loss is a function, the argument is None.
 
     Raises:
         GuideError: if the guide rejects the objective.
@@ -35,15 +35,15 @@ def temperature_of(guide: Any) -> float:
 
 
 def note_trained_for(guide: Any, rule: Any, temperature: float = 1.0) -> None:
-    """Record a rule or its name, and a temperature, on a guide, inside any handlers around it."""
+    """Record a rule (or its name) and a temperature on a guide; if handlers wrap the guide, on the guide itself."""
     if (rule, temperature) != (trained_for(guide), temperature_of(guide)):
-        with suppress(AttributeError):  # an object with slots
+        with suppress(AttributeError):  # raised by an object with slots
             setattr(_owner(guide), _RULE, rule)
             setattr(_owner(guide), _TEMPERATURE, temperature)
 
 
 def encoded(rule: Any, temperature: float = 1.0) -> Tensor:
-    """Return format version, name of a rule and temperature as a tensor, which a ``state_dict`` can copy and compare.
+    """Return format version, rule name and temperature as one tensor, so that a ``state_dict`` can copy and compare it.
 
     Example:
         >>> decoded(encoded("AtMean", 0.1))
@@ -58,7 +58,7 @@ def decoded(state: Tensor) -> tuple[str | None, float]:
     """Return the name of the rule and the temperature that :func:`encoded` has encoded.
 
     Raises:
-        CheckpointError: if a later release has written the state.
+        CheckpointError: if the state was written by a later release.
     """
     version, _, rest = bytes(list(state)).rstrip(b"\0").decode().partition(" ")
     check_format_version("the state of the guide", int(version))

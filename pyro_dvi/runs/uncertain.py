@@ -32,7 +32,7 @@ class UncertainDistribution(dist.TorchDistribution):
 
     Args:
         family: class of the distribution.
-        parameters: its arguments by name, some of them moments.
+        parameters: arguments of the distribution by name, of which some are moments.
         estimator: estimator of the expected log-normaliser of logits; None for the default.
 
     Attributes:
@@ -100,12 +100,12 @@ def uncertain_likelihoods(estimator: LogitEstimator | None = None) -> Iterator[N
             return _uncertain(cls, args, kwargs, estimator)
         return None
 
-    with building_by(coerce), _Repeated():  # it takes precedence over an outer context
+    with building_by(coerce), _Repeated():  # takes precedence over an outer context
         yield
 
 
 class _Repeated(Messenger):
-    """Record a latent that a tied layer repeats as deterministic, because Pyro would treat moments as a prior."""
+    """If a tied layer repeats a latent, record it as deterministic, because Pyro would treat its moments as a prior."""
 
     def _pyro_sample(self, msg: Any) -> None:
         value = msg["fn"]
@@ -121,7 +121,7 @@ def _uncertain(cls: Any, args: tuple, kwargs: dict[str, Any], estimator: LogitEs
     given = arguments_of(cls, args, kwargs)
     if cls is dist.Delta:  # pyro.deterministic: no density to integrate
         return dist.Delta(given["v"].loc, given.get("log_density", 0.0), given.get("event_dim", 0))
-    if cls is dist.Unit:  # pyro.factor: linear in its uncertain term
+    if cls is dist.Unit:  # pyro.factor: the log density is linear in the uncertain term
         return dist.Unit(given["log_factor"].loc)
     return UncertainDistribution(cls, given, estimator)
 
@@ -142,7 +142,7 @@ def _check_wrapper(cls: type, values: tuple) -> None:
 
 
 def _centre(value: Any) -> Any:
-    """Return a deterministic value from the domain of the parameter."""
+    """Return a deterministic value that lies in the domain of the parameter."""
     if not isinstance(value, GaussianMoments):
         return value
     return value.loc if value.link is None else value.link.function(value.link.inner.loc)

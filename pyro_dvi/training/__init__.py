@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training: the loop and its history, early stopping, checkpoints, several processes."""
+"""Training: the loop and its history, early stopping, checkpoints, and training with several processes."""
 
 from pyro_dvi.training.between_epochs import EarlyStopping, EveryStep
 from pyro_dvi.training.checkpoint import load, save

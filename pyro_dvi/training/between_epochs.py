@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Between epochs: validation, learning-rate schedules, early stopping, and interruption by a signal."""
+"""What happens between epochs: validation, learning-rate schedules, early stopping, and interruption by a signal."""
 
 import math
 import signal
@@ -25,10 +25,10 @@ from pyro_dvi.training.routes import Route, SVIRoute
 def validation_metrics(
     route: Route, validate: Callable[[], Any] | Iterable[Any], device: torch.device | None
 ) -> dict[str, float]:
-    """Evaluate the metrics of a callable, or the mean loss over a loader, in evaluation mode.
+    """Return the metrics that a callable computes, or the mean loss over a loader, in evaluation mode.
 
     The mean loss estimates the loss on the complete data set: with a plate of N training examples, every validation
-    batch of M examples is scaled by N/M, and batches are weighted by their size.
+    batch of M examples is scaled by N/M. Batches are weighted by their size.
 
     Raises:
         DataError: if the loader is empty.
@@ -53,7 +53,7 @@ def validation_metrics(
 
 @contextmanager
 def training_mode(route: Route) -> Iterator[None]:
-    """Switch model and guide to training mode; frozen modules within a model in training mode stay frozen."""
+    """Switch model and guide to training mode; if they are in it already, modules frozen inside them stay frozen."""
     with _preserved_modes(route) as parts:
         for part in parts:
             if not part.training:
@@ -75,10 +75,10 @@ def _preserved_modes(route: Route) -> Iterator[list[nn.Module]]:
 
 @dataclass(frozen=True)
 class EveryStep:
-    """A learning-rate schedule that is stepped after every training step instead of every epoch (``OneCycleLR``).
+    """A learning-rate schedule that is stepped after every training step, not every epoch, such as ``OneCycleLR``.
 
     Args:
-        scheduler: a scheduler of the torch optimizer, or the ``PyroLRScheduler`` that is the optimizer of the SVI.
+        scheduler: a scheduler of the torch optimizer, or the ``PyroLRScheduler`` that the SVI has as its optimizer.
     """
 
     scheduler: LRScheduler | PyroLRScheduler
@@ -93,7 +93,8 @@ class Schedule:
 
     Attributes:
         scheduler: the scheduler of the learning rate, or None.
-        saved: the scheduler to save in checkpoints separately; the scheduler of an SVI is saved with its optimizer.
+        saved: the scheduler that checkpoints save separately, or None; the scheduler of an SVI is saved with its
+            optimizer.
 
     Raises:
         ArgumentError: if ``given`` is not a scheduler of this optimizer.
@@ -131,14 +132,14 @@ class Schedule:
 
 @dataclass(frozen=True)
 class EarlyStopping:
-    """Stop when a validation metric has not improved for ``patience`` epochs, with the weights of the best epoch.
+    """Stop training when a validation metric has not improved for ``patience`` epochs; keep the best epoch's weights.
 
-    Its only state is the history, so a resumed run stops where an uninterrupted one would.
+    Its only state is the history, so a resumed run stops at the same epoch as an uninterrupted one.
 
     Args:
-        patience: epochs without improvement until training stops.
-        monitor: name of the metric: a key of the mapping that ``validate`` returns, or ``"loss"`` for a loader or a
-            single number.
+        patience: number of epochs without improvement after which training stops.
+        monitor: name of the metric: a key of the mapping that ``validate`` returns; ``"loss"`` if ``validate`` is a
+            loader or returns a single number.
         maximise: True if larger values are better, as for accuracy.
 
     Raises:
@@ -158,7 +159,7 @@ class EarlyStopping:
         check_count("EarlyStopping: patience", self.patience)
 
     def best_epoch(self, values: Sequence[float]) -> int | None:
-        """Return the epoch (counted from 1) of the first best value; None if all values are NaN."""
+        """Return the epoch (counted from 1) in which the best value first occurs; None if all values are NaN."""
         costs = [math.inf if math.isnan(value) else -value if self.maximise else value for value in values]
         best = min(costs, default=math.inf)
         return costs.index(best) + 1 if best < math.inf else None
@@ -176,8 +177,8 @@ class EarlyStopping:
 def delayed_interrupts() -> Iterator[Callable[[], None]]:
     """Defer Ctrl-C and SIGTERM; yield a function that raises KeyboardInterrupt if a signal has arrived.
 
-    A second signal takes effect immediately. If Python's own handlers are not active (in another thread, or in a host
-    with its own handlers), nothing is changed.
+    A second signal takes effect immediately. If Python's own handlers are not active (in another thread, or in a
+    host program with its own handlers), nothing is changed.
     """
     usual: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
     main = threading.current_thread() is threading.main_thread()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints: one file, without data, from which a run resumes exactly after an epoch."""
+"""Checkpoints: a run that was saved after an epoch resumes exactly, from one file without training data."""
 
 import os
 import pickle
@@ -45,21 +45,22 @@ def save(
     """Save model, guide, ELBO, optimizer, parameter store, random state and history in one file.
 
     The file contains only tensors and plain values, so :func:`load` runs no code from it. It contains no training data.
-    With a history from :func:`~pyro_dvi.training.fit`, it also contains the shapes and dtypes of the first batch, with
-    which :func:`load` initialises the guide, and a summary of the model at artificial inputs of these shapes, with
-    which it detects a different model. Both exist only for batches of dense tensors in tuples, lists and dictionaries.
-    Without a history, buffers of networks that are called by a function are not saved.
+    If a history from :func:`~pyro_dvi.training.fit` is passed, the file also contains the shapes and dtypes of the
+    first batch, with which :func:`load` initialises the guide. In addition, it contains a summary of the model at
+    artificial inputs of these shapes, with which :func:`load` detects a different model. Both are saved only if batches
+    consist of dense tensors in tuples, lists and dictionaries. Without a history, the buffers of networks that a
+    function calls are not saved.
 
     Args:
-        path: file to write.
+        path: path of the file to write.
         svi: an ``SVI``, or the result of ``elbo(model, guide)``.
-        optimizer: the torch optimizer for ``elbo(model, guide)``.
+        optimizer: the torch optimizer, if ``svi`` is the result of ``elbo(model, guide)``.
         lr_schedule: a torch scheduler to save as well.
         history: the result of :func:`~pyro_dvi.training.fit`.
         loader: the training loader; the state of its ``generator`` is saved, so that shuffling continues unchanged.
 
     Raises:
-        ArgumentError: if ``svi`` is neither of the two.
+        ArgumentError: if ``svi`` is neither an ``SVI`` nor the result of ``elbo(model, guide)``.
         CheckpointError: if the file cannot be written.
     """
     history = History() if history is None else history
@@ -102,26 +103,27 @@ def load(
 ) -> History:
     """Load a checkpoint written by :func:`save` into freshly built objects, and return the history.
 
-    Nothing is changed unless model, guide, ELBO and optimizer match: their types, parameters and KL weight, and the
-    priors, plates, noise and outputs of the model. To resume training, pass the result to ``fit``:
-    ``fit(svi, loader, epochs, history=load(path, svi, loader=loader))``. If the file was saved after an epoch, the
-    results on the CPU equal those of an uninterrupted run.
+    Nothing is changed unless model, guide, ELBO and optimizer match those of the saved run. The comparison includes
+    their types, parameters and KL weight, and the priors, plates, noise and outputs of the model. To resume training,
+    pass the result to ``fit``: ``fit(svi, loader, epochs, history=load(path, svi, loader=loader))``. If the file was
+    saved after an epoch, the results on the CPU equal those of an uninterrupted run.
 
     Args:
-        path: file to read.
-        svi: an ``SVI``, or the result of ``elbo(model, guide)``, built as for the saved run, like the other objects.
+        path: path of the file to read.
+        svi: an ``SVI``, or the result of ``elbo(model, guide)``. Like the other objects, it must be built as for the
+            saved run.
         optimizer: torch optimizer of an ``ELBOModule``. None skips the optimizer, which predictions do not need.
         lr_schedule: a torch scheduler whose state was saved.
         loader: the training loader, to restore its generator; None skips this.
-        example: one batch, for a file without shapes of batches, if the guide is one of Pyro's automatic guides or a
-            function, which have no parameters before their first batch.
-        best: True to load the weights of the best epoch (see ``EarlyStopping``) instead of the last.
+        example: one batch. It is needed only if the file contains no shapes of batches and the guide is a function or
+            one of Pyro's automatic guides, because these have no parameters before their first batch.
+        best: True to load the weights of the best epoch (see ``EarlyStopping``) instead of those of the last epoch.
         restore_random: True to restore the states of the random generators.
         map_location: as for :func:`torch.load`.
 
     Raises:
-        CheckpointError: if the file is missing, truncated, not a checkpoint, or of a later release, or does not match
-            the objects; the message names the differences.
+        CheckpointError: if the file is missing, truncated, not a checkpoint, or from a later release; or if it does not
+            match the objects, in which case the message names the differences.
         GuideError: if Pyro's store contains parameters of another guide under the same names.
     """
     route = route_of(svi, optimizer, train=False)
@@ -140,7 +142,7 @@ def load(
         route.initialise(*arguments(example, route.device()), always=incomplete)
     elif saved["inputs"] is not None:
         try:
-            # Made-up observations are in no support, as of counts.
+            # Artificial observations may lie outside the support, for example of counts.
             with preserve_random_state(), pyro.validation_enabled(False):
                 args, kwargs = saved["inputs"]
                 route.initialise(*stand_ins(args, kwargs, route.device()), always=incomplete)
@@ -176,7 +178,7 @@ def load(
 
 
 def _check(saved: Mapping[str, Any], route: Route) -> None:
-    """Raise an error for a file of other objects, as far as this can be detected before running the model."""
+    """Raise an error if the file belongs to other objects, as far as this can be seen before the model runs."""
     for what, now in _described(route).items():
         before = saved["described"][what]
         if before != now and None not in (before, now):
@@ -190,8 +192,8 @@ def _check(saved: Mapping[str, Any], route: Route) -> None:
 
 
 def _described(route: Route) -> dict[str, Any]:
-    """Return the properties that must agree between file and target, by description; None is not compared."""
-    elbo = getattr(route.elbo, "elbo", route.elbo)  # the objective without DataParallel
+    """Return, by description, the properties that must agree between file and target; None is not compared."""
+    elbo = getattr(route.elbo, "elbo", route.elbo)  # the objective inside DataParallel, if there is one
     weight = getattr(elbo, "kl_weight", None)
     if is_dataclass(weight):
         weight = repr(weight)
@@ -200,7 +202,7 @@ def _described(route: Route) -> dict[str, Any]:
     return {
         "": route.kind,
         "the modules ": sorted(route.modules()),
-        # The scales of two guides may have the same names and shapes, although one guide stores logarithms.
+        # The type is compared because two guides may use the same names and shapes, although one stores log-scales.
         "the guide ": type(route.guide).__name__,
         "the objective ": type(elbo).__name__,
         "kl_weight=": weight,
@@ -210,7 +212,7 @@ def _described(route: Route) -> dict[str, Any]:
 
 
 def _load_weights(saved: Mapping[str, Any], route: Route) -> None:
-    """Load modules and Pyro's store, and undo this if the fingerprint of the model then differs from the file's."""
+    """Load modules and Pyro's store; undo this if the fingerprint of the model then differs from the saved one."""
     states, modules, store = saved["states"], route.all_modules(), pyro.get_param_store()
     existing = {name: value for name, value in store.named_parameters() if name in saved["store"]}
     with_buffers = {role for role, module in modules.items() if next(module.buffers(), None) is not None}
@@ -299,7 +301,7 @@ def _read(path: Path, map_location: Any) -> dict[str, Any]:
     """Read a checkpoint; for the arguments see :func:`~pyro_dvi.training.load`.
 
     Raises:
-        CheckpointError: if the file is missing, damaged, not a checkpoint, or of a later release.
+        CheckpointError: if the file is missing, damaged, not a checkpoint, or from a later release.
     """
     if not path.is_file():
         raise CheckpointError(f"There is no checkpoint {str(path)!r}.")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Training with several processes over ``torch.distributed``; each process has its part of every minibatch.
+r"""Training with several processes over ``torch.distributed``; each process has a part of every minibatch.
 
-Process k evaluates the objective on its :math:`m_k` examples, with the plate's scale :math:`N/m_k`. The sum over
+Process k evaluates the objective on its :math:`m_k` examples, so the plate's scale is :math:`N/m_k`. The sum over
 processes, weighted by :math:`m_k/\sum_j m_j`, is the objective of the joint minibatch: log-likelihoods, their gradients
-and other sums over examples have the scale :math:`N/\sum_j m_j`, and the KL divergence is included once.
+and other sums over examples get the scale :math:`N/\sum_j m_j`, and the KL divergence is included once.
 """
 
 import functools
@@ -40,23 +40,24 @@ class DataParallel(WrappedObjective):
 
     .. math:: \mathrm{loss} = \sum_k w_k\, \mathrm{loss}_k, \qquad w_k = \frac{m_k}{\sum_j m_j}
 
-    Every process builds the same model, guide and optimizer, and receives its own part of the data, as from torch's
-    ``DistributedSampler``. After each evaluation, all processes have the loss and the gradients of the joint minibatch,
-    and the curvature for natural-gradient optimizers, so all optimizers take the same step. Any optimizer works: Pyro's
-    in ``SVI``, torch's for ``elbo(model, guide)``. Without a process group, or with a single process, the objective is
-    unchanged. The first step copies the parameters of process 0 to all others.
+    Every process builds the same model, guide and optimizer, and receives its own part of the data, for example from
+    torch's ``DistributedSampler``. After each evaluation, all processes have the loss and the gradients of the joint
+    minibatch, and the curvature for natural-gradient optimizers, so all optimizers take the same step. Any optimizer
+    works: one of Pyro's in ``SVI``, or one of torch's for ``elbo(model, guide)``. If there is no process group, or only
+    a single process, the objective is unchanged. The first step copies the parameters of process 0 to all other
+    processes.
 
     Status: equal to one process with the joint minibatch, up to rounding, if the objective is a sum over examples:
     :class:`~pyro_dvi.MomentPropagationELBO`; :class:`~pyro_dvi.NaturalGradientELBO`;
     :class:`~pyro_dvi.TaylorELBO` with a ``GGN`` or ``EmpiricalFisher`` curvature. Curvatures with random labels
-    (``Fisher``) agree in expectation, with less noise. ``MinibatchGradient`` squares the gradient of each part, not of
-    the joint minibatch.
+    (``Fisher``) agree in expectation, but with less noise. ``MinibatchGradient`` gives a different curvature, because
+    it squares the gradient of each part, not the gradient of the joint minibatch.
 
     *Batch normalisation* in training mode uses the statistics of each part, as in torch's data parallelism, so the
-    result differs from one process with the joint minibatch. Running statistics are averaged after every evaluation,
-    weighted by the parts, so that all processes keep the same model. ``torch.nn.SyncBatchNorm`` raises an error,
-    because it would wait for the other processes inside the model. Use large parts, group or layer normalisation, or
-    fixed statistics (``eval()``).
+    result differs from that of one process with the joint minibatch. After every evaluation, the running statistics are
+    averaged over processes, weighted by the sizes of the parts, so that all processes keep the same model.
+    ``torch.nn.SyncBatchNorm`` raises an error, because it would wait for the other processes inside the model. Instead,
+    use large parts, group or layer normalisation, or fixed statistics (``eval()``).
 
     *Uneven parts* are weighted by their size. All processes must take the same number of steps: ``fit`` compares the
     lengths of the loaders.
@@ -69,7 +70,7 @@ class DataParallel(WrappedObjective):
         own_draws: True to draw different weights in each process, so that gradients and curvature are averages over one
             draw per process. Each process may then use the complete data set. By default, all processes draw the same
             weights.
-        group: process group; by default the global one.
+        group: process group; by default the global group.
 
     Attributes:
         elbo: the objective of one process.
@@ -77,7 +78,7 @@ class DataParallel(WrappedObjective):
 
     Raises:
         ArgumentError: if the objective is not from this library.
-        PyroDviError: in a step, if another process failed, or the processes do not have the same parameters.
+        PyroDviError: in a step, if another process failed, or if the processes do not have the same parameters.
         UnsupportedError: if there are several processes but no process group, if observed sites are split in different
             proportions, or if the model has synchronised batch normalisation.
         DataError: for a minibatch without a plate that gives the size of the data set.
@@ -103,7 +104,7 @@ class DataParallel(WrappedObjective):
         self._prepared: tuple[Any, Any] | None = None
 
     def loss_and_grads(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
-        """Accumulate gradients of the joint loss and return it."""
+        """Accumulate the gradients of the joint loss, and return this loss."""
         loss = self.differentiable_loss(model, guide, *args, **kwargs)
         if loss.requires_grad:
             loss.backward()
@@ -150,7 +151,7 @@ class DataParallel(WrappedObjective):
         """Check that all processes have the same number of batches in a pass over the data.
 
         Raises:
-            DataError: if the numbers differ, so that some processes would wait forever; raised in all processes.
+            DataError: in all processes, if the numbers differ, because some processes would then wait forever.
         """
         counts = exchange(number, self.group) if several(self.group) else [number]
         if len(set(counts)) > 1:
@@ -159,15 +160,15 @@ class DataParallel(WrappedObjective):
             )
 
     def agreed(self, value: Any) -> Any:
-        """Return the value of process 0; other processes may have measured different values."""
+        """Return the value of process 0 in all processes, because they may have measured different values."""
         return exchange(value, self.group)[0] if several(self.group) else value
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the objective, with the seed of the draws."""
+        """Return the state of the objective, together with the seed of the draws."""
         return {**self.elbo.state_dict(), "draws_seed": self._seed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state returned by :meth:`state_dict` of this class or of the objective."""
+        """Restore a state that :meth:`state_dict` of this class, or of the objective, has returned."""
         self.elbo.load_state_dict(state)
         self._seed = state.get("draws_seed")
 
@@ -196,7 +197,7 @@ class DataParallel(WrappedObjective):
     # The first step ---------------------------------------------------------------------------------------------
 
     def _prepare(self, model: Any, guide: Any, args: tuple, kwargs: dict) -> None:
-        """Create the parameters, and copy the values of process 0 to the others."""
+        """Create the parameters, and copy their values from process 0 to the other processes."""
         if self._prepared is not None and self._prepared[0] is model and self._prepared[1] is guide:
             return
 
@@ -233,7 +234,7 @@ class _GuideModule(nn.Module):
 
 
 class _Evaluation(NamedTuple):
-    """The message of a process to the others about its evaluation of the objective."""
+    """The message that a process sends to the other processes about its evaluation of the objective."""
 
     fractions: dict[str, float]
     terms: dict[str, float]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Posteriors trained separately, each with its own parameter store, and ensembles of them as one model and guide.
+r"""Posteriors trained separately, each with its own parameter store, and ensembles of these as one model and guide.
 
-The index of the member is an additional latent variable, the site ``member``: the guide draws a member m and then the
-weights from the posterior of member m, and the model runs the network of member m,
+The index of the member is an additional latent variable, the site ``member``. The guide draws a member m, and then the
+weights from the posterior of member m; the model runs the network of member m:
 
 .. math:: q(m, \theta) = \tfrac1K\, q_m(\theta).
 """
@@ -32,7 +32,7 @@ class TrainedPosterior:
 
     Attributes:
         model: the Pyro model.
-        guide: its posterior.
+        guide: the posterior of the model's latents.
         store: state of the parameter store; empty if the parameters belong to the modules.
     """
 
@@ -47,7 +47,7 @@ class TrainedPosterior:
             yield
 
     def put_back(self) -> None:
-        """Copy the parameters into Pyro's store, where they replace others of the same names."""
+        """Copy the parameters into Pyro's store, where they replace other parameters of the same names."""
         pyro.get_param_store().set_state(self.store)
 
     def trainable(self) -> dict[int, tuple[str, Tensor]]:
@@ -65,7 +65,7 @@ def train_apart(
     The global random state and Pyro's store are restored afterwards.
 
     Args:
-        train: builds and trains a model and its guide, and returns both.
+        train: function that builds and trains a model and its guide, and returns both.
         seed: seed of the generators of torch, NumPy and Python.
         others: posteriors trained earlier, whose parameters ``train`` must not change.
 
@@ -113,23 +113,24 @@ def train_ensemble(
 
     .. math:: p(y \mid x) \approx \frac1K \sum_{k=1}^K p_k(y \mid x)
 
-    where :math:`p_k` is the predictive distribution of member k with its own prediction rule. MAP training of an
-    ``AutoDelta`` gives the deep ensemble of the literature; ensembles of variational posteriors, of VOGN posteriors or
-    of Laplace approximations work in the same way. Each training run has an empty parameter store and its own seed. The
-    global random state and Pyro's store are restored afterwards.
+    where :math:`p_k` is the predictive distribution of member k with its own prediction rule. With MAP training of an
+    ``AutoDelta``, the result is the deep ensemble of the literature. Ensembles of variational posteriors, of VOGN
+    posteriors or of Laplace approximations are trained in the same way. Each training run has an empty parameter store
+    and its own seed. The global random state and Pyro's store are restored afterwards.
 
     Args:
-        train: builds network, model and guide, trains them, and returns ``(model, guide)``. It must not set a seed.
+        train: function that builds network, model and guide, trains them, and returns ``(model, guide)``. It must not
+            set a seed.
         num_members: number of members, K.
         seed: determines the seeds of all members.
         progress: show a progress bar over members in a terminal or notebook.
 
     Returns:
         Model and guide of the ensemble, for :func:`~pyro_dvi.predict`, :func:`~pyro_dvi.to_arviz` and Pyro's
-        ``Predictive``; ``guide.members`` are its members.
+        ``Predictive``; ``guide.members`` contains the members.
 
     Raises:
-        ArgumentError: if ``num_members`` is less than one, or ``train`` does not return a pair ``(model, guide)`` or
+        ArgumentError: if ``num_members`` is less than one, or if ``train`` does not return a pair ``(model, guide)`` or
             trains the same network repeatedly.
         DviWarning: if two members have the same parameters.
 
@@ -167,7 +168,7 @@ def train_ensemble(
 
 
 class EnsembleModel(nn.Module):
-    """The model of an ensemble, which draws the site ``member`` and runs the model of this member.
+    """The model of an ensemble: it draws the site ``member`` and runs the model of the drawn member.
 
     Args:
         members: model, guide and parameters of each member.
@@ -191,23 +192,23 @@ class EnsembleModel(nn.Module):
 
 
 class EnsembleGuide(nn.Module):
-    r"""Several trained posteriors with equal weights; a member is drawn before the latents.
+    r"""Guide of several trained posteriors with equal weights; it draws a member, and then this member's latents.
 
     .. math:: q(m, \theta) = \tfrac1K\, q_m(\theta)
 
-    Members may be of any kind, with different networks; :func:`~pyro_dvi.to_arviz` needs the same latent sites in all
-    members. :func:`train_ensemble` trains members and returns their ensemble.
+    Members may be of any kind and have different networks, but :func:`~pyro_dvi.to_arviz` needs the same latent sites
+    in all members. :func:`train_ensemble` trains members and returns their ensemble.
 
     Args:
-        members: pairs ``(model, guide)`` of trained posteriors. Parameters of a pair that are in Pyro's parameter store
-            and not in its modules are copied from the store.
+        members: pairs ``(model, guide)`` of trained posteriors. If parameters of a pair are in Pyro's parameter store
+            and not in the modules of the pair, they are copied from the store.
 
     Attributes:
         model: the model of the ensemble.
         members: model, guide and parameters of each member.
 
     Raises:
-        ArgumentError: if there are no members, or a member is not such a pair.
+        ArgumentError: if there are no members, or if a member is not such a pair.
         DviWarning: if two members have the same parameters.
 
     Example:
@@ -239,7 +240,7 @@ class EnsembleGuide(nn.Module):
         self.guides = nn.ModuleList(m.guide for m in self.members if isinstance(m.guide, nn.Module))
         self._model = (
             EnsembleModel(self.members),
-        )  # in a tuple, so that it is not a submodule, as in Pyro's guides
+        )  # kept in a tuple, as in Pyro's guides, so that it is not a submodule
         pairs = combinations(enumerate(self.members), 2)
         same = [f"{i} and {k}" for (i, first), (k, second) in pairs if _are_same(first, second)]
         if same:
@@ -260,7 +261,7 @@ class EnsembleGuide(nn.Module):
             return member.guide(*args, **kwargs)
 
     def check_model(self, model: Callable[..., Any]) -> None:
-        """Raise an error for another model, because predictions run the models of the members.
+        """Raise an error for a model other than the ensemble's, because predictions run the models of the members.
 
         Raises:
             GuideError: if ``model`` is not :attr:`model`.
@@ -272,7 +273,7 @@ class EnsembleGuide(nn.Module):
             )
 
     def predicted_model(self, model: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the ensemble of the models with which the guides of the members predict."""
+        """Return the ensemble of the models that the members use for predictions."""
         return EnsembleModel(
             replace(m, model=getattr(m.guide, "predicted_model", lambda own: own)(m.model))
             for m in self.members
@@ -280,7 +281,7 @@ class EnsembleGuide(nn.Module):
 
 
 def _drawn_member(count: int) -> int:
-    """Draw the index of a member, on the CPU, where reading it does not wait for an accelerator."""
+    """Draw the index of a member on the CPU, so that reading the index does not wait for an accelerator."""
     return int(pyro.sample(MEMBER, dist.Categorical(torch.full((count,), 1 / count, device="cpu"))))
 
 
@@ -295,7 +296,7 @@ def _as_member(given: Any) -> TrainedPosterior:
     if not _is_pair(given):
         raise ArgumentError(f"a member of an ensemble is a pair (model, guide) of callables, not {given!r}")
     modules = [part for part in given if isinstance(part, nn.Module)]
-    # Names in the store that now belong to another posterior.
+    # Names under which the store now contains parameters of another posterior.
     others = {name for part in modules for name, *_ in supplanted(part)}
     state: Any = pyro.get_param_store().get_state()
     kept: Any = {
@@ -306,7 +307,7 @@ def _as_member(given: Any) -> TrainedPosterior:
 
 
 def _are_same(one: TrainedPosterior, other: TrainedPosterior) -> bool:
-    """Return True if two guides have parameters, and these are the same."""
+    """Return True if two guides have parameters, and their parameters are the same."""
     modules = isinstance(one.guide, nn.Module) and isinstance(other.guide, nn.Module)
     first, second = (dict(m.guide.named_parameters()) if modules else m.store["params"] for m in (one, other))
     return first.keys() == second.keys() != set() and all(map(torch.equal, first.values(), second.values()))

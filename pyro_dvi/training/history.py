@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The record of a training run, in columns."""
+"""The record of a training run, stored in columns."""
 
 import math
 import re
@@ -64,17 +64,17 @@ class History(InNotebook):
     """The record that :func:`~pyro_dvi.training.fit` returns.
 
     Attributes:
-        steps: one row per training step: ``epoch``, ``step`` (both from 1), ``loss`` (the optimised objective, summed
-            over the data set), ``lr`` (the learning rate of the means in this step), and, if the ELBO reports them,
-            ``log_likelihood``, ``penalty``, ``kl`` (unweighted) and ``kl_weight``.
-        epochs: one row per epoch: ``epoch``, ``step`` (at its end), the same terms averaged over the epoch,
-            ``kl_weight`` and ``lr`` of its last step, ``seconds``, ``posterior_scale`` (the mean of all
-            posterior scales, if the guide has any) and one ``validation_<name>`` per metric.
+        steps: one row per training step, with the columns ``epoch`` and ``step`` (both counted from 1), ``loss`` (the
+            optimised objective, summed over the data set), ``lr`` (the learning rate of the means in this step), and,
+            if the ELBO reports them, ``log_likelihood``, ``penalty``, ``kl`` (unweighted) and ``kl_weight``.
+        epochs: one row per epoch, with the columns ``epoch``, ``step`` (the last step of the epoch), the same terms
+            averaged over the epoch, ``kl_weight`` and ``lr`` of the last step, ``seconds``, ``posterior_scale`` (the
+            mean of all posterior scales, if the guide has any) and one ``validation_<name>`` per metric.
         stopped: why training ended: ``"epochs"``, ``"early stopping"``, ``"callback"``, ``"interrupted"`` or
             ``"non-finite"``; None before the end.
         best_epoch: the epoch with the best value of the metric that early stopping monitors; otherwise None.
 
-    Indexing gives a column of the epochs, ready to plot: ``plt.plot(history["epoch"], history["loss"])``.
+    Indexing a history gives a column of ``epochs``, ready to plot: ``plt.plot(history["epoch"], history["loss"])``.
 
     Example:
         >>> history = History()
@@ -106,7 +106,7 @@ class History(InNotebook):
         return int(self.steps["step"][-1]) if self.steps.rows else 0
 
     def epoch_of(self, steps: int) -> dict[str, float]:
-        """Return the row of an epoch: averages over its steps, with learning rate and KL weight of the last step."""
+        """Return the row of an epoch: averages over its steps, and the last step's learning rate and KL weight."""
         columns = {name: column[-steps:] for name, column in self.steps.items()}
         last = ("epoch", "step", "kl_weight", "lr")
         return {
@@ -133,7 +133,7 @@ class History(InNotebook):
         return [repr(self), self.to_dataframe()]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain lists and numbers, for example for JSON, without the weights of the best epoch."""
+        """Return plain lists and numbers, for example for JSON; the weights of the best epoch are omitted."""
         return {
             "epochs": {name: list(column) for name, column in self.epochs.items()},
             "steps": {name: list(column) for name, column in self.steps.items()},

@@ -37,7 +37,7 @@ from pyro_dvi.training.rollback import Rollback
 from pyro_dvi.training.routes import Route, route_of
 
 _CAPTURED_STEPS = (
-    50  # fewest steps of a call with recordings; each recording takes as long as about ten ordinary steps
+    50  # fewest steps for which a call records; a recording takes as long as about ten ordinary steps
 )
 
 
@@ -46,7 +46,7 @@ class TrainingState:
     """The state of training, passed to callbacks after every epoch.
 
     Attributes:
-        epoch: number of completed epochs, over all calls that share the history.
+        epoch: number of completed epochs, counted over all calls that share the history.
         history: the record so far; ``history.epochs.last()`` is the epoch that has just finished.
         model: the model.
         guide: the guide.
@@ -85,63 +85,65 @@ def fit(
     .. math::
         -\mathrm{ELBO} \approx -\frac NM \sum_{i \le M} \mathrm E_q \log p(y_i \mid x_i) + \beta\,\mathrm{KL},
 
-    as ``svi.step`` or ``loss.backward(); optimizer.step()`` do.
+    just as ``svi.step`` or ``loss.backward(); optimizer.step()`` does.
 
     Status: exact; ``fit`` adds no approximation to the objective.
 
     *Batches*: a tuple or list becomes positional arguments of model and guide, a mapping becomes keyword arguments, and
     anything else becomes the only argument. Tensors move to the device of the parameters. If the ELBO has
-    ``num_data=None``, ``fit`` sets it to the size of ``loader.dataset`` during training, which detects a plate of the
-    wrong size; for a list, ``fit`` counts the examples in the batches. If a list contains only a part of the data, set
-    ``num_data`` in the ELBO.
+    ``num_data=None``, ``fit`` sets it to the size of ``loader.dataset`` during training, so that a plate of the wrong
+    size is detected. For a list, ``fit`` counts the examples in the batches instead. If a list contains only a part of
+    the data, set ``num_data`` in the ELBO.
 
-    *Modes*: a model in evaluation mode is switched to training mode, and back afterwards. A module in evaluation mode
-    inside a model in training mode (frozen BatchNorm) stays in evaluation mode.
+    *Modes*: a model in evaluation mode is switched to training mode, and back afterwards. If the model is in training
+    mode, modules inside it that are in evaluation mode (such as a frozen BatchNorm) stay in evaluation mode.
 
-    *Divergence*: a loss that is not finite, or a distribution that rejects parameters because training has made them
-    far too large, is detected before the optimizer takes its step. Parameters, buffers, optimizer and ELBO return to
-    the end of the last good epoch, and the error contains the history. Errors that do not recur at these weights are
-    raised unchanged.
+    *Divergence* is detected before the optimizer takes its step. Its signs are a loss that is not finite, or a
+    distribution that rejects parameters because training has made them far too large. Parameters, buffers, optimizer
+    and ELBO then return to the end of the last good epoch, and the error contains the history. Errors that the weights
+    have not caused are raised unchanged.
 
-    *Ctrl-C*, and SIGTERM as sent by cluster schedulers, end training but not the program: the state after the current
-    step is kept and saved, and the history is returned with ``stopped == "interrupted"``. The next call with this
-    history restarts the unfinished epoch. A second signal takes effect immediately.
+    *Ctrl-C*, like the signal SIGTERM that cluster schedulers send, ends training but not the program. The state after
+    the current step is kept and saved, and the history is returned with ``stopped == "interrupted"``. The next call
+    with this history restarts the unfinished epoch. A second signal takes effect immediately.
 
     Args:
-        svi: a :class:`pyro.infer.SVI` with any Pyro optimizer or scheduler; or ``elbo(model, guide)`` with
-            ``optimizer``, which also works under ``pyro.settings.set(module_local_params=True)``.
+        svi: a :class:`pyro.infer.SVI` with any Pyro optimizer or scheduler; or ``elbo(model, guide)`` together with
+            ``optimizer``. The second form also works under ``pyro.settings.set(module_local_params=True)``.
         loader: a DataLoader, a list of batches, or any iterable that can be iterated repeatedly.
         epochs: number of additional epochs. With ``history``, it may be 0.
         optimizer: torch optimizer of an ``ELBOModule``; see :func:`~pyro_dvi.optim.parameter_groups`.
-        validate: a loader, whose mean loss is recorded as ``validation_loss``, or a callable without arguments that
-            returns a number or a mapping of metrics. Validation runs after every epoch in evaluation mode, and changes
-            neither running statistics nor the random numbers of training.
-        callbacks: called with a :class:`TrainingState` after every epoch.
+        validate: a loader, over which the mean loss is recorded as ``validation_loss``; or a callable without arguments
+            that returns a number or a mapping of metrics. Validation runs after every epoch in evaluation mode. It
+            changes neither running statistics nor the random numbers of training.
+        callbacks: functions that are called with a :class:`TrainingState` after every epoch.
         progress: show a progress bar in a terminal or notebook.
-        lr_schedule: a torch scheduler of ``optimizer``, stepped after every epoch; wrap it in :class:`EveryStep` for
-            every step. A ``PyroLRScheduler`` in the SVI is stepped after every epoch automatically.
-            ``ReduceLROnPlateau`` monitors ``validation_loss``, or the training loss without validation.
-        early_stopping: stops training early, with the weights of the best epoch; needs ``validate``. A history whose
-            patience is already exhausted is not continued.
+        lr_schedule: a torch scheduler of ``optimizer``. It is stepped after every epoch; to step it after every
+            training step, wrap it in :class:`EveryStep`. A ``PyroLRScheduler`` in the SVI is stepped after every epoch
+            automatically. ``ReduceLROnPlateau`` monitors ``validation_loss``, or the training loss if there is no
+            validation.
+        early_stopping: stops training early, with the weights of the best epoch; needs ``validate``. If the patience is
+            already exhausted in ``history``, training does not continue.
         checkpoint: path of a checkpoint, written after every epoch. :func:`load` reads it; call :func:`save` in a
             callback to save less often.
-        device: device to which model and guide are moved first.
-        history: the history of an earlier call, to continue. Pass your own ``History()`` to keep the record if the
-            model, a callback or the loader raises an error.
+        device: device to which model and guide are moved before training.
+        history: the history of an earlier call, to continue it. To keep the record even if the model, a callback or the
+            loader raises an error, pass your own ``History()``.
         capture: True to replay the steps of an objective of this library from recordings, as
-            :class:`~pyro_dvi.objectives.Captured` does, and to call model and guide only occasionally. On the CPU,
-            results are bitwise equal. Calls with few steps take ordinary steps, as do all calls with False.
+            :class:`~pyro_dvi.objectives.Captured` does; model and guide are then called only occasionally. On the CPU,
+            results are bitwise equal to those of ordinary steps. If the call has few steps, all steps are ordinary;
+            with False, this holds for every call.
 
     Returns:
         The history, ready to plot.
 
     Raises:
-        NonFiniteError: if a loss or parameter is NaN or infinite; the attributes ``history``, ``epoch`` and ``step``
-            of the error state where.
-        DataError: if the loader is empty, ends after one pass, disagrees with the plate of the model, or has another
-            number of batches than the loader of another process.
+        NonFiniteError: if a loss or parameter is NaN or infinite; the attributes ``epoch`` and ``step`` of the error
+            state when this happened, and ``history`` contains the record.
+        DataError: if the loader is empty, cannot be iterated again, disagrees with the plate of the model, or does not
+            have as many batches as the loaders of other processes.
         ArgumentError: if an option is out of range, or does not fit ``svi``.
-        GuideError: if the optimizer lacks parameters, or Pyro's store contains parameters of another model under the
+        GuideError: if the optimizer lacks parameters, or if Pyro's store contains parameters of another model under the
             same names.
 
     Example:
@@ -208,7 +210,7 @@ class _Run:
         if capture and (steps is None or epochs * steps >= _CAPTURED_STEPS):
             self.route.capture()
         if steps is not None:
-            if hasattr(self.route.elbo, "check_number_of_batches"):  # there may be several processes
+            if hasattr(self.route.elbo, "check_number_of_batches"):  # training may use several processes
                 self.route.elbo.check_number_of_batches(steps)
             if self.schedule.scheduler is None and hasattr(self.route.steered, "set_total_steps"):
                 self.route.steered.set_total_steps(last * steps)
@@ -334,9 +336,9 @@ def _informed(route: Route, loader: Iterable[Any]) -> Iterator[Any]:
     """Give the objective access to the optimizer and, during training, to the size of the data set.
 
     Yields:
-        A context for the first step, which compares the size of the data set with the plate of the model if the
-        objective does not: for objectives without ``num_data``, and for lists of batches. With several processes, each
-        may have a list of its own part.
+        A context for the first step. It compares the size of the data set with the plate of the model if the objective
+        does not do so: for objectives without ``num_data``, and for lists of batches. If there are several processes,
+        the list of each may contain only its own part of the data.
     """
     elbo, size = route.elbo, dataset_size(loader)
     check: Any = nullcontext()
@@ -359,7 +361,7 @@ def _informed(route: Route, loader: Iterable[Any]) -> Iterator[Any]:
 
 @contextmanager
 def _checked(route: Route, check: Any) -> Iterator[None]:
-    """Check the plates of the first step and, after it, the options of the optimizer, which then has groups."""
+    """Check the plates of the first step; after the step, check the optimizer's options, because it now has groups."""
     with check:
         yield
     warn_of_decaying_scales(route)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks for parameters that belong to another training run.
 
-Pyro's store identifies parameters by name only. A second model or guide with the same names, such as a new one in the
-same session, silently takes over the parameters of the first, and training one then changes the other.
+Pyro's store identifies parameters by name only. If a second model or guide, such as a new one in the same session, has
+parameters of the same names, it silently takes over the parameters of the first. Training one then changes the other.
 """
 
 import re
@@ -21,7 +21,7 @@ from pyro_dvi.optim.learning_rates import SCALE_PATTERN, is_uninitialised, param
 from pyro_dvi.runs.posterior_prior import without_posterior_prior
 from pyro_dvi.training.routes import Route
 
-# The model or guide with which each parameter was trained; weak references on both sides, so nothing is kept alive.
+# The model or guide with which each parameter was trained. Both sides are weak references, so nothing is kept alive.
 _owners: Any = WeakIdKeyDictionary()
 
 _WAY_OUT = (
@@ -31,11 +31,12 @@ _WAY_OUT = (
 
 
 def check_parameters(route: Route) -> None:
-    """Raise an error if the names of model or guide in the store belong to another model or guide.
+    """Raise an error if the store has parameters of another model or guide under the names of this model or guide.
 
     Raises:
-        GuideError: if the guide or the model would share parameters with another one.
-        ModelError: if the store contains a copy of a parameter, because it is not contiguous in memory.
+        GuideError: if the guide or the model would share parameters with another guide or model.
+        ModelError: if the store contains a copy of a parameter instead of the parameter, because the parameter is not
+            contiguous in memory.
     """
     if pyro.settings.get("module_local_params"):
         return
@@ -71,14 +72,15 @@ def claim_parameters(route: Route) -> None:
         in_model |= {id(parameter) for parameter in route.model.parameters()}
     for parameter in route.parameters().values():
         owner = without_posterior_prior(route.model) if id(parameter) in in_model else route.guide
-        with suppress(TypeError):  # a bound method of an object without weak references
+        with suppress(TypeError):  # raised for a bound method of an object without weak references
             _owners[parameter] = weakref.ref(owner)
 
 
 def check_still_own(model: Any, guide: Any) -> None:
     """Raise an error if another model or guide has since been trained under the same names in the store.
 
-    Pyro would use the values of the other one. Values that were loaded into the store have no owner and are accepted.
+    Pyro would use the values of that model or guide. Values that were loaded into the store have no owner and are
+    accepted.
 
     Raises:
         GuideError: if a parameter has another owner; the message names it.
@@ -98,7 +100,7 @@ def check_still_own(model: Any, guide: Any) -> None:
 
 
 def supplanted(part: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield the names of a module's parameters under which the store contains others, and both parameters."""
+    """Yield names under which a module and the store have different parameters, together with both parameters."""
     store = _stored()
     for name, parameter in parameter_names(part):
         if store.get(name, parameter) is not parameter:
@@ -106,19 +108,19 @@ def supplanted(part: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
 
 
 def _stored() -> dict[str, Tensor]:
-    """Return the parameters in Pyro's store, with dots in their names."""
+    """Return the parameters in Pyro's store by name; the parts of a name are separated by dots."""
     return {name.replace("$$$", "."): value for name, value in pyro.get_param_store().named_parameters()}
 
 
 def _owner_of(parameter: Tensor) -> int | None:
-    """Return the id of the model or guide with which a parameter was trained; None if it no longer exists."""
+    """Return the id of the model or guide with which a parameter was trained; None if this object is gone."""
     owner = _owners.get(parameter, lambda: None)()
     return None if owner is None else id(owner)
 
 
 def warn_of_decaying_scales(route: Route) -> None:
     """Warn about weight decay that acts on posterior scales."""
-    # By name: Pyro's optimizers meet their parameters in no fixed order.
+    # Sort by name, because Pyro's optimizers meet their parameters in no fixed order.
     for name, optimizer, place in sorted(route.optimizer_groups(), key=lambda group: group[0]):
         if optimizer.param_groups[place].get("weight_decay") and re.search(SCALE_PATTERN, name):
             warn(

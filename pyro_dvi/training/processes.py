@@ -109,7 +109,7 @@ def weights_of(fractions: list[dict[str, float]], whole_data: bool) -> list[floa
 
 
 def weighted_sums(tensors: list[Any], weight: float, group: Any) -> list[Tensor]:
-    """Return the weighted sums of tensors over processes, with one message for each dtype and device."""
+    """Return the weighted sums of tensors over processes; one message is sent for each dtype and device."""
     results: list[Any] = [None] * len(tensors)
     kinds: dict[Any, list[int]] = {}
     for k, tensor in enumerate(tensors):
@@ -147,7 +147,7 @@ def refuse_synchronised(model: Any) -> None:
 
 
 def modules_of(model: Any, guide: Any) -> nn.ModuleDict:
-    """Return those of model and guide that are modules."""
+    """Return the model and the guide by role, each only if it is a module."""
     parts = {"model": model, "guide": guide}
     return nn.ModuleDict({role: part for role, part in parts.items() if isinstance(part, nn.Module)})
 
@@ -185,10 +185,11 @@ def running_statistics(model: Any) -> Iterator[Tensor]:
 
 
 class JointRun(Messenger):
-    """Seed the draws of weights while an objective is evaluated, and record its part of the data set.
+    """Seed the draws of weights while an objective is evaluated, and record which part of the data set it sees.
 
-    Each run of the guide, and of the model up to its observations, uses the next seed, because objectives draw some
-    latents in the guide and others in the model. Later draws, such as random labels, use the generator of this process.
+    Each run of the guide uses the next seed. So does each run of the model, up to its observations, because objectives
+    draw some latents in the guide and others in the model. Later draws, such as random labels, use the generator of
+    this process.
 
     Args:
         guide: the guide.
@@ -226,5 +227,5 @@ class JointRun(Messenger):
         scale = msg["scale"]
         if fraction == 1.0 and not (torch.is_tensor(scale) and scale.numel() > 1):
             fraction = 1.0 / float(scale)
-        # The first run of a step has all rows; a curvature may run the model again on some of them.
+        # The first run of a step has all rows; a curvature may run the model again on only some of these.
         self.fractions.setdefault(msg["name"], fraction)

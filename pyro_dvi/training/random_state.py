@@ -15,10 +15,10 @@ from pyro_dvi.errors import CheckpointError
 
 
 def random_state(loader: Any = None) -> dict[str, Any]:
-    """Return the states of torch (CPU and accelerators), NumPy, Python, and a loader's own generators.
+    """Return the states of the generators of torch (CPU and accelerators), NumPy, Python, and a loader.
 
-    Pyro draws from the first three. The result contains only tensors, numbers and tuples, so that
-    ``torch.load(weights_only=True)`` can read it.
+    Pyro draws from the generators of torch, NumPy and Python. The result contains only tensors, numbers and tuples, so
+    that ``torch.load(weights_only=True)`` can read it.
     """
     kind, keys, *rest = np.random.get_state()
     return {
@@ -45,7 +45,7 @@ def check_generators(state: dict[str, Any], loader: Any) -> None:
 
 
 def restore_random_state(state: dict[str, Any], loader: Any = None) -> None:
-    """Restore the global generators, and those of the loader if given, to ``state``."""
+    """Restore the global generators to ``state``, and, if a loader is given, also the generators of the loader."""
     torch.set_rng_state(state["torch"].cpu())
     for device in accelerators():
         if str(device) in state["accelerators"]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rollback of diverged training to the last good state, with a report of what is not finite."""
+"""Rollback of diverged training to the last good state, and a report that names what is not finite."""
 
 import copy
 import math
@@ -31,7 +31,7 @@ class _Snapshot:
         self._elbo = copy.deepcopy(route.elbo.state_dict()) if hasattr(route.elbo, "state_dict") else None
 
     def restore(self, route: Route) -> None:
-        """Restore everything, and drop the gradients of the failed step."""
+        """Restore weights, optimizer and ELBO, and drop the gradients of the failed step."""
         route.set_weights(self.weights)
         route.load_optimizer_state(self._optimizer)
         if self._elbo is not None:
@@ -57,7 +57,7 @@ class Rollback:
         self.snapshots = [_Snapshot(self.route, self.history.epoch), *self.snapshots[:1]]
 
     def trust(self) -> None:
-        """Keep only the newest snapshot, because a step from it has succeeded."""
+        """Keep only the newest snapshot, because a step from its state has succeeded."""
         del self.snapshots[1:]
 
     def after(
@@ -65,12 +65,13 @@ class Rollback:
     ) -> NonFiniteError | None:
         """Roll back after an error in a step and return the report; None if training has not diverged.
 
-        Pyro's validation or a factorisation may fail on a NaN before the loss is computed, and parameters that are
-        finite but far too large make distributions invalid. The batch then has a finite loss at earlier weights, but
-        not at the current weights. Errors of this library already describe problems with the data.
+        Divergence may raise other errors before the loss is computed: Pyro's validation or a factorisation fails on a
+        NaN, or parameters that are finite but far too large make distributions invalid. The batch then has a finite
+        loss at earlier weights, but not at the current weights. Problems with the data need no report, because the
+        errors of this library already describe them.
         """
         diverged = isinstance(error, NonFiniteError)
-        # Before the first snapshot, the guide runs the model, and may have received bad inputs.
+        # Before the first snapshot, the guide runs the model, perhaps with bad inputs.
         ours = isinstance(error, PyroDviError) and not isinstance(error, ArithmeticError)
         inputs = non_finite_inputs(args, kwargs) if diverged or not (ours and self.snapshots) else []
         certain = bool(diverged or inputs or non_finite_tensors(self.route))
@@ -84,7 +85,7 @@ class Rollback:
         for snapshot in self.snapshots:
             if self._is_finite_at(snapshot.weights, args, kwargs):
                 return self.report(epoch, finding, snapshot)
-        # Otherwise, the batch or the model causes the error, whatever the parameters.
+        # No earlier weights help, so the batch or the model causes the error, whatever the parameters.
         return self.report(epoch, finding, *self.snapshots[-1:]) if certain else None
 
     def check_after_epoch(self, epoch: int) -> None:
@@ -117,7 +118,7 @@ class Rollback:
     def _is_finite_at(
         self, weights: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
-        """Return True if the loss of this batch is finite at these weights (the current ones for an empty mapping)."""
+        """Return True if the loss of a batch is finite at given weights; an empty mapping means the current weights."""
         now = self.route.weights()
         try:
             self.route.set_weights(weights)
@@ -130,13 +131,13 @@ class Rollback:
 
 def non_finite_tensors(route: Route) -> list[str]:
     """Return the names of parameters and buffers that should be finite but are not."""
-    # Detached copies of weights have lost requires_grad.
+    # The parameters are taken from the route, because detached copies have lost requires_grad.
     parameters = {f"parameter {name}": value for name, value in route.parameters().items()}
     return non_finite({**route.tensors(), **parameters})
 
 
 def _diagnosis(route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Name what is not finite among inputs, state, terms and gradients, causes before effects, with a remedy."""
+    """Name what is not finite among inputs, state, terms and gradients, with causes before effects, and a remedy."""
     parameters = route.parameters()
     state = [name.split(" ", 1) for name in non_finite_tensors(route)]
     terms = {name: float(value) for name, value in getattr(route.elbo, "terms", {}).items() if name != "loss"}

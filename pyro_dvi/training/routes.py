@@ -38,12 +38,12 @@ class Route(ABC):
         guide: the guide, a module or a function.
         elbo: the ELBO, or None if the loss is a plain function.
         loss: the function of model, guide and a batch that evaluates the objective.
-        steered: the optimizer object that the user passed, or None for predictions only.
+        steered: the optimizer object that the user passed; None if the route is used only for predictions.
 
     Attributes:
-        loose_modules: modules that a function, used as model or guide, calls; found by :meth:`initialise`.
-        model_parameters: identities of the store's parameters of a model that is a function; also found by
-            :meth:`initialise`.
+        loose_modules: modules that are called by a model or guide that is a function; :meth:`initialise` finds them.
+        model_parameters: if the model is a function, the identities of its parameters in Pyro's store;
+            :meth:`initialise` finds them as well.
         captured: the objective that wraps ``elbo`` and replays steps, or None.
     """
 
@@ -67,7 +67,7 @@ class Route(ABC):
 
     @abstractmethod
     def optimizer_state(self) -> dict[str, Any]:
-        """Return the optimizer's state; the tensors are the optimizer's own."""
+        """Return the optimizer's state; its tensors are not copied."""
 
     @abstractmethod
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
@@ -78,7 +78,7 @@ class Route(ABC):
         """Yield the name of each parameter, its optimizer, and the index of its group in the optimizer."""
 
     def optimizer_name(self) -> str:
-        """Return the torch classes of optimizer and scheduler, to detect checkpoints of other classes."""
+        """Return the names of the torch classes of optimizer and scheduler, which a checkpoint must match."""
         parts = (getattr(self.steered, f"pt_{part}_constructor", None) for part in ("scheduler", "optim"))
         names = [getattr(part, "__name__", type(part).__name__) for part in parts if part]
         return " of ".join(names or [type(self.steered).__name__])
@@ -97,12 +97,12 @@ class Route(ABC):
             return float(self.loss(self.model, self.guide, *args, **kwargs))
 
     def modules(self) -> dict[str, nn.Module]:
-        """Return those of model and guide that are modules."""
+        """Return the model and the guide by role, each only if it is a module."""
         parts = {"model": self.model, "guide": self.guide}
         return {role: part for role, part in parts.items() if isinstance(part, nn.Module)}
 
     def all_modules(self) -> dict[str, nn.Module]:
-        """Return those of model and guide that are modules, and the modules that functions call."""
+        """Return the model and the guide if they are modules, and otherwise the modules that these functions call."""
         return {**self.modules(), **{f"called {i}": module for i, module in enumerate(self.loose_modules)}}
 
     def parameters(self) -> dict[str, Tensor]:
@@ -140,13 +140,13 @@ class Route(ABC):
 
     def device(self) -> torch.device | None:
         """Return the device of the first parameter or buffer, or None if there are none yet."""
-        # Before its guide has run, a network whose weights are all latent has no parameters, but it has buffers.
+        # If all weights of a network are latent, it has buffers, but no parameters before its guide has run.
         buffers = (buffer for part in self.modules().values() for buffer in part.buffers())
         return next((tensor.device for tensor in chain(self.parameters().values(), buffers)), None)
 
     def learning_rate(self) -> float:
-        """Return the learning rate of the means (of the first parameter that is not a posterior scale)."""
-        if self._rate is None:  # computed once, because it is read after every step
+        """Return the learning rate of the means: the rate of the first parameter that is not a posterior scale."""
+        if self._rate is None:  # found once, because the learning rate is read after every step
             groups = list(self.optimizer_groups())
             means = [group for group in groups if not _SCALE.search(group[0])] or groups
             if not means:
@@ -163,15 +163,15 @@ class Route(ABC):
 
         Args:
             args: positional arguments of model and guide.
-            kwargs: their keyword arguments.
-            always: True to run also modules that have all their parameters, because they may create others in Pyro's
-                store.
+            kwargs: keyword arguments of model and guide.
+            always: True to run even modules that have all their parameters, because they may create other parameters in
+                Pyro's store.
         """
         looks = isinstance(self.guide, AutoGuide) and self.guide.prototype_trace is None
         if len(self.modules()) == 2 and not looks and not always:
             return
-        # This run must not change the random numbers of resumed training, except if an automatic guide draws its
-        # initial values, which is part of training.
+        # This run must not change the random numbers of resumed training. The exception is an automatic guide that
+        # draws its initial values, which is part of training.
         draws_start = looks and is_uninitialised(self.guide)
         called: list[nn.Module] = []
         with (
@@ -181,13 +181,13 @@ class Route(ABC):
             preserve_buffers(),
             poutine.block(),
         ):
-            with torch.enable_grad():  # as in training, where a LaplaceGuide is a point mass
+            with torch.enable_grad():  # as in training, because a LaplaceGuide is then a point mass
                 trace = poutine.trace(self.guide).get_trace(*args, **kwargs)
             if always or not isinstance(self.model, nn.Module):
                 replayed = poutine.trace(poutine.replay(self.model, trace=trace), param_only=True)
                 sites = replayed.get_trace(*args, **kwargs).nodes.values()
                 self.model_parameters = {id(site["value"].unconstrained()) for site in sites}
-        if len(self.modules()) == 2:  # modules register the networks that they call
+        if len(self.modules()) == 2:  # no function to inspect; modules register the networks that they call
             return
         inner = {id(module) for part in self.modules().values() for module in part.modules()}
         inner |= {id(child) for module in called for child in module.modules() if child is not module}
@@ -223,7 +223,7 @@ class SVIRoute(Route):
             loss_and_grads = self.captured.loss_and_grads
         with poutine.trace(param_only=True) as capture:
             loss = loss_and_grads(svi.model, svi.guide, *args, **kwargs)
-        # Pyro differentiates a loss that is not an ELBO if it has a gradient, and otherwise silently does nothing.
+        # If a loss that is not an ELBO has a gradient, Pyro differentiates it; otherwise Pyro silently does nothing.
         by_pyro = getattr(svi.loss_and_grads, "__qualname__", "").startswith("SVI.")
         if by_pyro and not getattr(loss, "requires_grad", False):
             raise ArgumentError(
@@ -238,11 +238,11 @@ class SVIRoute(Route):
         return value
 
     def optimizer_state(self) -> dict[str, Any]:
-        """Return the state by parameter name, including loaded states of parameters that have not been stepped yet."""
+        """Return the state by parameter name, including loaded states of parameters that no step has updated yet."""
         return {**self.svi.optim._state_waiting_to_be_consumed, **self.svi.optim.get_state()}
 
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
-        """Load the state, also for parameters that were already stepped, which Pyro's ``set_state`` does not update."""
+        """Load the state, even for parameters that were already updated, which Pyro's ``set_state`` leaves out."""
         optim, state, store = self.svi.optim, copy.deepcopy(state), pyro.get_param_store()
         self._rate = None
         for parameter, held in () if isinstance(optim, JointOptim) else optim.optim_objs.items():
@@ -252,14 +252,18 @@ class SVIRoute(Route):
         optim.set_state(state)
 
     def optimizer_groups(self) -> Iterator[tuple[str, Optimizer, int]]:
-        """Yield the groups of the torch optimizers, for parameters that were stepped."""
+        """Yield the groups of the torch optimizers, for parameters that a step has updated."""
         store = pyro.get_param_store()
         for parameter, optimizer in self.svi.optim.optim_objs.items():
             name = (store.param_name(parameter) or "").replace("$$$", ".")
             yield name, torch_optimizer(optimizer), 0
 
     def store_parameters(self) -> dict[str, Tensor]:
-        """Return the parameters that this SVI has stepped; before the first step of functions, all in the store."""
+        """Return the store's parameters that this SVI has updated.
+
+        If the model or the guide is a function and no step has been taken yet, return all parameters in the store.
+        Parameters of modules are left out in both cases.
+        """
         modules = self.modules()
         owned = {id(parameter) for part in modules.values() for parameter in part.parameters()}
         stepped = {id(parameter) for parameter in self.svi.optim.optim_objs}
@@ -296,7 +300,7 @@ class ModuleRoute(Route):
             )
 
     def step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-        """Take the usual torch step."""
+        """Take a training step in the usual torch way."""
         self.steered.zero_grad(set_to_none=True)
         self.module.elbo = self.captured or self.elbo
         try:
@@ -313,7 +317,7 @@ class ModuleRoute(Route):
         return {} if self.steered is None else self.steered.state_dict()
 
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
-        """Load into the torch optimizer."""
+        """Load ``state`` into the torch optimizer."""
         self.steered.load_state_dict(copy.deepcopy(state))
 
     def optimizer_groups(self) -> Iterator[tuple[str, Optimizer, int]]:
@@ -328,7 +332,7 @@ def route_of(target: Any, optimizer: Optimizer | None = None, *, train: bool = T
     """Return the route of an SVI or ELBOModule; a route is returned unchanged.
 
     Raises:
-        ArgumentError: if ``target`` is neither an SVI nor an ELBOModule, the loss of the SVI is a class, or the
+        ArgumentError: if ``target`` is neither an SVI nor an ELBOModule, if the loss of the SVI is a class, or if the
             optimizer is missing or superfluous.
     """
     if isinstance(target, Route):
@@ -359,7 +363,7 @@ def _finite(loss: Any) -> float:
     """Return the loss as a float.
 
     Raises:
-        NonFiniteError: if it is NaN or infinite.
+        NonFiniteError: if the loss is NaN or infinite.
     """
     value = float(loss.detach() if isinstance(loss, Tensor) else loss)
     if not math.isfinite(value):

@@ -59,7 +59,7 @@ def to_arviz(
 ) -> Any:
     r"""Export posterior draws, predictions and data as one ArviZ object.
 
-    The object has these groups; arrays of draws begin with the dimensions ``chain`` (of length 1) and ``draw``:
+    Arrays of draws begin with the dimensions ``chain`` (of length 1) and ``draw``. The object has these groups:
 
     ``posterior``
         draws of the latent sites from the guide, in constrained space. For an ensemble, the draws of the members are
@@ -67,14 +67,14 @@ def to_arviz(
     ``posterior_predictive``
         draws of every observed site from the predictive distribution of ``method``.
     ``log_likelihood``
-        log density of each observation, :math:`\log p(y_i \mid x_i, \theta_k)`; only if the data contain observations
-        and ``method`` predicts with several distributions.
+        log density of each observation, :math:`\log p(y_i \mid x_i, \theta_k)`. This group exists only if the data
+        contain observations and ``method`` predicts with several distributions.
     ``log_prior``, ``sample_stats``
-        with ``log_prior=True``, which requires the complete training data: :math:`\log p(\theta_k)` by site; ``lp``,
-        :math:`\log p(y, \theta_k)` up to terms of ``pyro.factor``, if there is a ``log_likelihood``; and ``log_q``,
-        :math:`\log q(\theta_k)`, if the guide has a density. Both are densities in the constrained space of the sites,
-        so the Pareto k of ``lp - log_q`` measures the quality of the posterior (Yao et al., 2018, "Yes, but did it
-        work?").
+        with ``log_prior=True``, which requires the complete training data. ``log_prior`` contains
+        :math:`\log p(\theta_k)` by site. ``sample_stats`` contains ``lp``, which is :math:`\log p(y, \theta_k)` up to
+        terms of ``pyro.factor``, if there is a ``log_likelihood``; and ``log_q``, which is :math:`\log q(\theta_k)`, if
+        the guide has a density. ``lp`` and ``log_q`` are densities in the constrained space of the sites, so the Pareto
+        k of ``lp - log_q`` measures the quality of the posterior (Yao et al., 2018, "Yes, but did it work?").
     ``observed_data``, ``constant_data``
         the observations, and the inputs under the names of the model's arguments.
     ``prior``, ``prior_predictive``
@@ -83,59 +83,62 @@ def to_arviz(
         with ``predictions=``: draws of the observed sites for other inputs, and these inputs.
 
     Dimensions are named after plates. Observations that the model masks are NaN in ``observed_data``, so labels and
-    counts become floating-point numbers there and in the predictive groups. ``log_likelihood`` omits masked
-    observations: its values have one dimension ``<site>_observed``, whose coordinates are their positions in the
-    flattened predictions. With several observed sites, each site is predicted and scored with the other sites at their
-    observed values, if the data contain them: :math:`p(b \mid a, x, \theta)` if a site b depends on a site a.
+    counts become floating-point numbers in this group and in the predictive groups. ``log_likelihood`` omits masked
+    observations: its values have one dimension ``<site>_observed``, whose coordinates are the positions of the values
+    in the flattened predictions. If there are several observed sites, each is predicted and scored while the other
+    sites are set to their observed values, if the data contain them. If a site b depends on a site a, the density of b
+    is thus :math:`p(b \mid a, x, \theta)`.
 
     With ``AtMean()``, the default after ``TaylorELBO``, every draw of ``posterior_predictive`` comes from
     :math:`p(y \mid x, \mathrm{E}_q\theta)`, because a variational Laplace posterior predicts poorly with drawn weights.
     With ``AtMean()``, ``Moments()`` and ``Linearised()``, there is no ``log_likelihood``: it would be the same for
     every draw, whereas leave-one-out cross-validation with importance sampling (``az.loo``) needs draws with different
-    likelihoods. For ``az.loo``, export with ``method=Samples(500)``, which scores the drawn weights, or compare methods
-    on held-out data with :func:`~pyro_dvi.analysis.diagnostics.compare_held_out`.
+    likelihoods. For ``az.loo``, export with ``method=Samples(500)``, which scores the drawn weights. Alternatively,
+    compare methods on held-out data with :func:`~pyro_dvi.analysis.diagnostics.compare_held_out`.
 
     Args:
         model: the Pyro model.
         guide: its trained guide: a guide of this library or of Pyro, or a function. Alternatively, draws
             ``[num_samples, ...]`` by site name, as returned by ``MCMC.get_samples()``.
         data: as in :func:`~pyro_dvi.predict`: ``(x, y)``, inputs alone, or a loader of either.
-        num_samples: number of draws; by default 500 (for an ensemble, rounded down to a multiple of the number of
-            members), or the number of draws of ``method``.
+        num_samples: number of draws. By default, it is the number of draws of ``method``, if a method with draws is
+            given, and 500 otherwise (for an ensemble, rounded down to a multiple of the number of members).
         sites: latent sites and ``pyro.deterministic`` sites to export; the model computes the latter for each draw. By
-            default, all latent sites with at most ``max_site_size`` values; a warning names the others. An empty list
-            exports only predictions, as required for methods of a LaplaceGuide without draws.
+            default, all latent sites with at most ``max_site_size`` values are exported, and a warning names the
+            others. With an empty list, only predictions are exported; this is required if the method of a LaplaceGuide
+            has no draws.
         max_site_size: number of values above which a site is omitted by default.
-        method: prediction rule, by default the guide's, as in :func:`~pyro_dvi.predict`.
-        site: observed site or sites to export; by default all, which requires an observation of each in the data.
-        observed: name or names of the model's arguments that are observations; by default the argument whose default is
-            None, or, of several, those with the names of observed sites.
+        method: prediction rule; by default the guide's, as in :func:`~pyro_dvi.predict`.
+        site: observed site or sites to export; by default all. If there are several, the data must contain an
+            observation of each.
+        observed: name or names of the model's arguments that are observations. By default, it is the argument whose
+            default value is None; if there are several such arguments, those with the names of observed sites are used.
         prior: number of draws from the prior.
         log_prior: True to add the log densities of the draws.
-        predictions: other inputs, in any form of ``data``; observations in them are not used.
-        batch_size: examples per batch; a loader has its own.
-        seed: seed of all draws; by default one from the global generator, whose state does not change otherwise.
+        predictions: other inputs, in any form that ``data`` may have; observations in them are not used.
+        batch_size: examples per batch; ignored for a loader, which has its own batch size.
+        seed: seed of all draws; by default drawn from the global generator, whose state does not change otherwise.
         coords: coordinate values by dimension, as in ArviZ, for all groups except ``predictions``.
         dims: names of the dimensions by variable, as in ArviZ.
         progress: show a progress bar over batches.
 
     Returns:
         ``arviz.InferenceData`` or ``xarray.DataTree``; ``.to_netcdf(path)`` writes either, and further groups and
-        attributes can be added. The attributes record the versions of the libraries, guide, method, seed, time, and the
-        names of omitted sites and inputs.
+        attributes can be added. The attributes record the guide, method and seed, the time, the versions of the
+        libraries, and the names of omitted sites and inputs.
 
     Raises:
-        ArgumentError: if a site is unknown, there are no draws, ``num_samples`` and ``method`` disagree, given draws
-            have unequal lengths or wrong shapes, or several arguments may be the observation.
+        ArgumentError: if a site is unknown, if there are no draws, if ``num_samples`` and ``method`` disagree, if given
+            draws have unequal lengths or wrong shapes, or if several arguments may be the observation.
         DataError: if the data are invalid, as in :func:`~pyro_dvi.predict`, if only some batches contain observations,
             or if there are several batches and the posterior depends on the inputs.
         GuideError: if the guide was never run, has no mean, or is an AutoLaplaceApproximation whose Gaussian has not
             been computed.
-        ModelError: if the model has no observed site, or has several, the data contain no observations and ``site`` is
-            not given, or if a site has the name of an ArviZ dimension.
-        UnsupportedError: if a mask depends on the draw, a prior cannot be sampled, the method of a LaplaceGuide has no
-            draws, or an observed site depends on sites that are neither in the guide nor observed and the rule does not
-            average over their draws.
+        ModelError: if the model has no observed site; if it has several, the data contain no observations and ``site``
+            is not given; or if a site has the name of an ArviZ dimension.
+        UnsupportedError: if a mask depends on the draw, if a prior cannot be sampled, if the method of a LaplaceGuide
+            has no draws, or if an observed site depends on sites that are neither in the guide nor observed and the
+            rule does not average over draws of these sites.
 
     Example:
         >>> import pyro, pyro.distributions as dist, torch
@@ -212,7 +215,7 @@ def to_arviz(
             groups["prior_predictive"], *_ = predicted[1].groups()
         if log_prior:
             groups["log_prior"] = priors = log_prior_of(tuned, first, nodes, weights.draws(first.inputs))
-            # If the rule does not draw weights, the log-likelihood does not belong to the drawn weights.
+            # If the rule does not draw weights, the log-likelihood is not the one of the weights that were drawn.
             of_weights = groups["log_likelihood"] if own is weights else Group()
             log_q = log_posterior(guide, first, nodes, groups["posterior"], used_seed)
             groups["sample_stats"] = sample_stats(priors, of_weights, log_q)
@@ -270,13 +273,13 @@ def _through(
 
 @contextmanager
 def _nothing_predicted() -> Iterator[None]:
-    """Suppress the warning about drawn weights of a LaplaceGuide, which are exported but not used for predictions."""
+    """Suppress a LaplaceGuide's warning about predictions with drawn weights: here, the draws are only exported."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=re.escape(DRAWN_WEIGHTS), category=DviWarning)
         try:
             yield
         except UnsupportedError as error:  # raised by a LaplaceGuide without draws
-            reason = str(error).splitlines()[0]  # Pyro adds the shapes of its trace
+            reason = str(error).splitlines()[0]  # the other lines are the shapes of Pyro's trace
             raise UnsupportedError(f"{reason}; pass sites=[] to export only predictions") from error
 
 
@@ -312,7 +315,7 @@ def _rule_and_count(
 
 
 def _free_run(model: Callable[..., Any], batch: Batch, given: GivenSamples) -> Mapping[str, Any]:
-    """Return the sites of a run at values from the prior, or at the first draw if the prior is improper."""
+    """Return the sites of a model run at values from the prior, or at the first draw if the prior is improper."""
     try:
         return observed_run(model, batch, {})
     except NotImplementedError:  # an improper prior

@@ -31,9 +31,9 @@ class Group:
 
     Attributes:
         sampled: True if the dimensions ``chain`` and ``draw`` come first.
-        arrays: values, which have both dimensions in a sampled group.
-        suggested: names of the other dimensions; None for a dimension without a name.
-        coords: coordinates of the values, such as the positions of observations that are not masked.
+        arrays: values by variable; if ``sampled`` is true, they include the dimensions ``chain`` and ``draw``.
+        suggested: names of the other dimensions by variable; None for a dimension without a name.
+        coords: coordinates by dimension, such as the positions of the observations that are not masked.
     """
 
     sampled: bool = True
@@ -50,14 +50,14 @@ class Group:
     ) -> None:
         """Add a variable; draws are passed without the dimension ``chain``.
 
-        Masked values become NaN. If draws are masked, their remaining values have one dimension, ``<name>_observed``,
-        whose coordinates are their positions in the flattened array.
+        Masked values become NaN. If draws are masked, the remaining values of each draw have one dimension,
+        ``<name>_observed``, whose coordinates are the positions of these values in the flattened array.
 
         Args:
             name: name of the variable.
-            array: its values.
-            suggested: names of their dimensions.
-            counts: True for values of a draw that count, over their first dimensions; None if all count.
+            array: values of the variable.
+            suggested: names of the dimensions of ``array``, without those of draws.
+            counts: mask over the first dimensions of a draw, True for the values to keep; None to keep all.
 
         Raises:
             ModelError: if ArviZ has a dimension of this name.
@@ -79,7 +79,7 @@ class Group:
         self.suggested[name] = tuple(suggested)
 
     def dims(self, given: Mapping[Any, Sequence[Any]]) -> dict[str, list[Any]]:
-        """Name every dimension: as the user named it, or else after a plate, or else ``<variable>_dim_<i>``.
+        """Return names for all dimensions: the user's, or else the name of a plate, or else ``<variable>_dim_<i>``.
 
         A plate's name is not used if it is the name of a variable, or if the dimension has different lengths in this
         group.
@@ -104,7 +104,7 @@ class Group:
 
 
 def safe_name(name: str) -> str:
-    """Return the name without slashes, which would create groups in the file."""
+    """Return the name with its slashes replaced, because a slash would create a group in the file."""
     return name.replace("/", ".")
 
 
@@ -129,12 +129,12 @@ def plate_names(node: Any, shape: Sequence[int]) -> list[str | None]:
 
 
 def as_array(value: Tensor) -> np.ndarray:
-    """Return the values on the CPU, with half precision converted to single precision, and booleans to 0 and 1."""
+    """Return the values on the CPU; half precision is converted to single precision, and booleans to 0 and 1."""
     return array_of(value.to(torch.int8) if value.dtype == torch.bool else value)
 
 
 def joined(pieces: list[np.ndarray], axis: int) -> np.ndarray:
-    """Concatenate along ``axis``, and empty the list meanwhile, so that nothing is stored twice."""
+    """Concatenate along ``axis``; the list is emptied on the way, so that no piece is stored twice."""
     if len(pieces) == 1:
         return pieces.pop()
     shape = list(pieces[0].shape)
@@ -164,7 +164,7 @@ def assemble(
         dims: the user's names of dimensions, by variable.
     """
     with warnings.catch_warnings():
-        # ArviZ 0.23 warns about version 1 on import; both versions are supported here.
+        # On import, ArviZ 0.23 warns about version 1; both versions are supported here.
         warnings.filterwarnings(
             "ignore", message=r"\s*ArviZ is undergoing a major refactor", category=FutureWarning
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Draws of the latent sites, from a guide or passed in its place, and their log densities."""
+r"""Draws of the latent sites, from a guide or given by the user, and the log densities of these draws."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,14 +29,14 @@ CHUNK = 64  # number of draws that are copied together
 
 
 class GivenSamples(FromDraws):
-    """Average the predictions of given draws, from MCMC, ``Predictive``, or another program.
+    """Average the predictions of draws that are given, for example from MCMC, ``Predictive``, or another program.
 
     Args:
         samples: ``[num_samples, ...]`` by site name, as returned by ``MCMC.get_samples()``.
         device: device of the model; None leaves the draws where they are.
 
     Raises:
-        ArgumentError: if there are no sites or no draws, or numbers of draws differ between sites.
+        ArgumentError: if there are no sites or no draws, or if the number of draws differs between sites.
     """
 
     def __init__(self, samples: Mapping[str, Any], device: torch.device | None = None) -> None:
@@ -58,22 +58,22 @@ class GivenSamples(FromDraws):
             yield {name: values[k] for name, values in self.samples.items()}
 
     def guide(self, *args: Any, **kwargs: Any) -> None:
-        """Sample the first draw; takes the place of the guide where one draw is sufficient."""
+        """Sample the first draw; used as the guide where one draw is sufficient."""
         for name, values in self.samples.items():
             pyro.sample(name, dist.Delta(values[0], event_dim=values.dim() - 1))
 
     def fit_to(self, nodes: Mapping[str, Any], *, is_complete: bool) -> None:
         """Compare the draws with the sites of a model run, and drop leading dimensions of length 1 that the sites lack.
 
-        ``Predictive`` adds such dimensions for possible plates.
+        ``Predictive`` adds such dimensions for plates that a model may have.
 
         Args:
-            nodes: the sites.
+            nodes: the sites of the model run.
             is_complete: True if the model saw its observation, so that every site that it drew is latent.
 
         Raises:
-            ArgumentError: if there are draws of a site that is not latent, no draws of a latent site, or draws of
-                another shape.
+            ArgumentError: if there are draws of a site that is not latent, no draws of a latent site, or draws of the
+                wrong shape.
         """
         latent = [name for name, node in nodes.items() if is_latent(node)]
         if not set(self.samples) <= set(latent) or (is_complete and len(self.samples) < len(latent)):
@@ -99,10 +99,10 @@ class GivenSamples(FromDraws):
 def chosen_sites(
     latents: Mapping[str, Tensor], nodes: Mapping[str, Any], sites: str | Sequence[str] | None, max_size: int
 ) -> list[str]:
-    """Choose latent and deterministic sites by name, or latent sites by size.
+    """Return the latent and deterministic sites with the given names; without names, the latent sites of small size.
 
     Raises:
-        ArgumentError: if neither the guide nor the model has a site of a given name.
+        ArgumentError: if neither the guide nor the model has a site with one of the names.
     """
     if sites is None:
         left_out = {name: value.numel() for name, value in latents.items() if value.numel() > max_size}
@@ -134,8 +134,8 @@ def latent_draws(
 
     Args:
         model: the Pyro model.
-        batch: the first batch, for whose inputs the sites are drawn.
-        nodes: the sites of a run of the model with this batch, from which plates are read.
+        batch: the first batch; the sites are drawn for its inputs.
+        nodes: the sites of a run of the model with this batch, from which the names of plates are read.
         names: sites to export; if empty, nothing is drawn.
         draws: draws of all latent sites.
     """
@@ -145,7 +145,7 @@ def latent_draws(
     pieces: dict[str, list[np.ndarray]] = {name: [] for name in names}
     deterministic = [name for name in names if name in nodes and is_deterministic(nodes[name])]
     computed = _computed(model, batch, deterministic, draws)
-    while chunk := list(islice(computed, CHUNK)):  # one copy from the accelerator for several draws
+    while chunk := list(islice(computed, CHUNK)):  # copies several draws from the accelerator at once
         for name, own in pieces.items():
             own.append(as_array(torch.stack([{**latents, **found}[name] for latents, found in chunk])))
     for name, own in pieces.items():
@@ -161,7 +161,7 @@ def _computed(
     draws: Iterator[Latents],
     of: Callable[[Any], Tensor] = itemgetter("value"),
 ) -> Iterator[tuple[Latents, Mapping[str, Tensor]]]:
-    """Yield each draw with the values of ``of`` at some sites of the model, for many draws at a time if possible."""
+    """Yield each draw with ``of`` at the sites ``names`` of the model; if possible, many draws share one run."""
     run = sites_at(model, *batch.whole, names)
 
     def read(latents: Latents) -> dict[str, Tensor]:
@@ -203,7 +203,7 @@ def log_prior(
 
 
 def sample_stats(prior: Group, likelihood: Group, log_q: Tensor | None) -> Group:
-    r"""Return :math:`\log p(y, \theta)` as ``lp`` and :math:`\log q(\theta)` as ``log_q`` of every draw, if known.
+    r"""Return, if known, :math:`\log p(y, \theta)` of every draw as ``lp`` and :math:`\log q(\theta)` as ``log_q``.
 
     Args:
         prior: log densities of the draws under the prior.
@@ -228,13 +228,13 @@ def log_posterior(
         guide: the posterior.
         batch: arguments of the model.
         nodes: the sites of a run of the model with this batch.
-        drawn: the draws, to check that the densities belong to them.
+        drawn: the draws, which are compared with those that the guide gives here.
         seed: seed of the draws.
     """
     latent = {name: node for name, node in nodes.items() if is_latent(node)}
     try:
         free = sum(_num_free(node) for node in latent.values())
-    except NotImplementedError:  # for example values on a sphere, which are not transformed Gaussians
+    except NotImplementedError:  # for example for values on a sphere, which are not transformed Gaussians
         return None
     count = len(next(iter(drawn.arrays.values()))[0]) if drawn.arrays else 0
     seeder()(seed)
@@ -262,6 +262,6 @@ def log_posterior(
 
 
 def _num_free(node: Any) -> int:
-    """Return the number of free values of a site: one less than its entries on a simplex, and zero if discrete."""
+    """Return the number of free values of a site: on a simplex, one less than the entries; zero for a discrete site."""
     support = node["fn"].support
     return 0 if support.is_discrete else math.prod(biject_to(support).inverse_shape(node["value"].shape))

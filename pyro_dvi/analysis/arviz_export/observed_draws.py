@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Draws of every observed site, batch by batch, log densities of the observations, and the inputs."""
+r"""Draws of every observed site, log densities of the observations, and the inputs, collected batch by batch."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -25,8 +25,8 @@ def choose_responses(
     """Return the sites to export: those named by ``site``, or else all that the model observes.
 
     Raises:
-        ModelError: if a named site is not observed, the model has no observed site, or some of several sites observe
-            nothing.
+        ModelError: if a named site is not observed, if the model has no observed site, or if the model has several and
+            some of them observe nothing.
     """
     names = responses(nodes, latents)
     if site:
@@ -37,7 +37,7 @@ def choose_responses(
 
 
 def _observations(batch: Batch, sites: Sequence[str], nodes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the observation of each site in a run of :func:`~pyro_dvi.predictive.engine.model_runs.observed_run`.
+    """Return the sites that are observed in a run of :func:`~pyro_dvi.predictive.engine.model_runs.observed_run`.
 
     Raises:
         DataError: if the data contain an observation, but a site is not observed.
@@ -60,12 +60,12 @@ class Predictions:
 
     Args:
         sites: the observed sites.
-        components: yields their predictive distributions.
+        components: yields the predictive distributions of the sites.
         count: total number of draws.
         noise_seed: seed of the noise of the first site; the other sites use the following integers.
-        are_scored: True to score observations, with each site given the observations of the others. If one site depends
-            on another, each site's distribution is then conditioned in the order of the model, so that the product over
-            sites is the likelihood.
+        are_scored: True to score observations; each site is then conditioned on the observations of the others. If one
+            site depends on another, the conditioning follows the order of the sites in the model, so that the product
+            of the densities of all sites is the likelihood.
     """
 
     def __init__(
@@ -83,8 +83,8 @@ class Predictions:
             latents: the latent values of this run.
 
         Raises:
-            DataError: if only some batches contain observations, or observations have another shape or lie outside the
-                support.
+            DataError: if only some batches contain observations, or if observations have the wrong shape or lie outside
+                the support.
             UnsupportedError: if a mask depends on the draw, or excludes parts of events.
         """
         names = [own.name for own in self._sites]
@@ -110,7 +110,7 @@ class Predictions:
 
 
 class _Site:
-    """Predictions of one site; examples come after the dimension of draws.
+    """Predictions of one site; the dimension of draws comes first, and the dimension of examples second.
 
     The noise has its own seed, because batches share the draws of the weights but not the noise.
     """
@@ -152,7 +152,7 @@ class _Site:
         if not self._log_probs:
             return
         log_probs, cells = joined(self._log_probs, 1), joined(self._cells, 0)
-        if len(log_probs) > 1:  # otherwise the same for every draw, which ArviZ cannot use
+        if len(log_probs) > 1:  # ArviZ cannot use a log-likelihood that is the same for every draw
             share = self._count // len(log_probs)
             log_probs = log_probs if share == 1 else log_probs.repeat(share, 0)
             scored = np.asarray(cells.any(tuple(range(log_probs.ndim - 1, cells.ndim))))
@@ -167,7 +167,7 @@ def inputs_of(
 
     Args:
         model: the Pyro model.
-        inputs: its arguments in every batch; nested ones are named by their path, such as ``image.left``.
+        inputs: the model's arguments in every batch; a nested argument is named by its path, such as ``image.left``.
         rows: name of the dimension of examples, if known.
 
     Returns:

@@ -48,36 +48,36 @@ def prior_predictive_check(
         \theta \sim p(\theta), \quad y_{\mathrm{rep}} \sim p(y \mid x, \theta), \qquad
         p = P\bigl(T(y_{\mathrm{rep}}) > T(y)\bigr) + \tfrac12 P\bigl(T(y_{\mathrm{rep}}) = T(y)\bigr)
 
-    The statistics T are the mean, standard deviation, minimum and maximum for regression, and the proportion of the
-    most frequent class for classification; for classification, the table also has the mean probability of the most
-    probable class under the prior. Data drawn from the prior should cover the observed data without spreading much more
-    widely; priors that look harmless for single weights can make a deep network overconfident in one class. Neither
+    For regression, the statistics T are the mean, standard deviation, minimum and maximum. For classification, T is the
+    proportion of the most frequent class, and the table also shows the mean probability of the most probable class
+    under the prior. The range of data drawn from the prior should include the observed data without being much wider.
+    Even if a prior looks harmless for single weights, it can make a deep network overconfident in one class. Neither
     training nor a guide is needed. Modules run in evaluation mode. For other statistics and for figures, export draws
     from the prior with ``to_arviz(prior=200)``.
 
-    Status: p-values are exact for the prior up to Monte Carlo error. If the data came from the prior, each statistic
+    Status: p-values are exact for the prior, up to Monte Carlo error. If the data came from the prior, each statistic
     would be called unusual in one of a hundred cases.
 
     Args:
         model: the Pyro model, a module or a function.
-        data: as for :func:`~pyro_dvi.predict`, with observations: ``(x, y)`` or a loader; only the first ``batch_size``
-            examples, or the first batch of a loader, are used.
+        data: as for :func:`~pyro_dvi.predict`, with observations: ``(x, y)`` or a loader. Only the first ``batch_size``
+            examples are used, or the first batch of a loader.
         num_samples: number of data sets to draw; with fewer than a hundred, nothing is called unusual.
         site: observed site, if the model has several.
-        observed: the model's argument for the observation; by default the argument whose default is None or, of
-            several, the one named like ``site``.
+        observed: name of the model's argument for the observation. By default, it is the argument whose default value
+            is None; if there are several, the one with the name of the site is used.
         batch_size: number of examples to use.
         seed: seed of the draws. The global random state is not changed.
 
     Returns:
-        A report to print; for each ``statistic``, the value for the ``data``, quantiles under the prior, and the
-        ``p-value``.
+        A report to print. For each ``statistic``, it shows the value for the ``data``, quantiles under the prior, and
+        the ``p-value``.
 
     Raises:
         ArgumentError: if there are fewer than two draws.
         DataError: if the data are invalid or have no observations.
-        ModelError: if the model has no observed site, has several and ``site`` is not given, or has a prior that cannot
-            be sampled.
+        ModelError: if the model has no observed site, if it has several and ``site`` is not given, or if it has a prior
+            that cannot be sampled.
         NonFiniteError: if a statistic is NaN.
 
     Source: Box (1980), "Sampling and Bayes' inference in scientific modelling and robustness"; Gabry et al. (2019),
@@ -115,7 +115,7 @@ def prior_predictive_check(
             site, [name for name in responses(nodes, latents) if nodes[name]["is_observed"]]
         )
         rule = PriorSamples(num_samples, model, batch.inputs, tuple(latents))
-        noise = torch.Generator().manual_seed(seed + 1)  # other random numbers than those of the latents
+        noise = torch.Generator().manual_seed(seed + 1)  # must differ from the random numbers of the latents
         drawn = _DataSets(num_samples, num_samples, noise)
         Components(model, None, rule, seed).read(drawn, replace(batch, observed=None), name)
     statistics = _statistics(nodes[name], drawn)
@@ -127,7 +127,7 @@ def prior_predictive_check(
 
 
 class _DataSets(ObservationDraws):
-    """Data sets drawn from the prior and, for classes, the mean probability of the most probable class in each."""
+    """Data sets drawn from the prior; for classes, also the mean probability of the most probable class in each set."""
 
     def __init__(self, count: int, num_components: int, seeds: torch.Generator) -> None:
         super().__init__(count, num_components, seeds)
@@ -142,7 +142,7 @@ class _DataSets(ObservationDraws):
 
 
 def _statistics(node: Any, drawn: _DataSets) -> dict[str, np.ndarray]:
-    """Return each statistic of the data and then of every data set drawn, without the values that the model masks."""
+    """Return each statistic for the data and then for every drawn data set, without the values that the model masks."""
     fn, counts = node["fn"], counted(node)
     examples = drawn.first.axis - len(fn.event_shape)
     sets = torch.cat([node["value"].movedim(examples, 0).cpu()[None], drawn.values.to(node["value"].dtype)])
@@ -157,7 +157,7 @@ def _statistics(node: Any, drawn: _DataSets) -> dict[str, np.ndarray]:
     if fn.event_shape:  # one-hot encoding
         sets, keep = sets.argmax(-1), keep.any(-1)
     shares = [float(own.bincount().max() / len(own)) for own in sets.long()[:, keep]]
-    confidence = [math.nan, *drawn.confidence]  # the data have no confidence
+    confidence = [math.nan, *drawn.confidence]  # observed labels have no confidence
     return {"largest share": np.array(shares), "confidence": np.array(confidence)}
 
 
@@ -171,7 +171,7 @@ def _row(name: str, observed: float, values: np.ndarray) -> dict[str, Any]:
     tail = (min(above, len(values) - above) + 0.5) / (len(values) + 1)  # never zero
     low, median, high = np.quantile(values, (0.05, 0.5, 0.95), method="inverted_cdf").tolist()
     p_value, finding = above / len(values), "unusual" if 2 * tail < UNUSUAL else ""
-    if name == "confidence":  # the data have none
+    if name == "confidence":  # observed labels have no confidence
         p_value, finding = math.nan, "overconfident" if median > SURE else ""
     row = {"statistic": name, "data": observed, "5%": low, "50%": median, "95%": high}
     return row | {"p-value": p_value, "finding": finding}
@@ -198,7 +198,8 @@ def _verdict(rows: list[dict[str, Any]]) -> str:
 def compare_held_out(predictions: Mapping[str, Prediction], y: Any = None) -> "pandas.DataFrame":
     r"""Return a table of log scores on data that were not used for training.
 
-    It contains the expected log predictive density of m held-out examples, and the paired difference from the best:
+    For m held-out examples, it contains the expected log predictive density (elpd) of each prediction, and the standard
+    error of its paired difference from the best prediction:
 
     .. math::
         \mathrm{elpd}_a &= \sum_{i=1}^m \log p_a(y_i \mid x_i), \\
@@ -206,21 +207,23 @@ def compare_held_out(predictions: Mapping[str, Prediction], y: Any = None) -> "p
         d_i = \log p_a(y_i \mid x_i) - \log p_{\text{best}}(y_i \mid x_i)
 
     Every prediction is scored with its own rule: at the mean, with moments, linearised or with draws. ``az.loo`` and
-    ``az.compare`` estimate the same quantity from the training data, by reweighting posterior draws. This requires
-    predictions that average over these draws (:class:`~pyro_dvi.Samples`), and a posterior close to the exact one. A
-    difference well above its ``dse`` is not explained by the choice of examples, but other training runs may still
-    differ.
+    ``az.compare`` estimate the same quantity from the training data, by reweighting posterior draws. Their estimate
+    requires predictions that average over these draws (:class:`~pyro_dvi.Samples`), and a posterior close to the exact
+    one. A difference well above its ``dse`` is not explained by the choice of examples, but may be explained by the
+    variation between training runs.
 
     Status: unbiased for new examples from the same distribution; the standard errors treat examples as independent.
 
     Args:
         predictions: predictions by name, all of the same site and the same examples in the same order.
-        y: held-out observations, examples first; by default those of the predictions. Masked examples are omitted.
+        y: held-out observations, with examples in the first dimension; by default those that came with the predictions.
+            Masked examples are omitted.
 
     Returns:
-        ``pandas.DataFrame`` with one row per name, from best to worst, and the columns ``rank``, ``elpd`` and its
-        standard error ``se``, ``elpd_diff`` (from the best, zero or less) and its standard error ``dse``, all in nats;
-        ``az.plot_compare`` of ArviZ 1.x draws it. With a single example, standard errors are NaN.
+        ``pandas.DataFrame`` with one row per name, from best to worst. The columns are ``rank``, ``elpd`` and its
+        standard error ``se``, and ``elpd_diff`` (the difference from the best, zero or less) and its standard error
+        ``dse``; all but the rank are in nats. ``az.plot_compare`` of ArviZ 1.x plots this table. With a single example,
+        standard errors are NaN.
 
     Raises:
         ArgumentError: if ``predictions`` is empty or not a mapping of predictions.
@@ -296,5 +299,5 @@ def _scores(predictions: Mapping[str, Prediction], y: Any) -> dict[str, Tensor]:
 
 
 def _standard_error(values: Tensor) -> float:
-    """Return the standard error of the sum."""
+    """Return the standard error of the sum of the values."""
     return float(values.std() * len(values) ** 0.5) if len(values) > 1 else float("nan")

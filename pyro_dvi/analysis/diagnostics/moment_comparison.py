@@ -43,7 +43,7 @@ def compare_with_sampling(
     batch_size: int = 100,
     seed: int | None = None,
 ) -> Table:
-    r"""Report where propagated moments deviate from moments of weight draws.
+    r"""Report where propagated moments deviate from those computed with draws of the weights.
 
     The model runs once with moments and ``num_samples`` times with draws from the guide. The outputs of every module
     that returns moments, and the uncertain parameters of the observed site, are compared. The first layer with wrong
@@ -51,22 +51,22 @@ def compare_with_sampling(
     activations in memory.
 
     The report has a row for each module that returned moments, in the order of computation, and for each uncertain
-    parameter of the observed site, with the columns ``layer`` (the path of the module in ``model``), ``class``,
+    parameter of the observed site. The columns are ``layer`` (the path of the module in ``model``), ``class``,
     ``elements``, ``mean_error`` (the average of :math:`|m - \hat m| / \hat\sigma` over elements), ``sd_ratio`` (the
-    average propagated standard deviation over the average sampled one) and ``rank_correlation`` (Spearman's, of the
-    standard deviations).
+    ratio of the average propagated standard deviation to the average sampled one) and ``rank_correlation`` (Spearman's
+    correlation between propagated and sampled standard deviations).
 
     Args:
         model: the Pyro model.
         guide: its trained guide, a factorised Gaussian.
-        data: as for :func:`~pyro_dvi.predict`; only the first ``batch_size`` examples, or the first batch of a loader,
-            are used.
+        data: as for :func:`~pyro_dvi.predict`. Only the first ``batch_size`` examples are used, or the first batch of a
+            loader.
         num_samples: number of weight draws. A standard deviation from n draws has a relative error of about
             :math:`1/\sqrt{2n}`.
-        propagation: the propagation to compare, ``Independent()`` by default. ``ReverseDelta()`` changes the parameters
-            of the observed site only.
+        propagation: the propagation to compare, ``Independent()`` by default. ``ReverseDelta()`` changes only the
+            parameters of the observed site.
         site: observed site, if the model has several.
-        observed: the model's argument for the observation; by default the argument whose default is None.
+        observed: name of the model's argument for the observation; by default the argument whose default value is None.
         batch_size: number of examples to use.
         seed: seed of the draws. The global random state is not changed.
 
@@ -128,7 +128,7 @@ def compare_with_sampling(
 
         torch.manual_seed(seed)
         for draw in Samples(num_samples).draws(guide, batch.inputs):
-            # Sites that are not propagated as moments stay at their centre.
+            # Sites that are not propagated as moments keep the value of the guide's centre.
             values = {name: draw[name] if name in weights.given else value for name, value in centre.items()}
             with arguments_kept() as made, _watching(add):
                 response = run(values)
@@ -218,7 +218,7 @@ def _compared(layer: str, loc: Tensor, variance: Tensor, sampled: _RunningMoment
 
 @contextmanager
 def _layer_by_layer() -> Iterator[None]:
-    """Run attention layer by layer, instead of a fused kernel that calls no module."""
+    """Run attention layer by layer instead of with a fused kernel, which would call no module."""
     enabled = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:

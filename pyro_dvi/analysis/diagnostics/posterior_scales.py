@@ -31,19 +31,19 @@ from pyro_dvi.predictive.engine.posterior_values import check_is_set_up, predict
 from pyro_dvi.runs.divergences import normal_in_unconstrained_space
 from pyro_dvi.runs.latents import unconstraining_transform
 
-MOVING = 0.01  # relative change above which scales count as moving
-AT_START = 0.05  # relative change below which a scale counts as still at its start
+MOVING = 0.01  # relative change since the snapshot above which scales have not converged
+AT_START = 0.05  # relative change since initialisation below which scales are still at their start
 
 
 @dataclass(frozen=True)
 class ScaleReport(Table):
     r"""Posterior scales of every site, and whether they have converged.
 
-    There is one row per site with a Gaussian posterior, with the columns ``site``, ``elements``, ``scale_5%``,
-    ``scale_50%`` and ``scale_95%`` (quantiles of σ over elements, in unconstrained space), ``to_prior`` (the median of
-    σ over the prior's standard deviation), ``to_start`` (the exponential of the mean :math:`\log(\sigma/\sigma_0)`),
-    ``change`` since the snapshot, and ``state``: ``"moves"``, ``"settled"``, ``"at its start"``, ``"not trained"`` or
-    ``"unknown"``. Unknown quantities are NaN.
+    There is one row per site with a Gaussian posterior. The columns are ``site``, ``elements``, ``scale_5%``,
+    ``scale_50%`` and ``scale_95%`` (quantiles of σ over elements, in unconstrained space), ``to_prior`` (the median
+    ratio of σ to the prior's standard deviation), ``to_start`` (the geometric mean of :math:`\sigma/\sigma_0`, the
+    ratio to the initial value), ``change`` (the relative change since the snapshot), and ``state``: ``"moves"``,
+    ``"settled"``, ``"at its start"``, ``"not trained"`` or ``"unknown"``. Unknown quantities are NaN.
 
     Attributes:
         converged: True if the scales have stopped changing; None without a snapshot to compare with.
@@ -55,25 +55,26 @@ class ScaleReport(Table):
 def scale_report(guide: Any, *, earlier: Mapping[str, Tensor] | None = None) -> ScaleReport:
     r"""Report whether posterior standard deviations have converged, site by site.
 
-    Scales converge after the means. If training stops when the loss looks flat, scales are still near their initial
-    values, and so the posterior is as narrow or as wide as it was initialised. Each site's σ is compared with the
-    prior's, with its initial value, and with an earlier snapshot. A site counts as moving if the typical change of its
-    elements, :math:`\exp(\mathrm{mean}\,|\log(\sigma/\sigma_{\mathrm{then}})|) - 1`, exceeds one per cent.
+    Scales converge later than the means. If training stops when the loss looks flat, scales are still near their
+    initial values, so the posterior is as narrow or as wide as it was initialised. Each site's σ is compared with the
+    standard deviation of the prior, with its initial value, and with an earlier snapshot. The state of a site is
+    ``"moves"`` if the typical change of its elements,
+    :math:`\exp(\mathrm{mean}\,|\log(\sigma/\sigma_{\mathrm{then}})|) - 1`, exceeds one per cent.
 
-    Status: the numbers are exact; the verdict is a rule of thumb. A small change between two snapshots means little if
-    they are a few steps apart, or if the learning rate has decayed to zero in between.
+    Status: the numbers are exact; the verdict is a rule of thumb. A small change since the snapshot means little if the
+    snapshot is only a few steps old, or if the learning rate has decayed to zero since then.
 
     Args:
         guide: a guide of this library (a :class:`~pyro_dvi.LaplaceGuide` after its fit), Pyro's ``AutoNormal``,
             ``AutoDiagonalNormal``, ``AutoMultivariateNormal``, ``AutoLowRankMultivariateNormal``, or an
             ``AutoGuideList`` of these.
-        earlier: result of :func:`scale_snapshot` from some epochs earlier.
+        earlier: the result of :func:`scale_snapshot` some epochs earlier.
 
     Returns:
         A report to print.
 
     Raises:
-        DataError: if the snapshot has other sites or shapes.
+        DataError: if the sites or shapes of the snapshot differ from those of the guide.
         GuideError: if the guide has no Gaussians, or has not been set up.
         UnsupportedError: if the method of a LaplaceGuide has no variances.
 
@@ -217,9 +218,9 @@ class Spread:
         loc: posterior mean.
         scale: posterior standard deviation, in the shape of ``loc``.
         prior_scale: standard deviation of the prior, broadcastable to ``loc``; None if unknown.
-        initial_scale: posterior standard deviation before training, broadcastable; None if unknown.
+        initial_scale: posterior standard deviation before training, broadcastable to ``loc``; None if unknown.
         is_real: True if the support of the site is the real line, so that values are not transformed.
-        is_learned: True if the scale is trained; False for scales of a fixed family or of a Laplace approximation.
+        is_learned: True if the scale is trained; False if the guide fixes it, or a Laplace approximation fitted it.
     """
 
     site: str
@@ -233,16 +234,16 @@ class Spread:
 
 @torch.no_grad()
 def posterior_spread(guide: Any) -> Iterator[Spread]:
-    """Yield the Gaussian of every latent site; point masses, including single entries of sites, are omitted.
+    """Yield the Gaussian of every latent site; point masses, even if only single entries of a site, are omitted.
 
-    Priors are read at the posterior median, so a scale that is itself a latent or a parameter has its current value.
-    For a guide loaded without its model, the priors are those of its first run.
+    Priors are read at the posterior median, so a prior scale that is itself a latent or a parameter has its current
+    value. For a guide that was loaded without its model, the priors are those of the guide's first run.
 
     Args:
         guide: as in :func:`scale_report`.
 
     Raises:
-        GuideError: for any other guide, one that has not been set up, or one with only point masses.
+        GuideError: if the guide is of another class, has not been set up, or consists only of point masses.
     """
     check_is_set_up(guide)
     gaussians = list(_gaussians(guide))
@@ -255,7 +256,7 @@ def posterior_spread(guide: Any) -> Iterator[Spread]:
     for site, loc, scale, initial, is_learned in gaussians:
         transform = unconstraining_transform(priors[site].support)
         prior, scale = _prior_scale(priors[site], transform, loc), scale.expand_as(loc)
-        if not is_learned and not bool(scale.all()):  # a Laplace fit with some fixed entries
+        if not is_learned and not bool(scale.all()):  # a Laplace approximation with fixed entries
             varies = scale > 0
             prior = None if prior is None else prior.expand_as(loc)[varies]
             loc, scale = loc[varies], scale[varies]
@@ -263,7 +264,7 @@ def posterior_spread(guide: Any) -> Iterator[Spread]:
 
 
 def _gaussians(guide: Any) -> Iterator[tuple[str, Tensor, Tensor, Tensor | None, bool]]:
-    """Yield site, mean, scale and initial scale of each Gaussian, and True if its scale is learned."""
+    """Yield site, mean, scale and initial scale of each Gaussian, and whether its scale is learned."""
     if isinstance(guide, AutoGuideList):
         for part in guide:
             yield from _gaussians(part)
@@ -316,7 +317,7 @@ def _priors(guide: Any) -> Mapping[str, Any]:
 
 
 def _prior_scale(prior: Any, transform: Any, loc: Tensor) -> Tensor | None:
-    """Return the standard deviation of a prior in unconstrained space, if it is Normal there or on the real line."""
+    """Return a prior's standard deviation in unconstrained space, if it is Normal there or its support is real."""
     normal = normal_in_unconstrained_space(prior, transform)
     if normal is None and transform is not None:
         return None
@@ -328,5 +329,5 @@ def _prior_scale(prior: Any, transform: Any, loc: Tensor) -> Tensor | None:
     scale = torch.where(scale.isfinite(), scale, torch.nan)
     if bool(scale.isnan().all()):
         return None
-    # For priors of other shapes, such as those of a minibatch, which are nearly identical.
+    # The shape of a prior may not fit, for example if it is from another minibatch; its scales are nearly identical.
     return scale if broadcasts_to(scale.shape, loc.shape) else scale.nanmedian()

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plots: matplotlib axes in, matplotlib axes out.
+"""Plots: every function takes and returns matplotlib axes.
 
 Only this folder imports matplotlib; ``import pyro_dvi`` does not load it. Every function draws into given axes or into
-a new figure, and returns the axes for titles, limits and saving. Styles and ``rcParams`` are respected and not changed.
+a new figure, and returns the axes, so that the user can set titles and limits or save the figure. Styles and
+``rcParams`` are respected and not changed.
 """
 
 from pyro_dvi.errors import MissingLibraryError

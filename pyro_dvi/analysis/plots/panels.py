@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plots of the metrics of several methods and the scores of several settings, with one panel per metric or setting."""
+"""Plots with one panel per metric, to compare methods, or one panel per setting, to compare settings."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -29,17 +29,17 @@ def compare(
 
     Error bars extend one standard error to each side. For a single run, this is the metric's standard error over test
     examples, if it has one. For several runs (seeds), the dot is the mean, the error bar is the standard deviation
-    divided by the square root of the number of runs, and each run is a small tick. The best method of each panel is a
-    filled dot with a dashed line through it; the title states whether lower or higher is better, if known. Standard
-    errors of methods on the same test data are correlated: paired differences can be significant even if error bars
-    overlap.
+    divided by the square root of the number of runs, and each run is a small tick. In each panel, the best method is
+    shown as a filled dot with a dashed line through it. The title states whether lower or higher is better, if known.
+    The errors of methods on the same test data are correlated, so a paired difference can be significant even if the
+    error bars overlap.
 
     Args:
-        results: for each method name, a :class:`~pyro_dvi.predictive.Prediction` with observations, a mapping from
+        results: for each method name, a :class:`~pyro_dvi.predictive.Prediction` with observations; or a mapping from
             metrics to numbers (an estimate with its standard error, or a number with a separate
-            ``<metric>_standard_error``), or a sequence of either, one for each run.
+            ``<metric>_standard_error``); or a sequence of either, with one element per run.
         metrics: metrics to draw, in this order; by default all metrics that every method has.
-        axes: one for each metric.
+        axes: axes to draw into, one for each metric.
 
     Returns:
         Array of the axes, one for each metric.
@@ -68,13 +68,13 @@ def compare(
 def tuning(tuned: Tuned, *, axes: Sequence[Axes] | None = None) -> np.ndarray:
     r"""Draw the validation score against each setting of :func:`~pyro_dvi.tune`, with one panel per setting.
 
-    The line connects the training runs that differ from the chosen one in this setting only; its error bars are one
-    paired standard error of the difference from the lowest score. Grey dots are all other runs, and the dashed line is
-    the chosen value. Axes of positive numbers are logarithmic.
+    The line connects the training runs that differ from the chosen run in this setting only. Error bars show one paired
+    standard error of the difference from the lowest score. Grey dots are all other runs, and the dashed line is the
+    chosen value. Axes of positive numbers are logarithmic.
 
     Args:
         tuned: result of ``tune``.
-        axes: one for each setting.
+        axes: axes to draw into, one for each setting.
 
     Returns:
         Array of the axes, one for each setting.
@@ -122,7 +122,7 @@ def tuning(tuned: Tuned, *, axes: Sequence[Axes] | None = None) -> np.ndarray:
 
 
 def _panel(ax: Axes, metric: str, scores: Mapping[str, tuple[np.ndarray, float]]) -> None:
-    """Draw one metric: its values in the runs of each method, and the standard error of their mean."""
+    """Draw one metric: for each method, the values of its runs and the standard error of their mean."""
     values = np.array([runs.mean() for runs, _ in scores.values()])
     errors = np.nan_to_num([error for _, error in scores.values()])
     places = np.arange(len(values))
@@ -173,10 +173,10 @@ def _score(name: str, rows: list[Mapping[str, Any]], metric: str) -> tuple[np.nd
 
 
 def _panels(axes: Sequence[Axes] | None, names: Sequence[str], height: float) -> np.ndarray:
-    """Return ``axes``, or those of a new figure with panels of this height; one for each name.
+    """Return one axes object per name: ``axes``, or those of a new figure with panels of the given height.
 
     Raises:
-        ArgumentError: if the number of axes differs.
+        ArgumentError: if the numbers of axes and names differ.
     """
     drawn = np.asarray(axes, dtype=object).ravel()
     if axes is None:

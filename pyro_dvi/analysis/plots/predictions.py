@@ -23,14 +23,16 @@ def regression_band(
 ) -> Axes:
     r"""Draw a regression over one input: mean, epistemic uncertainty, and total uncertainty including the noise.
 
-    The inner band is :math:`m \pm 2\,\mathrm{sd}` of the function (epistemic); the outer band, with a dashed edge, is
-    :math:`m \pm 2\,\mathrm{sd}` of the observation (total variance).
+    The inner band is :math:`m \pm 2\,\mathrm{sd}`, with the standard deviation of the function (epistemic). The outer
+    band, with a dashed edge, is :math:`m \pm 2\,\mathrm{sd}`, with the standard deviation of the observation (from the
+    total variance).
 
     Args:
-        x: the input of each prediction, shape ``[N]`` or ``[N, 1]``, in any order; for several inputs, pass one column.
+        x: the input of each prediction, shape ``[N]`` or ``[N, 1]``, in any order. If the model has several inputs,
+            pass one column.
         prediction: a :class:`~pyro_dvi.predictive.Prediction`, or a mapping with ``mean`` and, if known, ``epistemic``
-            and ``variance`` (of the observation, in squared units), of shape ``[N]`` or ``[N, 1]``. For several
-            outputs, pass one of them in a mapping.
+            and ``variance`` (of the observation, in squared units), each of shape ``[N]`` or ``[N, 1]``. If the model
+            has several outputs, pass one of them in a mapping.
         data: observed ``(x, y)`` to show as points.
         ax: axes to draw into.
 
@@ -129,22 +131,22 @@ def reliability_diagram(
 ) -> Axes:
     r"""Draw accuracy against confidence, and below it the number of examples in each bin.
 
-    Points on the diagonal are calibrated; points below it are overconfident. The grey bars are the gaps averaged by the
-    expected calibration error, which is shown in the title. Error bars are one binomial standard error,
-    :math:`\sqrt{a(1-a)/n_b}`, open circles are bins with fewer than five examples, and the bins come from
-    :func:`~pyro_dvi.predictive.metrics.reliability_table`.
+    Points on the diagonal are calibrated; points below it are overconfident. The grey bars show the gaps between
+    accuracy and confidence; their mean, weighted by the number of examples, is the expected calibration error, which is
+    shown in the title. Error bars extend one binomial standard error, :math:`\sqrt{a(1-a)/n_b}`. Open circles are bins
+    with fewer than five examples. The bins are those of :func:`~pyro_dvi.predictive.metrics.reliability_table`.
 
     Args:
-        probabilities: class probabilities ``[..., C]``, probabilities of label 1, ``[...]``, or a
+        probabilities: class probabilities ``[..., C]``; or probabilities of label 1, ``[...]``; or a
             :class:`~pyro_dvi.predictive.Prediction` of classes.
         labels: observed classes ``0..C-1``, shape ``[...]``; by default the labels of the prediction.
         num_bins: number of bins of equal width between 0 and 1.
         title: title of the axes.
-        ax: axes to draw into, part of a grid created with ``plt.subplots``; the counts occupy the lower part of the
+        ax: axes to draw into, part of a grid created with ``plt.subplots``; the counts occupy the lower part of these
             axes.
 
     Returns:
-        The axes of the diagram; the axes of the counts are the figure's last, ``ax.figure.axes[-1]``.
+        The axes of the diagram; the axes of the counts are the last axes of the figure, ``ax.figure.axes[-1]``.
 
     Raises:
         ArgumentError: if there is less than one bin, or the axes are not part of a grid.
@@ -208,17 +210,17 @@ def rejection_curve(
 ) -> Axes:
     r"""Draw the selective risk: the error of the predictions that remain when the most uncertain ones are rejected.
 
-    The shaded area in the colour of each curve is a lower bound, reached by an oracle that rejects wrong predictions
-    first: its error is :math:`\max(0, (e - r)/(1 - r))` at the rejected fraction r. The thin line is the error e of an
-    uninformative ranking. The legend shows the area under the curve, :func:`~pyro_dvi.predictive.metrics.aumrc`; lower
-    is better.
+    The shaded area in the colour of each curve is a lower bound. It is reached by an oracle that rejects wrong
+    predictions first: at the rejected fraction r, the error of the oracle is :math:`\max(0, (e - r)/(1 - r))`. The thin
+    line is the error e of an uninformative ranking. The legend shows the area under the curve,
+    :func:`~pyro_dvi.predictive.metrics.aumrc`; lower is better.
 
     Args:
-        predictions: class probabilities ``[N, C]`` (``[N]`` of label 1), a
-            :class:`~pyro_dvi.predictive.Prediction`, or a mapping from names of methods to either.
+        predictions: class probabilities ``[N, C]``, or ``[N]`` for the probabilities of label 1; or a
+            :class:`~pyro_dvi.predictive.Prediction`; or a mapping from names of methods to either.
         labels: observed classes ``[N]``; by default the labels of the predictions.
-        uncertainty: values to rank by, ``[N]``, the highest rejected first; a mapping by name if ``predictions`` is
-            one. By default, the predictive entropy.
+        uncertainty: values ``[N]`` that rank the examples; the highest are rejected first. If ``predictions`` is a
+            mapping, this is a mapping with the same names. By default, the predictive entropy.
         title: title of the axes.
         ax: axes to draw into.
 

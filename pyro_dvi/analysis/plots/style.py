@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Axes, legends and checks shared by the plots.
 
-Colours are ``"C0"``, ``"C1"``, ... of the user's style, combined with line styles, so that no meaning depends on colour
-alone. Reference lines are grey, which is visible on white and on black. Nothing here changes ``rcParams``.
+The colours are ``"C0"``, ``"C1"``, ... of the user's style. They are combined with line styles, so that no meaning
+depends on colour alone. Reference lines are grey, which is visible on white and on black. Nothing here changes
+``rcParams``.
 """
 
 from typing import Any
@@ -40,7 +41,7 @@ def legend_above(ax: Axes, height: float = 1.0, **options: Any) -> Legend:
 
 
 def percent(value: float, place: float = 0) -> str:
-    """Return a tick label with all digits that the tick has, such as 2.5%."""
+    """Return a tick label with all digits of the tick's value, such as 2.5%."""
     return f"{100 * value:.6g}%"
 
 

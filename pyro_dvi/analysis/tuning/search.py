@@ -10,7 +10,7 @@ from pyro_dvi.errors import MissingLibraryError
 
 
 def one_after_the_other(done: Trainings, spare: int) -> None:
-    """Search one list after the other; spare runs extend lists beyond their ends, and then search around the best."""
+    """Search one list after another; spare runs extend lists beyond their ends, then try neighbours of the best."""
     best, searched = tuple(values[(len(values) - 1) // 2] for values in done.lists.values()), None
     while searched != best:
         again, searched = searched is not None, best

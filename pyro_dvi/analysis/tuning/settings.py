@@ -40,10 +40,10 @@ class Tuned(Report):
         settings: the chosen settings, by name.
         model: the model that was trained with them.
         guide: its posterior.
-        table: a row for each training run and a column for each setting; ``score`` (lower is better; NaN for a failed
-            run); ``standard_error`` of the score and ``paired_standard_error`` of its difference from the lowest score,
-            both over validation rows, and NaN if the score is a single number.
-        failures: reasons for failed training runs, by row of the table.
+        table: a row for each training run. The columns are the settings; ``score`` (lower is better; NaN for a failed
+            run); ``standard_error`` of the score; and ``paired_standard_error`` of its difference from the lowest
+            score. The standard errors are over validation rows, and NaN if the score is a single number.
+        failures: for each failed training run, the row of the table and the reason for the failure.
     """
 
     settings: dict[str, Any]
@@ -78,70 +78,71 @@ def tune(
     sampler: "BaseSampler | None" = None,
     progress: bool = True,
 ) -> Tuned:
-    r"""Train with several settings and keep the posterior that predicts validation data best.
+    r"""Train with several settings, and keep the posterior that predicts the validation data best.
 
     .. math::
         \hat s = \arg\min_s \bar\ell(s), \qquad
         \bar\ell(s) = -\frac1n \sum_{i=1}^n \log p(y_i \mid x_i, q_s)
 
-    **Search.** The settings are searched one after the other, in the order of ``space``: the training runs with every
-    value of one list, while the other settings keep their best values so far. They start at the middle value of their
-    list (the lower of the two middle values in a list of even length). A sensible order is step size, its decay,
-    temperature, because a temperature that is chosen first compensates for a badly chosen step size. If the best value
-    is at an end of its list, the search continues beyond the end with the pattern of the list (0.1, 0.3 is followed by
-    1, and 0, 1, 2 by 3), as long as training runs remain that later lists do not need; integers remain integers. Then
-    neighbours of the best values are tried in the same order, until none is better or no training runs remain. A
-    ``sampler`` proposes all settings jointly.
+    **Search.** The settings are searched one after another, in the order of ``space``. A setting is searched by
+    training with every value of its list, while the other settings keep the best values found so far. Every setting
+    starts at the middle value of its list (the lower of the two middle values if the length is even). A sensible order
+    is step size, decay of the step size, temperature: a temperature that is chosen first would compensate for a badly
+    chosen step size. If the best value is at an end of its list, the search continues beyond the end with the pattern
+    of the list (0.1, 0.3 is followed by 1, and 0, 1, 2 by 3; integers remain integers), as long as there are training
+    runs that later lists do not need. Then neighbours of the best values are tried in the same order, until none is
+    better or no training runs remain. If a ``sampler`` is given, it proposes all settings jointly instead.
 
-    **Choice.** The settings with the lowest mean score are chosen. A setting called ``temperature`` or ``kl_weight``
-    then takes the largest value, with the other settings at their best, whose score is within one paired standard error
-    of the lowest score,
+    **Choice.** The settings with the lowest mean score are chosen. If a setting is called ``temperature`` or
+    ``kl_weight``, a larger value may then replace the best one, while the other settings keep their best values. It is
+    the largest value whose score is within one paired standard error of the lowest score,
 
     .. math::
         \bar\ell(s) - \bar\ell(\hat s) \le \operatorname{sd}_i\left(\ell_i(s) - \ell_i(\hat s)\right) / \sqrt n,
 
     because the curve is often flat, and a larger value keeps more of the posterior uncertainty. If the score is a
-    single number, there is no standard error, and the lowest score is chosen. The search does not follow a flat curve
-    beyond the end of its list.
+    single number, there is no standard error, and the lowest score is chosen. If the curve is flat at the end of a
+    list, the search does not continue beyond this end.
 
     Each training run starts with the same seed and an empty parameter store, and is scored with the same seed.
     Afterwards, Pyro's store contains the parameters of the chosen posterior, which replace others of the same names,
     and the global random state is restored. A training run that diverges keeps its row in the table.
 
     Status: approximate. ``tune`` chooses the best of the settings that it tried, not of all combinations. Expect a
-    higher score on new data, because the score was used for the choice.
+    higher (worse) score on new data, because the settings were chosen by their score on the validation data.
 
     Args:
-        train: called with the names of ``space`` as keywords; builds and trains a model and its guide with any method,
-            and returns ``(model, guide)``. It must build or copy its networks.
-        validation: inputs with observations that ``train`` does not use, as in :func:`~pyro_dvi.predict`.
-        space: for each setting, a list of numbers, or of strings, booleans and None, which have no order.
+        train: function that is called with the names of ``space`` as keywords. It builds and trains a model and its
+            guide with any method, and returns ``(model, guide)``. Each call must build or copy its networks.
+        validation: inputs with observations that ``train`` does not use, in a form that :func:`~pyro_dvi.predict`
+            accepts.
+        space: for each setting, a list of numbers; or a list of strings, booleans and None, which has no order.
         max_trainings: maximum number of training runs, including those in ``storage``; with a ``sampler``, also the
             maximum number of trials.
-        score: called with model, guide and validation data; returns a single number, or a vector with one number per
-            row of the data; lower is better. By default, the negative log-likelihood of each row from
-            ``predict(model, guide, validation)``, with the default prediction rule of the guide.
+        score: function that is called with model, guide and validation data. It returns a single number, or a vector
+            with one number per row of the data; lower is better. By default, it is the negative log-likelihood of each
+            row, from ``predict(model, guide, validation)`` with the default prediction rule of the guide.
         seed: seed of every training run.
-        storage: path of a file with one line of JSON per finished training run. Another call continues from the file;
-            only the chosen training run is repeated, if it was not part of this call. Remove a line to repeat its
-            training run.
+        storage: path of a file with one line of JSON per finished training run. Another call continues from the file.
+            It repeats only the chosen training run, and only if this run is from an earlier call. To repeat another
+            training run, remove its line.
         sampler: any Optuna sampler (``python -m pip install optuna``), which treats the values as categories.
         progress: show a progress bar in a terminal or notebook.
 
     Returns:
-        The chosen settings, their model and guide, ready for ``predict``, and the table, which
-        :func:`~pyro_dvi.plots.tuning` plots.
+        The chosen settings, their model and guide, which are ready for ``predict``, and the table of all training runs,
+        which :func:`~pyro_dvi.plots.tuning` plots.
 
     Raises:
-        ArgumentError: if a list cannot be searched, the lists need more than ``max_trainings``, ``train`` does not
-            return a model and a guide or uses one network in several training runs, or ``score`` returns different
-            numbers of rows.
-        CheckpointError: if ``storage`` belongs to other settings or another seed, or is not such a file.
+        ArgumentError: if a list cannot be searched, if the lists need more than ``max_trainings``, if ``train`` does
+            not return a model and a guide or uses one network in several training runs, or if ``score`` returns
+            different numbers of rows.
+        CheckpointError: if ``storage`` belongs to other settings or another seed, or is not a file of ``tune``.
         NonFiniteError: if all training runs have failed.
 
     Warns:
-        DviWarning: if the best value is still at an end of its list (unless that is zero); the warning states the next
-            value to try. Also if the chosen ``temperature`` or ``kl_weight`` is below 0.001.
+        DviWarning: if the best value is still at an end of its list, unless this end is zero; the warning states the
+            next value to try. Also if the chosen ``temperature`` or ``kl_weight`` is below 0.001.
 
     Example:
         >>> import pyro, pyro.distributions as dist, torch
@@ -214,7 +215,7 @@ def tune(
 
 
 def _lists(space: Any) -> dict[str, list[Any]]:
-    """Return the values of each setting: numbers in ascending order, others in the given order."""
+    """Return the values of each setting: numbers in ascending order, other values in the given order."""
     if not isinstance(space, Mapping):
         raise ArgumentError(
             f'space must map settings to their values, as {{"lr": (0.01, 0.1)}}, not {space!r}'
@@ -237,7 +238,7 @@ def _lists(space: Any) -> dict[str, list[Any]]:
 
 
 def _nll(model: Any, guide: Any, validation: Any, seed: int) -> Tensor:
-    """Return the negative log-likelihood of each row, scaled so that the mean is that of all unmasked observations."""
+    """Return the negative log-likelihood of each row; the mean over rows is that over all unmasked observations."""
     prediction = predict(model, guide, validation, seed=seed, progress=False)
     values = -prediction.log_likelihood().detach().cpu().double().reshape(len(prediction), -1)
     counts = torch.ones_like(values).bool()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results of training runs in a file, one line of JSON each, from which an interrupted search continues."""
+"""Storage of results: a file with one line of JSON per training run, from which an interrupted search continues."""
 
 import json
 from pathlib import Path
@@ -16,12 +16,12 @@ _BEGINNING = '{"settings": '  # beginning of every line
 
 
 def read_results(path: Path, names: list[str], seed: int) -> dict[Key, Tensor | str]:
-    """Return the scores of training runs, or the reasons why they failed, by the values of their settings.
+    """Return a mapping from values of the settings to the score of the training run, or to the reason why it failed.
 
     An incomplete line is ignored.
 
     Raises:
-        CheckpointError: if the file belongs to other settings or another seed, or is not such a file.
+        CheckpointError: if the file belongs to other settings or another seed, or does not contain results.
     """
     path.touch()  # an invalid path fails here, before the first training run
     found: dict[Key, Tensor | str] = {}
@@ -57,7 +57,7 @@ def as_score(value: Any) -> Tensor:
     """Return the score in double precision: a single number, or a vector with one number per row.
 
     Raises:
-        ArgumentError: if the score has another shape.
+        ArgumentError: if the score has any other shape.
     """
     value = value if hasattr(value, "__len__") else float(value)
     found = torch.as_tensor(value, dtype=torch.double, device="cpu").detach()

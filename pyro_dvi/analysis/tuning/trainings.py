@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training runs with their settings and scores, and the choice among them."""
+"""Training runs with their settings and scores, and the choice of the best settings."""
 
 import math
 from collections.abc import Callable
@@ -33,7 +33,7 @@ class Trainings:
     score: Callable[[Any, Any, Any], Any]
     seed: int
     path: Path | None
-    recorded: dict[Key, Tensor | str]  # results in the file at the start: scores, or reasons for failures
+    recorded: dict[Key, Tensor | str]  # results read from the file: scores, or reasons for failures
     bar: Any
     scores: dict[Key, Tensor] = field(default_factory=dict)
     failures: dict[Key, str] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class Trainings:
         except _NUMERICAL as error:
             is_mistake = isinstance(error, PyroDviError) and not isinstance(error, ArithmeticError)
             if is_mistake and self.is_listed(key):
-                raise  # a value beyond the end of its list may be invalid
+                raise  # only a value added beyond the end of its list may be invalid
             self.cause = error
             return str(error).split("\n")[0].split(". ")[0]
         self.posteriors[key] = posterior
@@ -86,7 +86,7 @@ class Trainings:
         return dict(zip(self.lists, key, strict=True))
 
     def is_listed(self, key: Key) -> bool:
-        """Return True if all values are in their original lists, so that none was added beyond an end."""
+        """Return True if every value is in the original list of its setting, not added beyond an end of it."""
         return all(value in values for value, values in zip(key, self.lists.values(), strict=True))
 
     @property
@@ -95,7 +95,7 @@ class Trainings:
         return [*self.scores, *self.failures]
 
     def neighbours(self, i: int) -> list[Any]:
-        """Return the values of a setting next to the chosen value; all values if the setting has no order."""
+        """Return the values that are next to the chosen value of a setting; all values if the setting has no order."""
         values, chosen = list(self.lists.values())[i], self.choice()[i]
         if not are_numbers(values):
             return values
@@ -108,13 +108,13 @@ class Trainings:
         return min(self.scores, key=lambda key: float(self.scores[key].mean()))
 
     def close(self) -> list[Key]:
-        """Return the best settings, and all settings within one paired standard error of them."""
+        """Return the best settings, and all settings whose score is within one paired standard error of the best."""
         best = self.best() if self.scores else ()
         gaps = {key: rows - self.scores[best] for key, rows in self.scores.items()}
         return [key for key, gap in gaps.items() if key == best or float(gap.mean()) <= standard_error(gap)]
 
     def choice(self) -> Key:
-        """Return the best settings, with the largest temperature within one paired standard error."""
+        """Return the best settings, but with the largest temperature that is within one paired standard error."""
         chosen = self.best()
         for i, (name, values) in enumerate(self.lists.items()):
             if name in TEMPERATURES and are_numbers(values):
@@ -123,7 +123,7 @@ class Trainings:
         return chosen
 
     def beyond(self, i: int) -> float | None:
-        """Return the next value beyond an end of a list if the best value is at this end and the curve is not flat."""
+        """Return the next value beyond an end of a list, if the best value is at this end and the curve is not flat."""
         values = list(self.lists.values())[i]
         if not self.scores or self.best()[i] != self.choice()[i] or not are_numbers(values):
             return None
@@ -142,15 +142,15 @@ class Trainings:
         elif min(ordered[:3]) > 0:
             step = (
                 first / second if not rest else second / rest[0]
-            )  # in 0.03, 0.1, 0.3, two steps make a decade
+            )  # two steps of 0.03, 0.1, 0.3 are a factor of ten
             following = first * step
         else:
-            return None  # zero is an intended end
+            return None  # an end at zero is intended
         following = round(following) if isinstance(values[0], int) else float(f"{following:.6g}")
         return None if following in (0, first) else following
 
     def table(self) -> tuple[Table, dict[int, str]]:
-        """Return one row per training run, in the order of the lists, and the reasons for failures by row."""
+        """Return a table with one row per training run, in the order of the lists, and the failures' reasons by row."""
         keys = sorted(self.known, key=self._places)
         results = [self.scores.get(key, torch.tensor(math.nan)) for key in keys]
         table = Table(zip(self.lists, map(list, zip(*keys, strict=True)), strict=True))
@@ -175,5 +175,5 @@ def standard_error(rows: Tensor) -> float:
 
 
 def with_value(key: Key, i: int, value: Any) -> Key:
-    """Return the settings with another value of setting i."""
+    """Return the settings with the value of setting i replaced."""
     return (*key[:i], value, *key[i + 1 :])

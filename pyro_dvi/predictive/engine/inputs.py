@@ -26,8 +26,8 @@ class Batch:
         num_rows: number of examples.
         start: index of the batch's first example in the data set.
         complete: positional and keyword arguments of a call in which the model sees the observations.
-        mask: True for observed values that the model does not mask, with the shape of one draw; None if all count.
-        varies: True if the model masks or reshapes the observation, which may differ in another batch.
+        mask: True for observed values that the model does not mask, with the shape of one draw; None if it masks none.
+        varies: True if the model masks or reshapes the observation; it may do so differently for another batch.
     """
 
     inputs: tuple[Any, ...]
@@ -58,12 +58,13 @@ def batches(
     Args:
         model: the Pyro model, whose signature determines which argument is the observation.
         data: a tensor; a tuple or mapping of the model's arguments; or a loader of any of these.
-        observed: name or names of the observed arguments. By default, the argument whose default is None, as in
-            ``forward(x, y=None)``; if there are several, those with the names of ``sites``, or else the last one,
-            provided that the data contain all of them.
-        batch_size: examples per batch, for tensors; a loader has its own.
+        observed: name or names of the observed arguments. By default, it is the argument whose default value is None,
+            as in ``forward(x, y=None)``. If there are several such arguments, those with the names of ``sites`` are
+            used, or else the last one, provided that the data contain all of them.
+        batch_size: examples per batch, for tensors; a loader has its own batch size.
         device: device to which tensors are moved.
-        sites: returns the candidate observed sites, given a batch in which all such arguments are observations.
+        sites: returns the candidate observed sites, given a batch in which all arguments that may be observations are
+            treated as observations.
 
     Raises:
         ArgumentError: if ``batch_size`` or ``observed`` is invalid, or several arguments may be the observation.
@@ -101,7 +102,7 @@ def batches(
 
 
 def keeps_order(data: Any) -> bool:
-    """Return True if examples come in the order of the data: not from a loader, or from a sequential loader."""
+    """Return True if examples come in the order of the data, that is, unless a loader may change the order."""
     if not isinstance(data, DataLoader):
         return True
     sampler = data.sampler if data.batch_sampler is None else data.batch_sampler
@@ -111,7 +112,7 @@ def keeps_order(data: Any) -> bool:
 
 
 class _Arguments:
-    """The arguments of a model: first those that can be passed by position, then keyword-only ones."""
+    """The arguments of a model: first those that can be passed by position, then keyword-only arguments."""
 
     def __init__(self, model: Callable[..., Any]) -> None:
         parameters = positional(model)
@@ -142,7 +143,7 @@ class _Arguments:
     def observations(
         self, args: tuple[Any, ...], observed: str | Sequence[str] | None
     ) -> tuple[list[int], list[int]]:
-        """Return the positions of arguments that are or may be observations, and of those that the data contain."""
+        """Return the positions of all arguments that are or may be observations, and of those that the data contain."""
         if observed is not None:
             asked = [observed] if isinstance(observed, str) else list(observed)
             for name in asked:
@@ -166,7 +167,7 @@ class _Arguments:
                 f"the * in the signature behind these arguments; if {by_name[0]!r} is the observation, pass "
                 f"observed={by_name[0]!r}"
             )
-        while inputs and inputs[-1] is None:  # omitted if the model has a default; see with_missing
+        while inputs and inputs[-1] is None:  # left to the model's default; see with_missing
             inputs = inputs[:-1]
         targets = [args[i] for i in held]
         for i, value in enumerate(inputs):
@@ -204,7 +205,7 @@ def _rows_at(place: slice, value: Any) -> Any:
 
 
 def _holds_batches(data: Any) -> bool:
-    """Return True if another object can be read like a DataLoader; a list of tensors would be ambiguous."""
+    """Return True if an object of another type can be read like a DataLoader; a list of tensors would be ambiguous."""
     if isinstance(data, list):
         return not any(torch.is_tensor(batch) for batch in data)
     return isinstance(data, Iterable) and not isinstance(data, (str, bytes)) and not hasattr(data, "dtype")

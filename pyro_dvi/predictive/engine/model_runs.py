@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run a model for prediction: in evaluation mode, with given latent values, reading one response from the trace."""
+"""Run a model for prediction, in evaluation mode and with given latent values, and read a response from its trace."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -30,13 +30,13 @@ class Response:
     """The observed site of one run of the model.
 
     Attributes:
-        site: its name.
+        site: name of the site.
         distribution: the predictive distribution given the latent values.
-        value: the value that the model drew or observed there.
+        value: the value that the model drew or observed at the site.
         is_observed: True if the value was observed.
         axis: the dimension of ``distribution.batch_shape`` that indexes examples, counted from the right (negative).
-        mask: True for values that count, with the shape of one draw; None if all count.
-        drawn: sites that are neither latent nor observed, and that the model drew before this one.
+        mask: True for the values to score, with the shape of one draw; None to score all.
+        drawn: names of the sites that the model drew before this site and that are neither latent nor observed.
     """
 
     site: str
@@ -58,14 +58,14 @@ def respond(
     site: str | None = None,
     learned_for: Mapping[int | str, Any] = MappingProxyType({}),
 ) -> Response:
-    """Run ``model`` on a batch with its latent sites at ``latents``, and return its response.
+    """Run ``model`` on a batch with its latent sites set to ``latents``, and return its response.
 
     Args:
         model: a Pyro model.
-        batch: its arguments.
+        batch: arguments of the model.
         latents: values by site.
         site: observed site to predict, if the model has several.
-        learned_for: arguments, by position or name, of the examples that local latents belong to; empty if unknown.
+        learned_for: arguments, by position or name, with the examples that local latents belong to; empty if unknown.
 
     Raises:
         ModelError: if the model has no observed site, has several and ``site`` is not given, or has none named
@@ -95,14 +95,14 @@ def respond(
 def sites_at(
     model: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Collection[str]
 ) -> Callable[[Latents], dict[str, Any]]:
-    """Return a function that runs the model with latent values and returns some of its sites, as fast as possible.
+    """Return a function that runs the model with latent values and returns the sites ``names``, as fast as possible.
 
-    The model runs only up to the last of the sites; nothing is drawn there, and nothing is recorded. Arguments, names
-    and the structure of the model are not checked again, after :func:`respond` or :func:`observed_run` has checked
-    them.
+    The model runs only up to the last of these sites. Nothing is drawn at these sites, and nothing is recorded.
+    Arguments, names and the structure of the model are not checked, because :func:`respond` or :func:`observed_run` has
+    already checked them.
 
     Raises:
-        ModelError: if a run of the model does not reach one of the sites.
+        ModelError: if a run of the model does not reach all of these sites.
     """
     args = with_missing(model, args)
 
@@ -129,14 +129,14 @@ def with_others(run: Callable[[Latents], Any], others: Latents) -> Callable[[Lat
 
 
 def check_observation(model: Callable[..., Any], batch: Batch, latents: Latents, site: str | None) -> Batch:
-    """Check that the batch's observation is what the model observes at the site to predict.
+    """Check that the value observed at the site to predict is the observation of the batch.
 
     Returns:
-        The batch with its observation in the shape of the site, such as ``[N]`` for ``[N, 1]``, and with the mask of
-        the model.
+        The batch with its observation reshaped to the shape of the site (such as ``[N, 1]`` to ``[N]``), and with the
+        mask of the model.
 
     Raises:
-        DataError: if the site is not observed, or has other observed values, when the model is called with the data.
+        DataError: if the site is not observed when the model is called with the data, or has other observed values.
     """
     assert batch.observed is not None
     nodes = observed_run(model, batch, latents)
@@ -156,7 +156,7 @@ def check_observation(model: Callable[..., Any], batch: Batch, latents: Latents,
 
 
 def _has_mask(node: Any) -> bool:
-    """Return True if a site has a mask, even one that masks nothing."""
+    """Return True if a site has a mask, even if this masks no value."""
     fn, found = node["fn"], node["mask"] is not None and node["mask"] is not True
     while isinstance(fn, WRAPPERS):
         found, fn = found or isinstance(fn, dist.MaskedDistribution), fn.base_dist
@@ -169,7 +169,7 @@ def observed_run(model: Callable[..., Any], batch: Batch, latents: Latents) -> M
     Plates of the model are not subsampled.
 
     Raises:
-        DataError: if the model requires another number of rows, or the values of a latent site belong to other
+        DataError: if the model requires a different number of rows, or the values of a latent site belong to other
             examples.
     """
     args, kwargs = batch.whole
@@ -213,8 +213,8 @@ def evaluation_mode(*functions: Any) -> Iterator[None]:
 def seeded(seed: int | None, device: torch.device | None) -> Iterator[int]:
     """Yield a seed, and restore the global random state afterwards.
 
-    If ``seed`` is None, one is drawn from the global generator (which advances by this draw), so ``pyro.set_rng_seed``
-    also makes predictions reproducible.
+    If ``seed`` is None, a seed is drawn from the global generator, so ``pyro.set_rng_seed`` makes predictions
+    reproducible as well. The generator remains advanced by this draw.
     """
     if seed is None:
         seed = int(torch.randint(2**31 - 1, ()))
@@ -223,7 +223,7 @@ def seeded(seed: int | None, device: torch.device | None) -> Iterator[int]:
 
 
 class AtValues(SetLatents):
-    """Set latent sites to given values, whose rows must match the plates of the site."""
+    """Set latent sites to given values; the rows of each value must match the plates of its site."""
 
     def __init__(self, values: Latents) -> None:
         super().__init__()
@@ -242,7 +242,7 @@ class _ReachedError(Exception):
 
 
 class _StopAfter(Messenger):
-    """End the run of a model at the last of some sites, before anything is drawn there."""
+    """End the run of a model at the last of the given sites, before anything is drawn there."""
 
     def __init__(self, names: Collection[str]) -> None:
         super().__init__()
@@ -257,7 +257,7 @@ class _StopAfter(Messenger):
 
 
 def _check_rows(msg: Any, value: Tensor, frame: Any) -> None:
-    """Raise an error if a latent site with one value per example does not have one value for each row of the batch."""
+    """Raise an error if a latent site with one value per example does not have as many values as the batch has rows."""
     if frame.full_size is not None and frame.full_size != frame.size:
         # It is unknown which rows of the plate are in the batch.
         raise _local(

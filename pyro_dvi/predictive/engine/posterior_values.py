@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Latent values of a posterior for predictions, from a guide of any library or from a function.
 
-A guide may define how to predict with it, with any of these attributes: ``prediction_rule``, a rule or the name of one;
-``predicted_model(model)``, the model with the scales that were tuned; ``example_latents()``, values with which the
-model can be inspected; ``linearised(inputs, read)``, the Gaussian of its outputs; ``factorised``, the posterior as a
-guide of independent Gaussians, or None if it is not a factorised Gaussian; ``check_model(model)``, which raises an
-error for a model other than the fitted one; ``members``, for an ensemble: a tuple of ``TrainedPosterior`` with equal
-weights, each with its model.
+A guide may define how to predict with it, with any of these attributes:
+
+- ``prediction_rule``: a rule or the name of one;
+- ``predicted_model(model)``: returns the model with its tuned scales;
+- ``example_latents()``: returns values with which the model can be inspected;
+- ``linearised(inputs, read)``: returns the Gaussian of the model's outputs;
+- ``factorised``: the posterior as a guide of independent Gaussians, or None if it is not a factorised Gaussian;
+- ``check_model(model)``: raises an error for a model other than the fitted one;
+- ``members``: for an ensemble, a tuple of ``TrainedPosterior`` with equal weights, each with its model.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -36,7 +39,7 @@ def check_posterior(model: Callable[..., Any], guide: Callable[..., Any], inputs
 
     Args:
         model: the Pyro model.
-        guide: its guide; a loaded guide that has not been set up is set up with these inputs.
+        guide: its guide; a loaded guide that has not been set up is set up with ``inputs``.
         inputs: arguments of the model for the first batch.
 
     Raises:
@@ -71,8 +74,8 @@ def check_is_set_up(guide: Any, inputs: tuple[Any, ...] = ()) -> None:
     """Raise an error for an automatic guide that has not been set up; a loaded guide of this library is set up here.
 
     Raises:
-        GuideError: if the guide has not been set up. Doing so now, without observations, would make the response a
-            latent site, and latent values of single examples may have been learnt for other examples.
+        GuideError: if the guide has not been set up. It cannot be set up now: without observations, the response would
+            become a latent site, and latent values of single examples may have been learnt for other examples.
     """
     if isinstance(guide, AutoGuide) and guide.prototype_trace is None:
         if (
@@ -93,9 +96,9 @@ def predicted_model(guide: Any, model: Callable[..., Any]) -> Callable[..., Any]
 
 
 def example_latents(guide: Callable[..., Any], inputs: tuple[Any, ...]) -> dict[str, Tensor]:
-    """Return values with which the model can be inspected, from the guide's method of this name or from a draw.
+    """Return values with which the model can be inspected, from ``guide.example_latents()`` or else from a draw.
 
-    For an ensemble, they are the values of its first member.
+    For an ensemble, they are the values of the first member.
     """
     for member in members_of(guide)[:1]:
         with member.in_store():
@@ -106,7 +109,7 @@ def example_latents(guide: Callable[..., Any], inputs: tuple[Any, ...]) -> dict[
 
 
 def of_member(place: int, latents: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the latent values of a member as latent values of the ensemble, with the index of the member."""
+    """Return the latent values of a member as latent values of the ensemble, which include the member's index."""
     return {MEMBER: torch.tensor(place, device="cpu"), **latents}
 
 
@@ -152,7 +155,7 @@ def one_draw(guide: Callable[..., Any], inputs: tuple[Any, ...]) -> dict[str, Te
 
 
 def seeded_draws(guide: Any, inputs: tuple[Any, ...], count: int) -> Iterator[dict[str, Tensor]]:
-    """Yield draws, each with its own seed, because the model may use a batch-dependent count of random numbers."""
+    """Yield draws, each with its own seed, because the number of random numbers that a model uses may vary by batch."""
     if not _draws_by_itself(guide):
         yield from map(_latents, traced_draws(guide, inputs, count))
         return
@@ -165,7 +168,7 @@ def seeded_draws(guide: Any, inputs: tuple[Any, ...], count: int) -> Iterator[di
 
 
 def _draws_by_itself(guide: Any) -> bool:
-    """Return True if a guide draws its sites from its own independent Gaussians, whatever the inputs."""
+    """Return True if a guide draws its sites from its own independent Gaussians, which do not depend on the inputs."""
     forward, draw = FactorisedGuide.forward, FactorisedGuide._sample_site
     kind = type(guide)
     return isinstance(guide, FactorisedGuide) and kind.forward is forward and kind._sample_site is draw
@@ -193,23 +196,23 @@ def ignores_inputs(guide: Any) -> bool:
 
 
 def first_arguments(guide: Any) -> Mapping[int | str, Any]:
-    """Return the arguments, by position or name, of a guide's first run: its local latents belong to these examples.
+    """Return the arguments of a guide's first run, by position or name; its local latents belong to these examples.
 
-    They are empty for guides that may compute such latents from their inputs.
+    The mapping is empty for a guide that may compute local latents from its inputs.
     """
     seen: Any = guide.prototype_trace.nodes["_INPUT"] if ignores_inputs(guide) else {}
     return {**dict(enumerate(seen.get("args", ()))), **seen.get("kwargs", {})}
 
 
 def _arguments(guide: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments of a guide, which for an automatic guide are those of its model."""
-    # A copy or a loaded guide does not know its model.
+    """Return the arguments with which to call a guide; for an automatic guide, they are the arguments of its model."""
+    # A guide that was copied or loaded does not know its model.
     knows_model = isinstance(guide, AutoGuide) and guide._model is not None
     return with_missing(guide.model if knows_model else guide, inputs)
 
 
 def _latents(trace: Any) -> dict[str, Tensor]:
-    """Return the latent values of a guide's run, by site of the model."""
+    """Return the latent values of a guide's run, by the name of the model's site."""
     return {
         name: node["value"].detach()
         for name, node in trace.nodes.items()
@@ -239,6 +242,6 @@ def _centre(fn: Any) -> Tensor:
     if getattr(fn, "has_enumerate_support", False):
         raise NotImplementedError("discrete")
     mean: Tensor = fn.mean
-    if not (is_recording() or mean.isfinite().all()):  # as for a half-Cauchy
+    if not (is_recording() or mean.isfinite().all()):  # for example, of a half-Cauchy
         raise NotImplementedError("the mean is infinite")
     return mean

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run a model with many draws at a time: the same results as a loop over the draws, in less time.
 
-The first draw runs the model with all checks. The other draws need only the statistics that a reader asks for:
+With the first draw, the model runs with all checks. For the other draws, only the statistics that a reader asks for are
+computed, which saves time in two ways:
 
 - a run ends at the sites that are read, and neither records nor draws anything there;
-- one run serves a chunk of draws with ``torch.vmap``, if the model allows it.
+- one run computes a chunk of draws with ``torch.vmap``, if the model allows it.
 
-Convolutions with drawn kernels are an exception: ``vmap`` turns them into one convolution with many groups, which a CPU
-computes more slowly than one kernel after the other.
+Convolutions with drawn kernels do not use ``vmap`` on a CPU: it turns them into one convolution with many groups, which
+a CPU computes more slowly than one kernel after the other.
 
-All other models run in a plain loop, whose errors name the mistake: models that draw random numbers, store values in
-their modules, branch on values, or return infinite results or invalid distributions. The first two cases are detected
-by running the first draw once more.
+The model runs in a plain loop if it draws random numbers, stores values in its modules, branches on values, or returns
+infinite results or invalid distributions; errors in the plain loop name the mistake. The first two cases are detected
+by running the model with the first draw once more.
 """
 
 import pickle
@@ -38,7 +39,8 @@ _UNCHECKED = (constraints.real, constraints.real_vector, constraints.positive_de
 def possible(fn: Any) -> Tensor:
     """Return a tensor that is True if the parameters of a distribution are in their domains; works inside ``vmap``.
 
-    NaN is detected by the caller, and matrices that are not positive definite by the Cholesky factorisation.
+    Two cases are detected elsewhere: NaN by the caller, and matrices that are not positive definite by the Cholesky
+    factorisation.
     """
     found = torch.ones((), dtype=torch.bool)
     if isinstance(fn, td.Uniform):
@@ -61,7 +63,7 @@ class _Largest(Watch):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):  # expanded views hold fewer elements than their shape suggests
+            if isinstance(leaf, Tensor):  # an expanded view stores fewer elements than its shape suggests
                 held = leaf.untyped_storage().nbytes() // leaf.element_size()
                 self.size = max(self.size, min(held, leaf.numel()))
         return result
@@ -80,13 +82,13 @@ def agrees(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> bool:
 
 
 def _state(module: nn.Module) -> list[Any]:
-    """Return everything that a module holds itself, and the number of in-place changes of each tensor."""
+    """Return everything that a module stores directly, and how often each tensor was changed in place."""
     leaves = tree_leaves(vars(module))
     return leaves + [x._version for x in leaves if isinstance(x, Tensor) and not x.is_inference()]
 
 
 def _same(first: list[Any], second: list[Any]) -> bool:
-    # Objects are compared by identity, because the equality of tensors is not a single truth value.
+    # Objects are compared by identity, because comparing tensors with == does not give a single truth value.
     return len(first) == len(second) and all(
         a is b or (isinstance(a, (int, float, str)) and type(a) is type(b) and a == b)
         for a, b in zip(first, second, strict=True)
@@ -114,29 +116,29 @@ class ManyDraws:
 
     def __init__(self) -> None:
         self._way: Way | None = None  # None: the plain loop
-        self._chunk = 0  # 0: not chosen yet
-        # The first draw and what was read for it, which the first chunk must reproduce.
+        self._chunk = 0  # number of draws per run; 0: not chosen yet
+        # The first draw and the tensors read for it, which the first chunk must reproduce.
         self._untried: tuple[Latents, dict[str, Tensor]] | None = None
 
     @property
     def is_plain(self) -> bool:
-        """True once it is known that the model needs the plain loop."""
+        """True if it is already known that the model needs the plain loop."""
         return self._chunk > 0 and self._way is None
 
     def chunks(
         self, first: Latents, draws: Iterator[Latents], read: Read
     ) -> Iterator[tuple[Sequence[Latents], dict[str, Tensor] | None]]:
-        """Yield the draws in chunks, with what is read for them.
+        """Yield the draws in chunks, together with the tensors that are read for them.
 
         Args:
-            first: a draw with which the model has been run, used to choose the way.
+            first: a draw with which the model has already been run; a second run with it decides how the others run.
             draws: the other draws.
             read: runs the model with the latent values of a draw and returns tensors, possibly with an entry
                 ``POSSIBLE``. It checks nothing, so that ``vmap`` can run it.
 
         Returns:
-            Pairs of draws and tensors that are stacked along the first dimension; None in place of the tensors if the
-            plain loop must compute them.
+            Pairs of a chunk of draws and its tensors, which are stacked along the first dimension. If the plain loop
+            must compute the tensors, None stands in their place.
         """
         if self._chunk == 0:
             self._choose(first, read)
@@ -144,12 +146,12 @@ class ManyDraws:
             yield chunk, None if self._way is None else self._found(chunk, read)
 
     def run(self, draws: Sequence[Latents], read: Read) -> dict[str, Tensor]:
-        """Return what is read for all draws at once, without checks; only after :meth:`chunks` has run."""
+        """Return the tensors for all draws at once, without checks; call it only after :meth:`chunks` has run."""
         assert self._way is not None, "chunks() has not run"
         return self._way(read, draws)
 
     def _choose(self, first: Latents, read: Read) -> None:
-        """Choose the way to run the model from one more run of the first draw."""
+        """Run the model with the first draw once more, and choose how to run it with the others."""
         self._chunk = 1
         device = next((value.device for value in first.values()), torch.device("cpu"))
         seen: dict[int, tuple[nn.Module, list[Any]]] = {}
@@ -163,7 +165,7 @@ class ManyDraws:
         try:
             with modules_met(look), _Largest() as largest:
                 plain = _one_by_one(read, [first])
-        except Exception:  # any error of the model
+        except Exception:  # any error that the model raises
             return
         keeps = any(not _same(_state(module), before) for module, before in seen.values())
         if keeps or _generators(device) != generators:
@@ -177,12 +179,12 @@ class ManyDraws:
             self._way, self._untried = _vmapped, (first, plain)
 
     def _found(self, chunk: Sequence[Latents], read: Read) -> dict[str, Tensor] | None:
-        """Return what is read for a chunk, or None if the plain loop must compute it."""
+        """Return the tensors for a chunk, or None if the plain loop must compute them."""
         try:
             found = self._tried(chunk, read) if self._untried else self.run(chunk, read)
         except Exception:  # any error that the model raises when its tensors are batched
             if self._way is not _vmapped:
-                return None  # the plain loop raises it again, for the right draw and after its checks
+                return None  # the plain loop raises the error again, for the right draw and after its checks
             self._way, self._untried = _one_by_one, None
             return self._found(chunk, read)
         fine = found.pop(POSSIBLE, torch.ones((), dtype=torch.bool)).all()
@@ -191,11 +193,11 @@ class ManyDraws:
         return found if fine else None
 
     def _tried(self, chunk: Sequence[Latents], read: Read) -> dict[str, Tensor]:
-        """Run the first chunk together with the first draw, whose results must be those of its own run.
+        """Run the first chunk together with the first draw, and check the results of the first draw.
 
         Raises:
-            RuntimeError: if they differ, because draws of a chunk share what each should have for itself, such as
-                random numbers.
+            RuntimeError: if they differ from the results of a run with the first draw alone. The draws of a chunk then
+                share something that each draw should have for itself, such as random numbers.
         """
         assert self._untried is not None
         (first, plain), self._untried = self._untried, None

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prediction rules, which represent the posterior by latent values or by Gaussians of the outputs."""
+"""Prediction rules, which represent the posterior by values of the latents or by Gaussians over the outputs."""

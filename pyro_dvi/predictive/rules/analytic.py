@@ -50,7 +50,7 @@ class Propagation(ABC):
 
     @abstractmethod
     def respond(self, weights: Mapping[str, GaussianMoments], run: Callable[[], Response]) -> Response:
-        """Return the response of one run of the model, whose distribution has moments as parameters.
+        """Run the model once and return its response; the distribution in it has moments as parameters.
 
         Args:
             weights: moments of the latent sites by name, filled while the model runs.
@@ -60,12 +60,13 @@ class Propagation(ABC):
 
 @dataclass(frozen=True)
 class Independent(Propagation):
-    """Treat the units of every layer as independent, as in training, in one pass.
+    """Treat the units of every layer as independent, as in training; this takes one pass.
 
     Status: exact variances for one hidden layer. In other networks, units are correlated, because skip connections and
-    convolution kernels share weights; these correlations are dropped. Variances of deep residual networks are too
-    small. Variances after layer, group or instance normalisation are too large if the inputs of the layer are nearly
-    equal and share their noise. :func:`~pyro_dvi.diagnostics.compare_with_sampling` measures the errors.
+    convolution kernels share weights; these correlations are dropped. The variances of deep residual networks are
+    therefore too small. After layer, group or instance normalisation, variances are too large if the inputs of the
+    layer are nearly equal and share their noise. :func:`~pyro_dvi.diagnostics.compare_with_sampling` measures the
+    errors.
     """
 
     def respond(self, weights: Mapping[str, GaussianMoments], run: Callable[[], Response]) -> Response:
@@ -92,7 +93,7 @@ class FullCovariance(Propagation):
 
 @dataclass(frozen=True)
 class ReverseDelta(Propagation):
-    r"""Propagate output variances with the covariances due to shared weights: the smoothed reverse delta method.
+    r"""Compute output variances including the covariances due to shared weights: the smoothed reverse delta method.
 
     .. math:: \mathrm{Var}[f_k] \approx \sum_w (\partial m_k / \partial \bar w)^2\, \mathrm{Var}[w] + \dots
 
@@ -102,12 +103,12 @@ class ReverseDelta(Propagation):
     Status: exact for linear models; otherwise a first-order approximation with smoothed slopes. Means equal those of
     :class:`Independent`. Inputs are treated as deterministic: only the noise of the weights is propagated.
 
-    The cost is one run with gradients, and one backward pass per output of an example; if a function of a weight has no
-    per-example rule, or mixes examples, it is one pass per example as well. See
+    The cost is one run with gradients, and one backward pass per output of an example. If a function of a weight has no
+    per-example rule, or mixes examples, the cost is one backward pass per example and output. See
     :mod:`pyro_dvi.curvature.reverse_delta`.
 
     Raises:
-        UnsupportedError: if a parameter of the observed distribution does not have one row per example, or the model
+        UnsupportedError: if a parameter of the observed distribution does not have one row per example, or if the model
             changed a deterministic input of a layer in place.
     """
 
@@ -134,7 +135,7 @@ class ReverseDelta(Propagation):
 def _pulled_back(
     recorder: ReverseDeltaRecorder, part: UncertainDistribution, name: str, axis: int, num_rows: int
 ) -> GaussianMoments:
-    """Return the moments of a parameter from the Gaussian behind it."""
+    """Return the moments of a parameter, computed from the Gaussian that it is a function of."""
     value = part.parameters[name]
     gaussian = value if value.link is None else value.link.inner
     axis -= event_dim_of(part.family, name) or 0
@@ -162,12 +163,13 @@ class Moments(PredictionRule):
 
     This is the default rule for posteriors trained with :class:`~pyro_dvi.MomentPropagationELBO`. It works with any
     factorised Gaussian guide, and with a :class:`~pyro_dvi.LaplaceGuide` after ``guide.fit(batches, Diagonal())``.
-    Predictions with Gaussian noise have mean :math:`m` and variance :math:`v + \mathrm E[\sigma^2]`; class
-    probabilities are the expected softmax.
+    Predictions with Gaussian noise have mean :math:`m` and variance :math:`v + \mathrm E[\sigma^2]`. Class
+    probabilities are the expectation of the softmax.
 
-    Status: exact if every weight enters each output once, as in linear models and (except that outputs are taken to be
-    Gaussian) in networks with one hidden layer. In deeper networks, with convolution kernels, and with weights that are
-    used twice, covariances are dropped; :func:`~pyro_dvi.diagnostics.compare_with_sampling` measures the effect.
+    Status: exact if every weight enters each output once, as in linear models and in networks with one hidden layer
+    (apart from treating the outputs of such a network as Gaussian). In deeper networks, with convolution kernels, and
+    with weights that are used twice, covariances are dropped; :func:`~pyro_dvi.diagnostics.compare_with_sampling`
+    measures the effect.
 
     Args:
         link: maps moments of logits to class probabilities: ``SobolSoftmax()`` or ``Probit()`` of
@@ -215,7 +217,7 @@ class Moments(PredictionRule):
             )
 
         weights = PosteriorMoments(marginals, propagated)
-        of_guide = getattr(guide, "__dict__", {})  # without setattr, which a module may reject
+        of_guide = getattr(guide, "__dict__", {})  # setattr is avoided, because a module may reject it
         known = "_warned_of_repeated_uses" in of_guide or self.propagation.counts_weights_once
         recorder = nullcontext if known else warned_of_repeated_uses
         of_guide["_warned_of_repeated_uses"] = True
@@ -233,14 +235,14 @@ class Linearised(PredictionRule):
         \qquad J = \partial f(x; \hat u)/\partial u
 
     This is the default rule for a fitted :class:`~pyro_dvi.LaplaceGuide`. The outputs f are the unconstrained
-    parameters of the observed distribution: a mean, logits, the logarithm of a rate or of a noise scale. Drawn weights
-    would evaluate the network far from the mode, where the Gaussian was fitted; linearised predictions use the network
-    only at the mode.
+    parameters of the observed distribution: a mean, logits, the logarithm of a rate or of a noise scale. The Gaussian
+    was fitted at the mode, and drawn weights would evaluate the network far from it; linearised predictions use the
+    network only at the mode.
 
     Status: exact for models that are linear in their latents. Given the Gaussian of f, predictions are exact for
-    Normal, LogNormal and MultivariateNormal with deterministic noise, and for Bernoulli; class probabilities are as
-    accurate as ``link``; ``noise`` accounts for an uncertain noise scale and its correlation with the mean. Any other
-    distribution becomes a mixture over points.
+    Normal, LogNormal and MultivariateNormal with deterministic noise, and for Bernoulli. Class probabilities are as
+    accurate as ``link``. An uncertain noise scale, and its correlation with the mean, are included with ``noise``. Any
+    other distribution becomes a mixture over points.
 
     Args:
         link: maps Gaussian logits with covariances to class probabilities: ``Probit()`` or ``SobolSoftmax(n)`` of
@@ -288,7 +290,7 @@ class Linearised(PredictionRule):
             raise GuideError(
                 f"Linearised() requires a LaplaceGuide, not a {type(guide).__name__}: use Samples(30)"
             )
-        # Any values of the latent sites will do: reading the outputs replaces them.
+        # Any values of the latent sites are suitable here, because they are replaced when the outputs are read.
         centre = posterior_mean(guide, inputs)
         responses: list[Response] = []
 

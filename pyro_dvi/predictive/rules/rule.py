@@ -38,10 +38,10 @@ class PredictionRule(ABC):
     """Maps a posterior to a predictive distribution.
 
     ``num_components`` is the number of distributions that :meth:`components` yields for a batch. ``tells_noise_apart``
-    is true if each distribution contains only the noise, given one value of the latents, so that the remaining
-    uncertainty is due to the posterior. ``averages_draws`` is true if the rule also averages over values that the model
-    draws at sites that are neither in the guide nor observed. ``keeps_components`` is true if there are few enough
-    distributions to keep them by default.
+    is true if each distribution is conditioned on one value of the latents: it then contains only the noise, and the
+    remaining uncertainty is due to the posterior. ``averages_draws`` is true if the rule also averages over values that
+    the model draws at sites that are neither in the guide nor observed. ``keeps_components`` is true if there are few
+    enough distributions to keep them by default.
     """
 
     num_components: int = 1
@@ -57,7 +57,7 @@ class PredictionRule(ABC):
 
         Args:
             guide: the posterior, a Pyro guide.
-            inputs: positional arguments of the model and the guide for this batch.
+            inputs: positional arguments of the model, and of the guide, for this batch.
             respond: runs the model with latent values, given by site name.
         """
 
@@ -68,7 +68,7 @@ class AtMean(PredictionRule):
 
     It needs one run of the model. It is the default rule for MAP estimates, and for posteriors trained with
     :class:`~pyro_dvi.TaylorELBO`, which evaluates the likelihood at the mean. For constrained sites (such as a positive
-    scale), the mean is taken in unconstrained space, which makes it the guide's median.
+    scale), the mean is taken in unconstrained space; in constrained space, it is the median.
 
     Status: exact at the mean; ignores the posterior variance.
     """
@@ -110,8 +110,8 @@ class Samples(FromDraws):
     It is the default rule for posteriors trained with sampled weights, as with Pyro's ``Trace_ELBO``. Every batch uses
     the same draws, so each draw is one function of all inputs, and the batch size does not affect the predictions.
 
-    Status: unbiased for probabilities, means and second moments under the posterior; the error decreases with the
-    square root of ``num_samples``.
+    Status: unbiased for probabilities, means and second moments under the posterior; the error is inversely
+    proportional to the square root of ``num_samples``.
 
     Args:
         num_samples: number of draws from the guide; 30 are sufficient for networks.
@@ -124,7 +124,7 @@ class Samples(FromDraws):
 
     def __post_init__(self) -> None:
         check_count("num_samples", self.num_samples)
-        object.__setattr__(self, "num_samples", int(self.num_samples))  # it may be a NumPy integer
+        object.__setattr__(self, "num_samples", int(self.num_samples))  # accepts NumPy integers too
 
     def repeats(self, guide: Callable[..., Any]) -> bool:
         """Return True for an automatic guide that contains no function of the inputs."""
@@ -141,10 +141,10 @@ class OfMembers(PredictionRule):
 
     .. math:: p(y \mid x) \approx \frac1K \sum_{k=1}^K p_k(y \mid x)
 
-    It is the default rule for an :class:`~pyro_dvi.training.EnsembleGuide`, whose members predict with the rule
-    ``method`` of :func:`~pyro_dvi.predict`, or with their own rules.
+    It is the default rule for an :class:`~pyro_dvi.training.EnsembleGuide`. The members predict with the rule
+    ``method`` that :func:`~pyro_dvi.predict` received, or else with their own rules.
 
-    Status: exact, given the :math:`p_k`, which are as accurate as the rules of the members.
+    Status: the mixture is exact; its components :math:`p_k` are as accurate as the rules of the members.
 
     Args:
         rules: one rule per member.
@@ -183,8 +183,8 @@ class OfMembers(PredictionRule):
         return self.num_components == len(self.rules)
 
     def components(self, guide: Any, inputs: tuple[Any, ...], respond: Respond) -> Iterator[Response]:
-        """Yield the components of one member after the other, from runs of the ensemble's model."""
-        # The same seeds as in Components, so that a predictor gives the same results.
+        """Yield the components of one member after another, from runs of the ensemble's model."""
+        # The seeds are those that Components uses, so that a predictor gives the same results.
         seeds = torch.randint(2**31 - 1, (len(self.rules),)).tolist()
         for place, (member, rule) in enumerate(zip(members_of(guide), self.rules, strict=True)):
             with member.in_store():
@@ -203,7 +203,7 @@ def draws_weights(rule: PredictionRule) -> bool:
 
 
 def with_draws(rule: PredictionRule, count: int) -> PredictionRule:
-    """Return a rule with about ``count`` draws of the weights in total, the same number from each member."""
+    """Return a rule with about ``count`` draws of the weights in total; all members contribute the same number."""
     if isinstance(rule, OfMembers):
         share = max(1, count // len(rule.rules))
         return OfMembers(tuple(with_draws(own, share) for own in rule.rules))
@@ -214,8 +214,8 @@ def with_draws(rule: PredictionRule, count: int) -> PredictionRule:
 class PriorSamples(FromDraws):
     """Average the predictions of draws from the model's prior.
 
-    Every draw is a run of the model with its own seed and the same inputs, so that each draw is one function of all
-    inputs.
+    For every draw, the model runs with the draw's own seed and with the inputs of the first batch, so that each draw is
+    one function of all inputs.
 
     Args:
         num_samples: number of draws.
@@ -241,7 +241,7 @@ class PriorSamples(FromDraws):
                     inputs = with_missing(self.model, self.inputs)
                     nodes: Any = poutine.trace(self.model).get_trace(*inputs).nodes
             except NotImplementedError as error:
-                reason = str(error).splitlines()[0]  # Pyro adds the shapes of its trace
+                reason = str(error).splitlines()[0]  # the other lines are the shapes of Pyro's trace
                 raise UnsupportedError(
                     f"the prior of the model cannot be sampled ({reason}): omit prior="
                 ) from error
