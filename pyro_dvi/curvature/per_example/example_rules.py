@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules, by function, for the contribution of an example to the gradient of a weight, and uses of weights."""
+"""Rules of torch functions for the contribution of an example to the gradient of a weight, and uses of weights."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -99,9 +99,8 @@ def summed_squares(
     Args:
         gradients: function from x and delta of m examples to their gradients ``[m, *shape]``.
         x: inputs, with the examples in the first dimension.
-        delta: output gradients, likewise.
+        delta: output gradients, with the examples in the first dimension.
         shape: shape of a gradient.
-        count: number of examples at a time; 0 means as many as fill a processor's cache.
     """
     count = max(1, (_BUDGET if x.device.type == "cpu" else 128 * _BUDGET) // shape.numel())
     total = delta.new_zeros(shape)
@@ -154,7 +153,7 @@ def _possible_rows(shape: torch.Size, examples: int) -> Iterator[Rows]:
 
 
 def has_rule(function: Callable) -> bool:
-    """Return whether a function has a rule, which may still decline its arguments."""
+    """Return whether a function has a rule; the rule may still decline the arguments of a call."""
     return function in _RULES
 
 
@@ -335,7 +334,7 @@ class Use:
 
 
 def with_rows_of_examples(uses: dict[int, list[Use]], num_examples: int) -> dict[int, list[Use]]:
-    """Return the tensors all of whose uses have a dimension of ``num_examples``, with the most likely dimension."""
+    """Keep the tensors whose uses all have a dimension of ``num_examples``, and choose the most likely dimension."""
     found = {k: [next(use.candidates(num_examples), None) for use in calls] for k, calls in uses.items()}
     return {k: [use for use in calls if use is not None] for k, calls in found.items() if all(calls)}
 
