@@ -27,7 +27,8 @@ class Layout:
 
     Args:
         shapes: shape of each site by name, in order.
-        chosen: indices ``[n]`` of the entries that vary in each flattened site; if None or missing, all entries vary.
+        chosen: by site, indices ``[n]`` of the entries that vary in the flattened site. All entries of a missing site
+            vary; None means that all entries of all sites vary.
 
     Attributes:
         chosen: these indices, only for sites of which some entries are fixed.
@@ -88,7 +89,7 @@ class Layout:
 
         Args:
             pieces: values of the latents that vary, in order.
-            elsewhere: values ``[*site]`` of the other entries by site; None means zero.
+            elsewhere: by site, a tensor ``[*site]`` with the values of the other entries; None means zero.
         """
         sites = dict(zip(self.shapes, pieces, strict=True))
         for name, places in self.chosen.items():
