@@ -10,8 +10,8 @@ identity,
     B = I + R\, S R^\top, \qquad S = \Pi^{-1},
 
 so rows of J occur only in products :math:`k = J S J'^\top`. If the gradients of a layer are outer products
-:math:`\delta_{ik} a_i^\top`, and its prior variance is a single number s, its term in k is
-:math:`s\,(a_i \cdot a'_j)(\delta_{ik} \cdot \delta'_{jl})`, and no row is formed.
+:math:`\delta_{ik} a_i^\top`, and its prior variance is a single number s, the layer contributes
+:math:`s\,(a_i \cdot a'_j)(\delta_{ik} \cdot \delta'_{jl})` to k, and no row is formed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -156,7 +156,7 @@ class FunctionalPosterior(LaplacePosterior):
     Attributes:
         prior: the prior's precision, [D].
         kernel: k(X, X), ``[N K, N K]``.
-        root: factor of the rows of J on the data, in addition to the square root of their Fisher information.
+        root: additional factor of the rows of J on the data, besides the square root of their Fisher information.
     """
 
     def __init__(
@@ -191,7 +191,7 @@ class FunctionalPosterior(LaplacePosterior):
         return self._updated(vectors, self.kernel.new_zeros(len(vectors), len(self.kernel)))
 
     def _updated(self, vectors: Tensor, noise: Tensor) -> Tensor:
-        """Return S v - S Rᵀ B⁻¹ (R S v + noise), a draw from N(0, P⁻¹) if v is one from N(0, Π), with unit noise."""
+        """Return S v - S Rᵀ B⁻¹ (R S v + noise). If v ~ N(0, Π) and noise ~ N(0, I), this is a draw from N(0, P⁻¹)."""
         prior = self.prior.to(self.kernel)
         seen, found = noise.clone(), vectors.to(self.kernel) / prior
         for places, rows in self._rows():

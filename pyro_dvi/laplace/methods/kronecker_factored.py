@@ -3,7 +3,7 @@ r"""Gaussians with independent layers (a Kronecker product each), or with indepe
 
 The gradient of output k with respect to a layer's weight is :math:`J_k = \sum_t \delta_{kt} a_t^\top`, with a single
 position t in a dense layer. Covariances of outputs are therefore computed from the inputs a and the output gradients
-:math:`\delta` of a layer, without rows of the Jacobian.
+:math:`\delta` of a layer, without forming rows of the Jacobian.
 """
 
 from collections.abc import Callable, Iterable
@@ -114,7 +114,7 @@ class KroneckerBlock:
         return self.left.mT @ (matrix / self.prior.sqrt()) @ self.right / self.values.sqrt()
 
     def in_eigenbasis(self, inputs: Tensor, deltas: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a and delta whose outer product is :meth:`whitened`, up to the eigenvalues."""
+        """Return a and delta in the eigenbasis; their outer product is :meth:`whitened` except for the eigenvalues."""
         if len(self.tensors) > 1:
             inputs = F.pad(inputs, (0, 1), value=1.0)
         c = self.prior[0] / self.prior[0, 0]  # the prior is an outer product
@@ -288,7 +288,7 @@ class KroneckerPosterior(RootPosterior):
 class Diagonal(Method):
     r"""Keep only the diagonal of the precision, :math:`p_\lambda = \sum_{ik} (w_{ik} J_{ik\lambda})^2 + \text{prior}`.
 
-    The GGN costs one backward pass per output of the network (ten for ten classes), the Hessian two gradients per
+    The GGN costs one backward pass per output of the network (ten for ten classes); the Hessian costs two gradients per
     latent.
 
     Status: the diagonal is exact; off-diagonal entries, which are not small in a network, are dropped.
@@ -298,7 +298,7 @@ class Diagonal(Method):
 
     Raises:
         NotPositiveDefiniteError: an entry of the diagonal is not positive.
-        UnsupportedError: the elements of a site are dependent a priori.
+        UnsupportedError: the prior couples the elements of a site.
 
     Source: Ritter, Botev & Barber (2018), Section 3.
 
