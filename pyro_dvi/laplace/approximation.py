@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A guide that is a point mass until a Gaussian is fitted around it: predictions, samples and files."""
+"""Predictions, samples and files of a guide that is a point mass until a Gaussian is fitted around it."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -36,9 +36,9 @@ WIDE_WEIGHTS = (
 class GaussianAtMode(FactorisedGuide):
     """The part of :class:`~pyro_dvi.LaplaceGuide` that Pyro, predictions and files use.
 
-    Subclasses find the mode and the Gaussian. They set ``_fitted`` to the result of the last fit, ``_certificate`` to
-    the record that the mode is a minimum (None if there is no fit or no record), and ``_failed`` to True if a fit
-    fails.
+    Subclasses find the mode and the Gaussian, and set three attributes. ``_fitted`` is the result of the last fit.
+    ``_certificate`` is the record that the mode is a minimum, or None if there is no fit or no record. ``_failed`` is
+    True if a fit failed.
     """
 
     prediction_rule: Any = "Linearised"  # a rule or its name
@@ -225,7 +225,7 @@ class GaussianAtMode(FactorisedGuide):
 
         Args:
             inputs: positional arguments of the model.
-            read: differentiable function from unconstrained latents and the number of rows to the outputs.
+            read: differentiable function that returns the outputs, given unconstrained latents and the number of rows.
         """
         fitted = self.fitted
         query = Query(read, inputs, fitted.point.locs, fitted.layout, read=read)

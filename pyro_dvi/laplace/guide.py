@@ -33,8 +33,9 @@ class LaplaceGuide(GaussianAtMode):
         U(u) = \tfrac1T\bigl[-\tfrac1\beta\log p(D \mid u) - \log p(u)\bigr]
 
     During training with ``SVI`` and any ELBO, the guide is a point mass in unconstrained space, and the loss is
-    :math:`\beta T U` up to a constant. Then, :meth:`polish` finds the minimum, and :meth:`fit` fits the Gaussian, which
-    :meth:`predictive`, ``predict`` and :meth:`log_evidence` use. Predictions linearise the model around the mode.
+    :math:`\beta T U` up to a constant. After training, :meth:`polish` finds the minimum, and :meth:`fit` fits the
+    Gaussian. :meth:`predictive`, ``predict`` and :meth:`log_evidence` use this Gaussian. Predictions linearise the
+    model around the mode.
 
     Status: exact for linear models with Gaussian noise; otherwise a local approximation.
 
@@ -43,8 +44,8 @@ class LaplaceGuide(GaussianAtMode):
         kl_weight: :math:`\beta`, which tempers the likelihood, :math:`p(D \mid u)^{1/\beta}`. None means the KL weight
             of the objective that trains the guide, or 1 if there is none.
         temperature: T, a factor of the covariance; it does not change the mode.
-        init_loc_fn: Pyro's initialisation strategy for the mode; by default, the weights that a network had before
-            :func:`~pyro_dvi.to_bayesian_`, so the weights of a trained network are already a mode.
+        init_loc_fn: Pyro's initialisation strategy for the mode. The default is the weights that a network had before
+            :func:`~pyro_dvi.to_bayesian_`; the weights of a trained network are therefore already a mode.
         create_plates: as in Pyro's guides.
 
     Attributes:
@@ -339,8 +340,8 @@ class LaplaceGuide(GaussianAtMode):
             criterion: ``ByEvidence()``, the default, or ``ByValidation(batches)``.
             method: as in :meth:`fit`; by default, the method of the last fit.
             subset: as in :meth:`fit`; by default, the subset of the last fit.
-            values: values to try; by default, 25 from 0.001 to 1,000 for a prior precision, 17 from 0.1 to 10 for a
-                noise scale.
+            values: values to try; by default, 25 values from 0.001 to 1,000 for a prior precision, and 17 values from
+                0.1 to 10 for a noise scale.
             refinements: number of additional values between the neighbours of the best value.
             unconverged: as in :meth:`fit`.
             seed: random seed.

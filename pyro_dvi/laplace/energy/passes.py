@@ -188,9 +188,9 @@ class Rows:
     def check(self, order: list[float]) -> None:
         """Compare the rows with the size of each plate.
 
-        A scale that makes each of several batches as large as all the data belongs to stochastic training and would
-        count all the data once per batch. This causes only a warning, because a constant weight may equal the number of
-        batches by chance.
+        If a scale makes each of several batches count as much as all the data, it belongs to stochastic training; here,
+        all the data would be counted once per batch. This causes only a warning, because a constant weight may equal
+        the number of batches by chance.
 
         Args:
             order: checksum of the rows of each batch.

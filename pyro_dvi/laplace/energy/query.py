@@ -116,8 +116,8 @@ class Query:
         locs: unconstrained value of every latent site.
         layout: order of the latents in flat vectors.
         site: name of the site of the outputs; see :func:`~pyro_dvi.runs.outputs.run_outputs`.
-        read: function from unconstrained latents by name and the number of rows to the outputs; by default, the model
-            is run with :func:`~pyro_dvi.runs.outputs.run_outputs`.
+        read: function that returns the outputs, given unconstrained latents by name and the number of rows. By default,
+            the model is run with :func:`~pyro_dvi.runs.outputs.run_outputs`.
 
     Attributes:
         num_rows: B.

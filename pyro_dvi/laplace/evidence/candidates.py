@@ -175,7 +175,7 @@ class Candidates:
 
     @cached_property
     def _normal(self) -> tuple[Tensor, float, float] | None:
-        """The part of the prior precision that changes, and sums of :math:`z^2` and 1 over its standardised latents.
+        """The changing part of the prior precision, and the sums of :math:`z^2` and 1 over its standardised latents z.
 
         These exist only for independent Normal priors, whose log density depends on the value in closed form.
         """

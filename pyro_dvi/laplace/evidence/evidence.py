@@ -216,8 +216,8 @@ def check_options(energy: Energy, determinant: ByLanczos | None) -> None:
 def free_terms(values: list[Tensor], run: JointRun, layout: Layout) -> Tensor:
     """Return the log prior of the latents that vary, given the fixed ones.
 
-    The prior of a fixed site is included if it depends on a latent that varies, as the prior of weights may depend on
-    their scale.
+    The prior of a fixed site is included if it depends on a latent that varies. For example, the prior of fixed weights
+    may depend on a scale that varies.
 
     Args:
         values: tensors of the latents that vary, in the graph of the run.
@@ -225,7 +225,7 @@ def free_terms(values: list[Tensor], run: JointRun, layout: Layout) -> Tensor:
         layout: order of the latents in flat vectors.
 
     Raises:
-        UnsupportedError: the prior couples the entries of a site of which only some vary.
+        UnsupportedError: the prior couples the entries of a site, and only some of these entries vary.
     """
     found = []
     for name, term in run.log_priors.items():

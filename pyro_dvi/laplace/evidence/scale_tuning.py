@@ -53,13 +53,13 @@ class ByEvidence(Criterion):
     The determinant is computed from the precision that predictions use: the full matrix for ``Dense()`` and
     ``Functional()``, the diagonal for ``Diagonal()``, the factors for ``KroneckerFactored()``, and the retained
     directions for ``TopEigen(rank)``. These methods fit once for all values if possible. Methods based on solves or
-    draws use the full matrix up to D = 1,000. For larger D, a common multiplier of all priors or the scale of constant
-    Gaussian noise needs the eigenvalues of the matrix once; any other scale needs them for each value.
+    draws use the full matrix up to D = 1,000. For larger D, they compute eigenvalues of the matrix: once if the scale
+    is a common multiplier of all priors or the scale of constant Gaussian noise, otherwise for each value.
 
     Status: Laplace's approximation at the current mode, which is not the mode for another c. For a joint optimum, train
     or polish again with the chosen scale, and repeat. The evidence scores the model, not its predictions: class
-    probabilities are under-confident after tuning with any method (test NLL of a network on digits: 0.28 to 0.58,
-    compared with 0.06 at its mode and after tuning with :class:`ByValidation`). If possible, tune a classifier on
+    probabilities are under-confident after tuning with any method. For a network on digits, the test NLL was 0.28 to
+    0.58, compared with 0.06 at its mode and after tuning with :class:`ByValidation`. If possible, tune a classifier on
     validation data.
 
     Args:
@@ -111,9 +111,9 @@ class ByValidation(Criterion):
         \mathrm df
 
     Each value costs a prediction; its gradients are reused for the next prior if memory allows. Each value also costs a
-    fit, unless the Gaussian can be converted to the new prior or noise: ``Diagonal()``, ``KroneckerFactored()`` and
-    ``TopEigen(k)`` fit once for a multiplier of all priors, and ``Dense()`` computes its matrix once and factorises it
-    for each value.
+    fit, unless the Gaussian can be converted to the new prior or noise. ``Diagonal()``, ``KroneckerFactored()`` and
+    ``TopEigen(k)`` are fitted only once for a multiplier of all priors. ``Dense()`` computes its matrix once and
+    factorises it for each value.
 
     Status: scores the predictions of :class:`~pyro_dvi.predictive.Linearised`.
 

@@ -165,11 +165,11 @@ class HessianFree(Method):
     result is the covariance of the exact Hessian, up to terms of the order of the squared step and the tolerance.
     ``Adam`` and ``SGD`` use only gradients and start from any network without checking it, as in the paper. They
     subtract two fits, so that the effect of unfinished training cancels; the paper subtracts the original network
-    (``less="mode"``). Fine-tuning with ``Adam`` and ``SGD`` ends before the minimum: after 300 steps on the regressions
-    of the paper, with an untilted fit subtracted, standard deviations are 15 to 32 % too small in the median, and a
-    tenth of them are too small by a factor of more than 1.7 to 3.5. Modes other than ``Pointwise()`` do not estimate
-    the variance. ``ConjugateGradient(Hessian())`` gives the same results as ``NewtonCG()`` with one linear solve
-    instead of two fits, at about a ninth of the cost in our benchmark.
+    (``less="mode"``). Fine-tuning with ``Adam`` and ``SGD`` ends before the minimum. After 300 steps on the regressions
+    of the paper, with an untilted fit subtracted, standard deviations are 15 to 32 % too small in the median. A tenth
+    of them are too small by a factor of more than 1.7 to 3.5. Modes other than ``Pointwise()`` do not estimate the
+    variance. ``ConjugateGradient(Hessian())`` gives the same results as ``NewtonCG()`` with one linear solve instead of
+    two fits, at about a ninth of the cost in our benchmark.
 
     Args:
         mode: ``Pointwise()``, or one of the pre-trained modes ``Sum(inputs)``, ``AbsoluteSum(inputs)``, ``InSample()``
@@ -309,8 +309,8 @@ def parameter_uncertainty(
     variance is small. For actual variances, use ``PosteriorSamples(n)``, ``Diagonal()`` or ``Dense()``.
 
     *Sparsification*: a latent whose mode is small relative to its standard deviation can be set to zero with little
-    loss, ``weight * (weight.abs() > 2 * variance.sqrt())``. This also removes latents whose variance is NaN, so check
-    their number.
+    loss, for example with ``weight * (weight.abs() > 2 * variance.sqrt())``. This also sets latents to zero whose
+    variance is NaN, so check how many there are.
 
     Args:
         guide: the guide. For ``NewtonCG()``, its mode must be a minimum of U (``guide.polish``).

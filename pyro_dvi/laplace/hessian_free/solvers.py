@@ -150,7 +150,7 @@ class FineTuning(Solver):
         return [Fits(a, b, apart) for a, b in zip(ends[:count], below, strict=True)]
 
     def ends(self, local: LocalEnergy, problems: list[tuple[Tilt, float]]) -> Tensor:
-        """Return the end points ``[S, D]`` of training on U minus each tilt times its strength."""
+        """Return the points ``[S, D]`` at which training ends, on U minus each tilt times its strength."""
         energy = local.energy
         local.log_likelihood  # noqa: B018 (checks that the batches are all the data)
         points = [local.point.clone().requires_grad_() for _ in problems]
@@ -213,8 +213,8 @@ class Adam(FineTuning):
 
     Status: ends at an unknown distance from the minimum. Variances are therefore mostly too small, as with
     :class:`SGD`, and may be negative after few steps. After 300 steps on a network with 151 weights, standard
-    deviations were 15 to 32 % too small in the median, and a tenth of them were too small by a factor of more than 1.7
-    to 3.5.
+    deviations were 15 to 32 % too small in the median. A tenth of them were too small by a factor of more than 1.7 to
+    3.5.
 
     Args:
         strength: as in :class:`FineTuning`.
@@ -244,8 +244,8 @@ class NewtonCG(Solver):
 
     The strength is chosen such that r moves by ``step`` posterior standard deviations, in any units. Only
     Hessian-vector products are used. Because the minima are close to the mode, the Hessian at the mode is used for all
-    of them: many tilts share one graph and one run of conjugate gradients, and the first solve is used for both signs.
-    Corrections shrink by a factor that is proportional to the step.
+    of them. Many tilts therefore share one graph and one run of conjugate gradients, and the first solve is used for
+    both signs of the tilt. Corrections shrink by a factor that is proportional to the step.
 
     A correction d changes a variance by at most the relative amount :math:`|d|_P / \text{step}`, by the Cauchy-Schwarz
     inequality. The search ends when the next correction, extrapolated from the last two, would be below the tolerance.

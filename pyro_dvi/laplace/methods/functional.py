@@ -46,11 +46,11 @@ class Functional(Method):
     It needs memory for :math:`2 (NK)^2` numbers in double precision, the autograd graphs of all data, and K gradients
     per layer. Rows of J are formed, one site at a time, for convolutions, layers that are used several times or at
     several positions, layers whose weights have different prior scales, and functions without rules. For these, a query
-    of n outputs costs :math:`n N K` multiplications per latent; for other layers, far fewer.
+    of n outputs costs :math:`n N K` multiplications per latent; other layers need far fewer.
 
     Status: exact. The kernel is computed in double precision, so in float32 the relative error of a variance is at most
-    about :math:`10^{-7}\sqrt\lambda`, where :math:`\lambda` is the largest eigenvalue of :math:`k(X, X)` (measured:
-    4e-6 for 2.5e6).
+    about :math:`10^{-7}\sqrt\lambda`, where :math:`\lambda` is the largest eigenvalue of :math:`k(X, X)`. We measured
+    4e-6 for :math:`\lambda` = 2.5e6.
 
     Args:
         max_size: maximum N K; a larger N K raises an error instead of running out of memory.
@@ -111,7 +111,7 @@ class _Rows:
         return (self.part.stop - self.part.start) * self.examples.outputs.shape[1]
 
     def factors(self, k: int) -> tuple[Tensor, Tensor] | None:
-        """Return a ``[m, q]`` and delta ``[m, K, p]`` if the gradients of a site are their outer products."""
+        """Return inputs a ``[m, q]`` and delta ``[m, K, p]`` if the gradients of a site are their outer products."""
         outer = self.examples.single.get(k)
         return None if outer is None else outer.factors(self.part, widest(self.examples.outputs.device))
 

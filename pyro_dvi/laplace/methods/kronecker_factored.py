@@ -105,7 +105,7 @@ class KroneckerBlock:
     values: Tensor
 
     def reweighted(self, likelihood: float, prior: float) -> "KroneckerBlock":
-        """Return the block with its likelihood and prior precision multiplied by factors."""
+        """Return the block with the precisions of likelihood and prior multiplied by factors."""
         values = 1 + (self.values - 1) * (likelihood / prior)
         return replace(self, prior=self.prior * prior, values=values)
 
@@ -114,7 +114,7 @@ class KroneckerBlock:
         return self.left.mT @ (matrix / self.prior.sqrt()) @ self.right / self.values.sqrt()
 
     def in_eigenbasis(self, inputs: Tensor, deltas: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a and delta in the eigenbasis; their outer product is :meth:`whitened` except for the eigenvalues."""
+        """Return inputs and deltas in the eigenbasis; their product is :meth:`whitened` except for the eigenvalues."""
         if len(self.tensors) > 1:
             inputs = F.pad(inputs, (0, 1), value=1.0)
         c = self.prior[0] / self.prior[0, 0]  # the prior is an outer product
@@ -160,12 +160,12 @@ class KroneckerFactored(Method):
         A = \sum_{i,t} a_{it} a_{it}^\top, \qquad
         B = \frac{1}{NT} \sum_{i,k,t} w_{ik}^2\, \delta_{ikt} \delta_{ikt}^\top .
 
-    Status: approximate. Covariances between layers are dropped; within layers, inputs and gradients are treated as
-    independent, and positions of a convolution as exchangeable. Exact for a single dense layer whose Fisher information
-    is the same for all examples. The prior precision :math:`\Pi` is exact if it is :math:`r_i c_j` for a weight from
-    unit j to unit i, for example with one scale per layer; otherwise it is replaced by the nearest such matrix in
-    logarithms. Sites that are not a weight or bias of such a layer, or are used several times, get a diagonal
-    precision, with a warning.
+    Status: approximate. Covariances between layers are dropped. Within layers, inputs and gradients are treated as
+    independent, and positions of a convolution are treated as exchangeable. The result is exact for a single dense
+    layer whose Fisher information is the same for all examples. The prior precision :math:`\Pi` is exact if it is
+    :math:`r_i c_j` for a weight from unit j to unit i, for example with one scale per layer. Otherwise, it is replaced
+    by the nearest such matrix in logarithms. Sites that are not a weight or bias of such a layer, or are used several
+    times, get a diagonal precision, with a warning.
 
     Raises:
         UnsupportedError: the prior couples latents, observed sites have different numbers of rows, or ``subset`` has

@@ -92,8 +92,8 @@ def check_mode(policy: str, method: Method, energy: Energy, known: Certificate |
     same U on the same data is not checked again.
 
     Args:
-        policy: ``"refuse"`` raises an error if the precision is the Hessian and the mode is not a minimum, or U has
-            kinks (ReLU); ``"accept"`` checks only that U is finite and not random.
+        policy: ``"refuse"`` raises an error if the precision is the Hessian, and either the mode is not a minimum or U
+            has kinks (ReLU). ``"accept"`` checks only that U is finite and not random.
         method: representation of the Gaussian.
         energy: U, of which the mode should be a minimum.
         known: an earlier record for this mode, if there is one.
