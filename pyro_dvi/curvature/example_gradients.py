@@ -55,7 +55,7 @@ class OuterGradients:
         return self.is_whole and self._inputs(slice(0, 1)).shape[1] == 1
 
     def chunks(self, size: int = 0) -> Iterator[slice]:
-        """Yield parts of the examples to process together; ``size`` is the additional memory per example."""
+        """Yield groups of examples to process together; ``size`` is the additional memory per example."""
         a, delta = self.parts(slice(0, 1))
         together = _CACHE if delta.device.type == "cpu" else _CHUNK
         count = max(1, together // (a.numel() + delta.numel() + size))
@@ -63,12 +63,12 @@ class OuterGradients:
             yield slice(start, start + count)
 
     def parts(self, part: slice) -> tuple[Tensor, Tensor]:
-        """Return a ``[m, T, q]`` and delta ``[K, m, T, p]`` of some examples."""
+        """Return the inputs a ``[m, T, q]`` and the gradients delta ``[K, m, T, p]`` of some examples."""
         delta = self._deltas[:, part]
         return self._inputs(part), self._of_output(delta.flatten(0, 1)).unflatten(0, delta.shape[:2])
 
     def factors(self, part: slice, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-        """Return a ``[m, q]`` and delta ``[m, K, p]`` of examples whose gradients are single outer products."""
+        """Return inputs a ``[m, q]`` and delta ``[m, K, p]`` of examples whose gradients are single outer products."""
         a, delta = self.parts(part)
         return a.squeeze(1).to(dtype), delta.squeeze(2).transpose(0, 1).to(dtype)
 
@@ -282,7 +282,7 @@ def _arranged(uses: Sequence[Use], deltas: Mapping[Any, Tensor | None]) -> list[
 
 
 def by_examples(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    """Gather w f of pairs of shape ``[*batch_shape, K]`` into tensors ``[B, K]``, one per number of examples B.
+    """Gather the products w f of pairs (f, w) ``[*batch_shape, K]`` into one tensor ``[B, K]`` for each size B.
 
     In gradients of these tensors, w is treated as a constant factor of f, but the gradients are functions of w.
     """

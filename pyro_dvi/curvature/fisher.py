@@ -107,7 +107,7 @@ class MinibatchGradient(Curvature):
 def _squared_gradient(
     likelihood: Linearisation, sites: Sequence[ObservedSite], labels: Sequence[Tensor]
 ) -> Tensor:
-    """Return half the weighted squared gradient of all log-likelihoods, each times the square root of its scale.
+    """Return half the weighted squared gradient of all log-likelihoods, each multiplied by the root of its scale.
 
     With several sites, scaling the joint gradient afterwards would give wrong weights to their cross terms.
     """

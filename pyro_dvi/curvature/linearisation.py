@@ -76,8 +76,8 @@ class Linearisation:
         values: their unconstrained means u; ``values[k]`` is a node of the autograd graph of every site.
         scales: posterior standard deviations, broadcastable to the values.
         sites: the observed sites.
-        precision_limits: function that returns, for each latent, the precision that its prior contributes to an optimal
-            posterior, kl_weight / s², or None if the prior is not Normal.
+        precision_limits: function that returns, for each latent, the precision kl_weight / s² that its prior
+            contributes to an optimal posterior, or None if the prior is not Normal.
         factors: ``pyro.factor`` terms, which have a log-density but no labels.
         recorder: the result of ``Curvature.recorder`` for this run.
         model: the model, which curvatures use as a key for cached checks.
@@ -136,8 +136,8 @@ class Curvature(ABC):
 
     with a curvature :math:`c_\lambda \approx -\partial^2_\lambda \log p`, which subclasses define.
 
-    To add a curvature, subclass and implement :meth:`penalty`; override :meth:`recorder` to observe the run of the
-    model or replace its functions.
+    To add a curvature, subclass this class and implement :meth:`penalty`. To observe the run of the model or replace
+    its functions, also override :meth:`recorder`.
     """
 
     @abstractmethod

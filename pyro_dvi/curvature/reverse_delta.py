@@ -12,7 +12,7 @@ of each example with respect to the weights:
 The derivatives are those of the *means*: variances are held constant, and the mean of a layer is a function of the mean
 of the layer before it. For ReLU, the derivative is :math:`\Phi(\mu/\sigma)`, the smoothed step. The second sum is over
 the functions y that use weights. :math:`\mathrm{Var}_{xw}` is the part of the variance of y that is due to the product
-of the noise in weights and inputs, :math:`\mathrm{Var}[x]\,\mathrm{Var}[w]` for a product.
+of the noise in weights and inputs; if y is a product, this part is :math:`\mathrm{Var}[x]\,\mathrm{Var}[w]`.
 
 Status: exact for linear models; otherwise first order in the noise, but with derivatives averaged over the noise. Only
 the noise of weights is included: inputs that are moments themselves are treated as deterministic, except in products

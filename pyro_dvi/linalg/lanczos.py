@@ -110,7 +110,7 @@ def smallest_eigenpair(
 ) -> Eigenpair:
     r"""Return the algebraically smallest eigenpair, from the Lanczos recursion with a random start.
 
-    Status: the value is an upper bound on the smallest eigenvalue and converges to it: after m steps, the error is
+    Status: the value is an upper bound on the smallest eigenvalue and converges to it. After m steps, the error is
     about :math:`(\lambda_{\max} - \lambda_{\min})\,(\log D / m)^2` in the worst case, and much smaller if the
     eigenvalue is well separated. The smallest eigenvalue of :math:`M^{-1/2} A M^{-1/2}` has the same sign, and the
     recursion often converges faster for this matrix.
@@ -193,7 +193,7 @@ class SpectralQuadrature:
         r"""Return the estimate of :math:`\log\det(A + cI) = \operatorname{tr}\log(A + cI)` for a shift c.
 
         For a posterior precision G + c D with a diagonal prior precision D, use the quadrature of
-        :math:`A = D^{-1/2} G D^{-1/2}`; adding ``D.log().sum()`` to this estimate then gives log det(G + c D) for any
+        :math:`A = D^{-1/2} G D^{-1/2}`. Adding ``D.log().sum()`` to this estimate then gives log det(G + c D) for any
         multiplier c of the prior. The number of steps should be about the square root of the condition number of A +
         cI.
 

@@ -37,9 +37,9 @@ class InMetric:
 
     Attributes:
         problem: U.
-        metric: M, similar to the Hessian of U: ``coloured(rows)`` returns the displacement of x, :math:`R^{-1} y`, for
-            each row y, and ``whitened(rows)`` returns the gradient with respect to y, :math:`R^{-\top} g`, for each row
-            g.
+        metric: M, similar to the Hessian of U. For each row y, ``coloured(rows)`` returns the displacement of x,
+            :math:`R^{-1} y`. For each row g, ``whitened(rows)`` returns the gradient with respect to y,
+            :math:`R^{-\top} g`.
         origin: :math:`x_0`, ``[D]``; displacements from it have smaller rounding errors.
     """
 

@@ -78,13 +78,13 @@ def conjugate_gradients(
         \Xi = (S^\top A S)^{-1}, \quad X \leftarrow X + S\,\Xi\,C, \quad
         Q\,Z \leftarrow Q - A S\,\Xi \;\text{ (QR)}, \quad S \leftarrow Q + S Z^\top, \quad C \leftarrow Z C .
 
-    The norm of each column of C equals the norm of the residual of its right-hand side. If the matrix is the identity
-    except in some directions, such as a prior precision plus the information in the data, S right-hand sides together
-    take about 1/S of the iterations that a single one takes. Right-hand sides may be linearly dependent. Each iteration
-    costs :math:`O(S^2 D)` in addition to the products. In finite precision, the recursion's residual drifts away from
-    :math:`b - A x`. When the recursion ends, the residual is therefore recomputed, with one more application of A. Rows
-    whose residuals exceed the tolerance then restart from their x, as long as each restart at least halves their
-    residuals.
+    The norm of each column of C equals the norm of the residual of its right-hand side. Suppose that the matrix is the
+    identity except in some directions, such as a prior precision plus the information in the data. Then S right-hand
+    sides together take about 1/S of the iterations that a single one takes. Right-hand sides may be linearly dependent.
+    Each iteration costs :math:`O(S^2 D)` in addition to the products. In finite precision, the recursion's residual
+    drifts away from :math:`b - A x`. When the recursion ends, the residual is therefore recomputed, with one more
+    application of A. Rows whose residuals exceed the tolerance then restart from their x, as long as each restart at
+    least halves their residuals.
 
     Status: exact up to the tolerance if ``converged``.
 

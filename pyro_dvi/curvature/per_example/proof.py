@@ -134,7 +134,7 @@ def examined(uses: Served, values: Mapping[int, Tensor], outputs: Tensor, seed: 
 
 
 def _found_elsewhere(calls: list[Use], deltas: Mapping[Any, Deltas], c: Tensor) -> list[Use] | None:
-    """Return the uses of a weight with the dimension of examples that gradients show; None if none or no other one."""
+    """Return the uses of a weight with the dimension of examples found from gradients; None without a new finding."""
     found = []
     for use in calls:
         plain, weighted = deltas[use.output]
