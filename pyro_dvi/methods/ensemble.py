@@ -45,8 +45,8 @@ class Ensemble:
         """Train all members.
 
         Args:
-            net: a torch module. Each member is a copy, whose layers get new random weights from their method
-                ``reset_parameters()``. Frozen layers keep their weights.
+            net: a torch module. Each member is a copy of it in which ``reset_parameters()`` gives the layers new random
+                weights. Frozen layers keep their weights.
             loader: as for :meth:`Method.fit`.
             epochs: number of epochs of each training run.
             seed: random seed of the first training run; the others use the following integers.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of guide and model at draws of the weights, which measure the curvature for the optimizer."""
+"""Runs of guide and model that draw the weights and measure the curvature for the optimizer."""
 
 from collections.abc import Collection, Sequence
 from copy import copy

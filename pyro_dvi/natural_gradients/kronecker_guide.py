@@ -44,9 +44,9 @@ class LayerFisher(Estimate):
 
     Args:
         at_mean: take gradients at the mean instead of at draws (K-FAC without noise).
-        observed: compute :math:`\delta` from the observed labels. By default, labels are drawn from the model at the
-            same weights, one for each example, which takes an additional backward pass. A ``pyro.factor`` has no
-            labels, so its own gradient is used.
+        observed: compute :math:`\delta` from the observed labels. By default, one label for each example is drawn from
+            the model at the same weights; this takes an additional backward pass. A ``pyro.factor`` has no labels, so
+            its own gradient is used.
         rest_only: measure only the other latents, as in the steps between two measurements of the factors.
 
     Source: Zhang et al. (2018), "Noisy natural gradient as variational inference"; Martens & Grosse (2015).

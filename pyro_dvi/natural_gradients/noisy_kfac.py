@@ -47,8 +47,8 @@ class NoisyKFACOptimizer(VOGNOptimizer):
         damping: :math:`\gamma`, the paper's extrinsic damping, in units of the curvature of one example. It does not
             change the posterior.
         factor_interval: number of steps between measurements of the factors, the paper's :math:`T_{stats}`.
-        inverse_interval: number of steps between inversions of the factors, which set the posterior covariances; the
-            paper's :math:`T_{inv}`.
+        inverse_interval: number of steps between inversions of the factors, the paper's :math:`T_{inv}`. Each inversion
+            sets the posterior covariances.
         estimate: estimate of the curvature; by default, ``LayerFisher()``.
         **options: further options of :class:`VOGNOptimizer`. The formulation is always ``Consistent()``. The option
             ``initial_curvature`` does not apply to the Kronecker factors: their averages start with the factors of the

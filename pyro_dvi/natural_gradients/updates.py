@@ -39,7 +39,7 @@ class Formulation(ABC):
 
     @abstractmethod
     def set_precisions(self, update: Update, damped: Tensors) -> None:
-        r"""Replace :math:`N(s + \tilde\delta)` in place by the posterior precisions; only ``damped`` has damping."""
+        r"""Replace :math:`N(s + \tilde\delta)` in place by posterior precisions; ``damped`` is the sum plus damping."""
 
 
 @dataclass(frozen=True)

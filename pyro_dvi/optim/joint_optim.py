@@ -42,7 +42,7 @@ class JointOptim(PyroOptim):
     Copies and pickles refer to parameters by their names in Pyro's store.
 
     Args:
-        optim_constructor: class of the torch optimizer. Its kernels are chosen for each parameter by device and dtype,
+        optim_constructor: class of the torch optimizer. A kernel is chosen for each parameter by its device and dtype,
             unless the options name one (``fused``, ``foreach``).
         optim_args: options of the torch optimizer, or a function from parameter names to options, as in Pyro's
             optimizers. Parameters with equal options share one torch optimizer.
@@ -313,9 +313,9 @@ def Adam(  # noqa: N802 (Pyro's style)
         optim_args: the learning rate of the means; posterior scales then have ten times this rate, as with
             :func:`learning_rates`. Alternatively, as in Pyro, options of the torch optimizer for all parameters, or a
             function from parameter names to options.
-        clip_args: as in :class:`JointOptim`: ``{"clip_norm": 10.0}`` bounds the norm of each gradient separately, and
+        clip_args: as in :class:`JointOptim`. ``{"clip_norm": 10.0}`` bounds the norm of each gradient separately.
             ``{"max_norm": num_data, "norm_type": math.inf}`` rescales all gradients so that no entry exceeds the number
-            of examples. As losses are sums over the data, this corresponds to a bound of 1 for a mean loss.
+            of examples; because losses are sums over the data, this corresponds to a bound of 1 for a mean loss.
         scheduler: function from a torch optimizer to a torch scheduler: a class, or ``partial`` of it. ``fit`` advances
             it after each epoch, or after each step with ``lr_schedule=EveryStep(optimizer)``; in a loop of your own,
             call ``optimizer.step()``. Schedules that multiply the learning rate preserve the ratio between means and

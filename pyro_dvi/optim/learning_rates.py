@@ -2,8 +2,8 @@
 r"""Learning rates for posterior scales.
 
 The optimizer updates the logarithm (or inverse softplus) of a posterior scale :math:`\sigma`. The gradient of this
-logarithm is small, and its optimum is several units away from the initial value. If it had the learning rate of the
-means, it would therefore converge much later than the means. This module gives scales their own learning rate, for
+logarithm is small, and its optimum is several units away from the initial value. With the learning rate of the means,
+the logarithm would therefore converge much later than the means. This module gives scales their own learning rate, for
 Pyro's optimizers (:func:`learning_rates`) and for torch's (:func:`parameter_groups`).
 """
 
