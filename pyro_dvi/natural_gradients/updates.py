@@ -175,10 +175,10 @@ class VOGNOptimizer(NaturalGradientOptimizer):
         warmup_steps: number of steps over which the learning rate rises from 0, at most a quarter of training; 0 means
             no warm-up. The KL weight rises quadratically over half of training if the length of training is known,
             otherwise with the learning rate.
-        total_steps: number of steps in which a cosine decay reduces the learning rate to zero. By default, ``fit`` sets
-            it to the length of training, unless the optimizer has a scheduler; in a loop of your own, there is no
-            decay. If both a number and a scheduler are given, their factors are multiplied. At a constant rate, means
-            keep fluctuating, by more than a posterior standard deviation if the posterior is cold.
+        total_steps: number of steps in which a cosine decay reduces the learning rate to zero. If this is None, ``fit``
+            uses the length of training, unless the optimizer has a scheduler. Without ``fit`` or a scheduler, the rate
+            is constant. If both a number and a scheduler are given, their factors are multiplied. At a constant rate,
+            means keep fluctuating, by more than a posterior standard deviation if the posterior is cold.
         deterministic_lr: learning rate of Adam for deterministic parameters (batch normalisation, a noise scale). The
             cosine and schedulers also apply to it, so it decreases in proportion to ``lr``. It has no warm-up.
         formulation: ``Consistent()``, or ``AsPrinted()``, which changes the defaults of the options above.

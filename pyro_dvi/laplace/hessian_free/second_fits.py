@@ -251,7 +251,7 @@ class HessianFreePosterior(LaplacePosterior):
         self._kept: dict[str | None, list[Fits]] = {}
 
     def responses(self, query: Query) -> Tensor:
-        """Return the mode's estimates of covariances, ``[B, K, K]``; estimates of variances may be negative."""
+        """Return what ``method.mode`` computes in place of covariances, ``[B, K, K]``; variances may be negative."""
         return self.method.mode.responses(self._fits(query), query)
 
     def covariance(self, query: Query) -> Tensor:
