@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Deterministic variational inference for Bayesian neural networks in Pyro.
 
-This module lists the public names. matplotlib is loaded when ``plots`` is first used, ArviZ when ``to_arviz`` is
-called, and pandas when a report is converted to a table.
+This module lists the public names. Optional libraries are imported when they are first needed: matplotlib by ``plots``,
+ArviZ by ``to_arviz``, and pandas when a report is converted to a table.
 """
 
 from importlib import import_module as _import_module
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
-    # One object per method, from a network to its posterior
+    # One object per method, which trains the posterior of a network
     "VariationalLaplace",
     "MomentPropagation",
     "NaturalGradients",

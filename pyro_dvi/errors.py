@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exceptions and warnings, grouped by who can fix the cause.
 
-Every exception names the site, function or file concerned, and a remedy. Each class also derives from the built-in
-exception that callers would expect.
+The message of every exception names the site, function or file concerned, and states a remedy. Each class also derives
+from the built-in exception that callers would expect.
 """
 
 import re
@@ -24,23 +24,23 @@ class PyroDviError(Exception):
 
 
 class ArgumentError(PyroDviError, ValueError):
-    """An argument has an invalid value: zero epochs, a negative step size, a schedule out of order."""
+    """An argument has an invalid value, such as zero epochs or a negative step size."""
 
 
 class ModelError(PyroDviError, ValueError):
-    """The model cannot be used this way: no observed site, a discrete latent, an unsuitable prior."""
+    """The model cannot be used this way: it has no observed site, a discrete latent, or an unsuitable prior."""
 
 
 class ParameterError(ModelError, ArithmeticError):
-    """A distribution of the model rejects its parameters: a negative noise scale, or weights that are too large."""
+    """A distribution of the model rejects its parameters: a noise scale is negative, or weights are too large."""
 
 
 class GuideError(PyroDviError, ValueError):
-    """The guide does not fit the model or the objective: a dependent posterior, a missing site, an extra site."""
+    """The guide does not fit the model or the objective: sites are dependent, missing or superfluous."""
 
 
 class DataError(PyroDviError, ValueError):
-    """The data are invalid: NaN, labels out of range, an empty loader, an unscaled minibatch."""
+    """The data are invalid: NaN values, labels out of range, an empty loader, or an unscaled minibatch."""
 
 
 class DeviceError(PyroDviError, RuntimeError):
@@ -48,13 +48,14 @@ class DeviceError(PyroDviError, RuntimeError):
 
 
 class UnsupportedError(PyroDviError, NotImplementedError):
-    """No rule exists for a function, module or distribution; the message names it and tells how to add a rule."""
+    """No rule exists for a function, module or distribution; the message names it and explains how to add a rule."""
 
 
 class NonFiniteError(PyroDviError, FloatingPointError):
     """A loss, gradient or variance became NaN or infinite.
 
-    If this stopped training, ``history`` is the record up to that point, and ``epoch`` and ``step`` locate it.
+    If the error ended training, ``epoch`` and ``step`` are those in which it occurred, and ``history`` is the record of
+    training up to then.
     """
 
     history: Any = None
@@ -65,8 +66,8 @@ class NonFiniteError(PyroDviError, FloatingPointError):
 class NotPositiveDefiniteError(PyroDviError, ArithmeticError):
     """A matrix that must be positive definite is not.
 
-    If a direction of zero or negative curvature was found, it is ``direction``, and ``curvature`` is its Rayleigh
-    quotient (or the eigenvalue that revealed it).
+    If a direction of zero or negative curvature was found, ``direction`` contains it. ``curvature`` is then the
+    Rayleigh quotient of this direction, or the eigenvalue that revealed it.
     """
 
     def __init__(self, *args: Any, direction: Any = None, curvature: float | None = None) -> None:
@@ -81,7 +82,7 @@ class NotConvergedError(PyroDviError, ArithmeticError):
 class UnconvergedError(NotConvergedError):
     """The mode of a Laplace approximation is not a minimum: training, or ``guide.polish``, ended too early.
 
-    ``diagnosis`` is set by ``guide.fit``, and ``report`` by ``guide.polish``.
+    ``guide.fit`` sets ``diagnosis``, and ``guide.polish`` sets ``report``.
     """
 
     diagnosis: Any = None
@@ -101,9 +102,9 @@ class DviWarning(UserWarning):
 
 
 def warn(message: str) -> None:
-    """Issue a ``DviWarning`` that points to the user's line, however deep the call.
+    """Issue a ``DviWarning`` that points to a line of the user's code, however deeply the call is nested.
 
-    That is the innermost line outside this library, Pyro and torch, for example a line of the model.
+    This line is the innermost one outside this library, Pyro and torch, for example a line of the model.
 
     Example:
         >>> with warnings.catch_warnings(record=True) as caught:

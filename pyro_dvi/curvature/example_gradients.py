@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Explicit gradients of the outputs of single examples, :math:`J_{ik} = \partial_u f_{ik}`.
 
-One backward pass per output k gives the gradients of all examples at every layer, from which the layer's rule
-(:mod:`pyro_dvi.curvature.per_example`) computes rows of J. Tensors without rules need products with J.
+One backward pass per output k gives the gradients of all examples at every layer. The layer's rule
+(:mod:`pyro_dvi.curvature.per_example`) computes rows of J from these gradients. For tensors without a rule, rows are
+computed from products with J.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -50,11 +51,11 @@ class OuterGradients:
 
     @property
     def is_single(self) -> bool:
-        """Whether each gradient is a single outer product with all its entries."""
+        """Whether each gradient is a single outer product, of which all entries are included."""
         return self.is_whole and self._inputs(slice(0, 1)).shape[1] == 1
 
     def chunks(self, size: int = 0) -> Iterator[slice]:
-        """Yield parts of the examples to process together; ``size`` is the additional memory per example."""
+        """Yield groups of examples to process together; ``size`` is the additional memory per example."""
         a, delta = self.parts(slice(0, 1))
         together = _CACHE if delta.device.type == "cpu" else _CHUNK
         count = max(1, together // (a.numel() + delta.numel() + size))
@@ -62,12 +63,12 @@ class OuterGradients:
             yield slice(start, start + count)
 
     def parts(self, part: slice) -> tuple[Tensor, Tensor]:
-        """Return a ``[m, T, q]`` and delta ``[K, m, T, p]`` of some examples."""
+        """Return the inputs a ``[m, T, q]`` and the gradients delta ``[K, m, T, p]`` of some examples."""
         delta = self._deltas[:, part]
         return self._inputs(part), self._of_output(delta.flatten(0, 1)).unflatten(0, delta.shape[:2])
 
     def factors(self, part: slice, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-        """Return a ``[m, q]`` and delta ``[m, K, p]`` of examples whose gradients are single outer products."""
+        """Return inputs a ``[m, q]`` and delta ``[m, K, p]`` of examples whose gradients are single outer products."""
         a, delta = self.parts(part)
         return a.squeeze(1).to(dtype), delta.squeeze(2).transpose(0, 1).to(dtype)
 
@@ -101,9 +102,9 @@ class ExampleGradients:
 
     Args:
         recorder: the context in which the model ran; it has the tensors u.
-        outputs: f, ``[B, K]``, a node of the graph of these tensors; weights of outputs must be included.
-        entries: indices of the entries to include in rows, by index of the tensor; all entries of tensors that are
-            missing, or if None.
+        outputs: f, ``[B, K]``, a node of the graph of these tensors. If outputs have weights, f must include them.
+        entries: for each tensor, by its index, the indices of the entries to include in rows. Tensors that are missing
+            are included with all entries; so are all tensors if this is None.
         names: names of the tensors, for warnings.
         served: uses of tensors whose rules were verified before; None means that rules are verified now.
 
@@ -142,7 +143,7 @@ class ExampleGradients:
 
     @property
     def cheap(self) -> bool:
-        """Whether rules give most of a row, and their gradients fit into memory."""
+        """Whether rules compute most of a row, and the gradients that they need fit into memory."""
         covered = sum(self.sizes[k] for k in self._uses)
         return 2 * covered > self.size and self.held <= _KEPT
 
@@ -281,9 +282,9 @@ def _arranged(uses: Sequence[Use], deltas: Mapping[Any, Tensor | None]) -> list[
 
 
 def by_examples(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    """Gather w f of pairs of shape ``[*batch_shape, K]`` into tensors ``[B, K]``, one per number of examples B.
+    """Gather the products w f of pairs (f, w) ``[*batch_shape, K]`` into one tensor ``[B, K]`` for each size B.
 
-    Their gradients are those of f times w: w is constant for these gradients, which may be functions of w.
+    In gradients of these tensors, w is treated as a constant factor of f, but the gradients are functions of w.
     """
     groups: dict[int, list[Tensor]] = {}
     for f, w in pairs:
@@ -314,7 +315,7 @@ def add_gauss_newton_matrix(examples: ExampleGradients, total: Tensor) -> None:
     .. math::
         G_{(p,q),(p',q')} = \sum_i \Bigl(\sum_k \delta_{ikp}\,\delta'_{ikp'}\Bigr)\,a_{iq}\,a'_{iq'},
 
-    which sums over examples, whereas rows of J would require a sum over examples and outputs.
+    This is a sum over examples. With rows of J, the sum would run over examples and outputs.
 
     Args:
         examples: J of B examples with K outputs.

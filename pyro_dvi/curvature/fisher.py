@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Curvatures from squared gradients, of the summed log-likelihood or of single examples.
 
-With labels drawn from the model, the squared gradient of the sum estimates the Fisher information; it is the default of
-Variational Laplace. With observed labels, it is what stochastic gradient descent penalises implicitly. The other
-curvatures sum squared gradients of single examples, :math:`\sum_i (\partial_u \ell_i)^2`.
+With labels drawn from the model, the squared gradient of the summed log-likelihood estimates the Fisher information.
+This is the default curvature of Variational Laplace. With observed labels, the squared gradient of the sum is the
+quantity that stochastic gradient descent penalises implicitly. The other curvatures sum squared gradients of single
+examples, :math:`\sum_i (\partial_u \ell_i)^2`.
 """
 
 from abc import abstractmethod
@@ -42,8 +43,8 @@ class Fisher(Curvature):
 
     Args:
         num_label_samples: number of label draws per step; each additional one costs a double backward pass.
-        every: k; the penalty is computed only in every k-th training step and multiplied by k, which is unbiased over
-            steps.
+        every: k; the penalty is computed only in every k-th training step and multiplied by k, so that its average over
+            steps is unbiased.
 
     Source: Unlu & Aitchison (2021), Eqs. 25-30, where :math:`\tilde g` is g with sampled labels.
 
@@ -83,8 +84,8 @@ class MinibatchGradient(Curvature):
     :math:`\sum_j g_{j\lambda}^2` with unscaled gradients. :class:`EmpiricalFisher` has one term per example instead.
 
     Status: deterministic, because no labels are drawn, but not an estimate of the Hessian. Away from the optimum, the
-    summed gradient grows with the minibatch size M, so c grows with :math:`M^2`; the sum over minibatches differs from
-    the square for the full batch. With ``MeanFieldGuide(scale=SGDStepSize(lr, batch_size))``, this curvature gives the
+    summed gradient grows with the minibatch size M, so c grows with :math:`M^2`. The sum of c over minibatches differs
+    from c for the full batch. With ``MeanFieldGuide(scale=SGDStepSize(lr, batch_size))``, this curvature gives the
     objective that relates the step size of SGD to the variance of a fixed posterior.
 
     Source: Unlu & Aitchison (2021), Eq. 27, and Eq. 29 (arXiv), written with the mean gradient, for the relation to
@@ -106,7 +107,7 @@ class MinibatchGradient(Curvature):
 def _squared_gradient(
     likelihood: Linearisation, sites: Sequence[ObservedSite], labels: Sequence[Tensor]
 ) -> Tensor:
-    """Return half the weighted squared gradient of all log-likelihoods, each times the square root of its scale.
+    """Return half the weighted squared gradient of all log-likelihoods, each multiplied by the root of its scale.
 
     With several sites, scaling the joint gradient afterwards would give wrong weights to their cross terms.
     """
@@ -185,10 +186,10 @@ class EmpiricalFisher(_ExampleSquares):
 
     .. math:: c_\lambda = \sum_s \mathrm{scale}_s \sum_i \bigl(\partial_\lambda \log p_s(y_{si} \mid u)\bigr)^2
 
-    Status: deterministic. Its expectation is the Fisher information only if the model is correct; it vanishes for
-    examples that are fitted perfectly. An example is an element of the site's batch shape. The paper has one term per
-    minibatch, which is :class:`MinibatchGradient`; the two agree for M = 1. Dense, convolutional and bias weights cost
-    about one extra pass; other weights cost one backward pass per example.
+    Status: deterministic. The expectation of this curvature is the Fisher information only if the model is correct. For
+    examples that are fitted perfectly, the curvature vanishes. An example is an element of the site's batch shape. The
+    paper has one term per minibatch instead (:class:`MinibatchGradient`); the two agree for M = 1. Dense, convolutional
+    and bias weights cost about one extra pass; other weights cost one backward pass per example.
 
     Source: Unlu & Aitchison (2021), Eq. 27, with an example in place of a minibatch; Kunstner et al. (2019) on its
     limitations.
@@ -209,8 +210,9 @@ def summed_squared_gradients(
 ) -> list[Tensor]:
     r"""Return :math:`\sum_i (w_i\,\partial_u f_i)^2` for every latent, differentiable with respect to the means.
 
-    Status: exact with one backward pass per example. The layer-wise rules attribute to example i the gradient through
-    its own row of the activations; this differs only if rows are coupled, as by batch normalisation in training mode.
+    Status: exact with one backward pass per example. The rules of layers include, for example i, only the gradient
+    through its own row of the activations. They are exact, too, unless rows are coupled, as in batch normalisation in
+    training mode.
 
     Args:
         values: the means u of the latents.

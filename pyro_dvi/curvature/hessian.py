@@ -19,14 +19,14 @@ class HessianDiagonal(Curvature):
         h_\lambda = -\partial^2_\lambda \sum_s \mathrm{scale}_s \log p_s(y_s \mid u)
 
     The objective has an optimum in the variance, :math:`\sigma_\lambda^2 = \beta/(\beta/s_\lambda^2 + h_\lambda)`, only
-    for a positive denominator. On single minibatches, the denominator is often negative, which is harmless, because the
-    margin m < 1 keeps the variance finite. If it is negative for a weight in most steps, the weight has no optimal
-    variance: use a positive curvature, such as :class:`Fisher`, or a narrower prior. If the prior is not Normal,
-    negative h are replaced by zero.
+    for a positive denominator. On single minibatches, the denominator is often negative. This is harmless, because the
+    margin m < 1 keeps the variance finite. If the denominator of a weight is negative in most steps, the weight has no
+    optimal variance: use a positive curvature, such as :class:`Fisher`, or a narrower prior. If the prior is not
+    Normal, negative h are replaced by zero.
 
-    Status: with ``num_probes=None``, the exact second-order expansion of Eq. 20 wherever the optimum exists (one
-    Hessian column per weight, so only for small networks); otherwise Hutchinson's estimate, which is unbiased before
-    the replacement. Requires third derivatives.
+    Status: with ``num_probes=None``, the exact second-order expansion of Eq. 20 wherever the optimum exists; this takes
+    one Hessian column per weight, so it suits only small networks. With probes, h is Hutchinson's estimate, which is
+    unbiased before negative values are replaced. Both require third derivatives.
 
     Args:
         num_probes: number of Rademacher probes of Hutchinson's estimator, or None for the exact diagonal.

@@ -4,8 +4,9 @@ r"""Expected Fisher information of a likelihood's own parameters, in factored fo
 For a distribution p(y | f(u)), the expected Fisher information in u is :math:`\sum_k (w_k\,\partial_u f_k)^2`, a sum
 over a few scalar parameters :math:`f_k` with weights :math:`w_k`. Each rule returns the pairs :math:`(f, w)` with shape
 ``[*batch_shape, K]``. Distributions with finite support need no rule, because :math:`f_k = \log p(k)` and
-:math:`w_k = \sqrt{p(k)}`. Parameters with cross terms are replaced by parameters without: in an exponential family, by
-one expectation parameter and the natural parameters of the others (Gamma, Beta).
+:math:`w_k = \sqrt{p(k)}`. If parameters have cross terms in the Fisher information, they are replaced by parameters
+that have none. In an exponential family (Gamma, Beta), these are one expectation parameter and the natural parameters
+of the others.
 
 To add a rule, register a function for the distribution class with :func:`information_rule`.
 """

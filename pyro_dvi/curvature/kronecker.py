@@ -58,7 +58,8 @@ class KroneckerLayer:
     r"""Sums for the Kronecker factors :math:`B \otimes A` of the Fisher information of a layer's weights W ``[p, q]``.
 
     Attributes:
-        tensors: index of the weight and, if there is one, of the bias, whose input is the last of the q inputs.
+        tensors: index of the weight and, if the layer has a bias, index of the bias. The input of the bias, 1, is then
+            the last of the q inputs.
         places: positions of W in a flat vector, ``[p, q]``; None if they are not needed.
         inputs: A, the sum of :math:`a a^\top` over examples and positions, ``[q, q]``.
         deltas: the sum of :math:`\delta \delta^\top` over the same terms, ``[p, p]``; B is this sum divided by
@@ -87,7 +88,7 @@ class KroneckerLayer:
 
 
 def nearest_product(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Return r ``[p, 1]`` and c ``[q]`` whose product is nearest to a positive matrix, in logarithms."""
+    """Return r ``[p, 1]`` and c ``[q]`` such that log(r c) is nearest to the logarithm of a positive matrix."""
     logs = matrix.log()
     r = (logs.mean(1, keepdim=True) - logs.mean() / 2).exp()
     return r, (logs.mean(0) - logs.mean() / 2).exp()

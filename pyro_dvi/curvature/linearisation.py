@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The linearisation of a model around the posterior mean, and the base class of curvatures.
 
-The ELBO constructs a :class:`Linearisation` from one run of guide and model, from which a curvature computes a penalty
-for the spread of the posterior around its mean. This module does not depend on Pyro.
+The ELBO constructs a :class:`Linearisation` from one run of guide and model. From this object, a curvature computes a
+penalty for the spread of the posterior around its mean. This module does not depend on Pyro.
 """
 
 from abc import ABC, abstractmethod
@@ -29,9 +29,9 @@ class ObservedSite:
         name: the site's name.
         fn: its distribution, with parameters that depend on the latent means.
         value: the observed value.
-        scale: the plate's scale, N/M for a minibatch of M of N examples.
+        scale: the plate's scale, N/M for a minibatch with M of the N examples.
         mask: elements to include, or None.
-        share: the fraction of the rows of its plates in this minibatch.
+        share: the fraction of the rows of the site's plates that are in this minibatch.
     """
 
     name: str
@@ -72,12 +72,12 @@ class Linearisation:
     """The log-likelihood around the posterior mean, from one run of the model.
 
     Attributes:
-        names: latent sites whose uncertainty is expanded.
+        names: names of the latent sites around whose means the log-likelihood is expanded.
         values: their unconstrained means u; ``values[k]`` is a node of the autograd graph of every site.
         scales: posterior standard deviations, broadcastable to the values.
         sites: the observed sites.
-        precision_limits: function that returns, for each latent, the precision that its prior contributes to an optimal
-            posterior, kl_weight / s², or None if the prior is not Normal.
+        precision_limits: function that returns, for each latent, the precision kl_weight / s² that its prior
+            contributes to an optimal posterior, or None if the prior is not Normal.
         factors: ``pyro.factor`` terms, which have a log-density but no labels.
         recorder: the result of ``Curvature.recorder`` for this run.
         model: the model, which curvatures use as a key for cached checks.
@@ -136,8 +136,8 @@ class Curvature(ABC):
 
     with a curvature :math:`c_\lambda \approx -\partial^2_\lambda \log p`, which subclasses define.
 
-    To add a curvature, subclass and implement :meth:`penalty`; override :meth:`recorder` to observe the run of the
-    model or replace its functions.
+    To add a curvature, subclass this class and implement :meth:`penalty`. To observe the run of the model or replace
+    its functions, also override :meth:`recorder`.
     """
 
     @abstractmethod

@@ -77,7 +77,7 @@ class LinearMap:
 
     @cached_property
     def _dual(self) -> tuple[Tensor, list[Tensor | None]]:
-        """A cotangent, and its products with J as functions of it; None for a value without effect on the outputs."""
+        """A cotangent c, and Jᵀ c for each value as a function of c; None for a value that does not affect outputs."""
         cotangent = torch.zeros_like(self.outputs).requires_grad_()
         if not self.outputs.requires_grad:
             return cotangent, [None] * len(self.values)
@@ -116,10 +116,10 @@ def information_pairs(
 def batched_gradients(
     outputs: Any, values: Sequence[Tensor], cotangents: Any, vectors_at_once: int, **options: bool
 ) -> list[Tensor]:
-    """Return vector-Jacobian products for cotangents with an additional first dimension S, some at a time.
+    """Return vector-Jacobian products for cotangents with an additional first dimension S, computed some at a time.
 
-    If the outputs are gradients that have a graph, these are products with the Hessian, :math:`H v`. For the options
-    ``create_graph`` and ``allow_unused``, see :func:`gradients_at`.
+    If the outputs are gradients that have a graph, the products are Hessian-vector products, :math:`H v`. For the
+    options ``create_graph`` and ``allow_unused``, see :func:`gradients_at`.
     """
     found = gradients_at(outputs, values, cotangents, vectors_at_once, **options)
     lead = len(cotangents if isinstance(cotangents, Tensor) else cotangents[0])
@@ -135,7 +135,7 @@ def gradients_at(
     create_graph: bool = False,
     allow_unused: bool = True,
 ) -> list[Tensor | None]:
-    """Return products as in :func:`batched_gradients`, at tensors or edges of the graph; None if one is unused.
+    """Return products as in :func:`batched_gradients`, at tensors or edges of the graph; None where one is unused.
 
     Functions that cannot be vectorised are called once per vector.
     """

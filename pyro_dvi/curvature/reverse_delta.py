@@ -12,15 +12,15 @@ of each example with respect to the weights:
 The derivatives are those of the *means*: variances are held constant, and the mean of a layer is a function of the mean
 of the layer before it. For ReLU, the derivative is :math:`\Phi(\mu/\sigma)`, the smoothed step. The second sum is over
 the functions y that use weights. :math:`\mathrm{Var}_{xw}` is the part of the variance of y that is due to the product
-of the noise in weights and inputs, :math:`\mathrm{Var}[x]\,\mathrm{Var}[w]` for a product.
+of the noise in weights and inputs; if y is a product, this part is :math:`\mathrm{Var}[x]\,\mathrm{Var}[w]`.
 
 Status: exact for linear models; otherwise first order in the noise, but with derivatives averaged over the noise. Only
 the noise of weights is included: inputs that are moments themselves are treated as deterministic, except in products
 with a weight.
 
 Cost: one backward pass per output and, for weights that are shared by positions or used several times, per-example
-gradients from the rules of :mod:`pyro_dvi.curvature.per_example`. A function without such a rule, or whose rows do not
-belong to single examples, takes one backward pass per example and output.
+gradients from the rules of :mod:`pyro_dvi.curvature.per_example`. If a function has no such rule, or if its rows do not
+belong to single examples, it needs one backward pass per example and output.
 """
 
 from collections import Counter, defaultdict
@@ -47,11 +47,11 @@ _COPYING = (torch.Tensor.expand, torch.Tensor.repeat)
 
 @dataclass(frozen=True)
 class Traced:
-    """A call with weights on which outputs depend.
+    """A function call that takes weights, and on whose result the outputs depend.
 
     Attributes:
         call: the call.
-        uses: uses by weight, if rules give per-example gradients; otherwise None.
+        uses: the uses of each weight, if rules give per-example gradients; otherwise None.
         noise: variance of the output that is due to the product of the noise in weights and inputs; None if the inputs
             are deterministic.
     """
@@ -74,7 +74,7 @@ def calls_behind(outputs: Tensor, calls: Sequence[Call], weights: dict[int, Tens
         calls: calls with weights and other arguments.
         weights: means of the weights, and of functions of weights only, by id.
     """
-    # Unequal factors, so that the effects of several outputs on a layer do not cancel by symmetry.
+    # The factors are unequal, so that the effects of several outputs on a layer do not cancel by symmetry.
     sums = outputs @ torch.linspace(1, 2, outputs.shape[1], dtype=outputs.dtype, device=outputs.device)
     slopes = gradients_at(calls, sums.sum())
     reached = [call for call, slope in zip(calls, slopes, strict=True) if slope is not None]
@@ -95,7 +95,7 @@ def calls_behind(outputs: Tensor, calls: Sequence[Call], weights: dict[int, Tens
 
 
 def gradients_at(calls: Sequence[Call], value: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the gradients of a scalar with respect to the outputs of calls; None if it does not depend on one."""
+    """Return the gradients of a scalar with respect to the outputs of calls; None for outputs without effect on it."""
     if not calls:
         return ()
     places = [call.output for call in calls]
@@ -201,7 +201,7 @@ class ReverseDeltaRecorder:
     Use it for one run only, with :func:`~pyro_dvi.moments.dispatch.observed_by` and gradients enabled.
 
     Args:
-        weights: latent weights by name; may be added while the model runs.
+        weights: latent weights by name; further weights may be added while the model runs.
 
     Example:
         >>> from pyro_dvi.moments.dispatch import observed_by
@@ -299,7 +299,7 @@ class ReverseDeltaRecorder:
 
     @torch.enable_grad()
     def reaches(self, out: GaussianMoments) -> bool:
-        """Return whether a weight affects ``out`` through a function that has other arguments, too."""
+        """Return whether a weight affects ``out`` through a function that also has other arguments."""
         if not out.loc.requires_grad:
             return False
         return any(slope is not None for slope in gradients_at(self._uses(), out.loc.sum()))
@@ -336,7 +336,7 @@ class ReverseDeltaRecorder:
         for trusted in (
             traced,
             [replace(one, uses=None) for one in traced],
-        ):  # otherwise, with a pass per example
+        ):  # the second attempt uses a backward pass per example
             pullback = Pullback(trusted, makers, len(rows))
             variance = torch.stack([pullback.variance(column) for column in rows.unbind(1)], 1)
             if self._is_proved(rows[-1, -1], variance[-1, -1], traced):
@@ -347,7 +347,7 @@ class ReverseDeltaRecorder:
         )
 
     def _is_proved(self, output: Tensor, variance: Tensor, traced: Sequence[Traced]) -> bool:
-        """Return whether the variance of an output is at least its variance from plain gradients (padding has none)."""
+        """Return whether an output's variance is at least that from plain gradients (padding has no gradient)."""
         weights = list(self._weights.values())
         places = [*(weight._loc for weight in weights), *(one.call.output for one in traced)]
         spreads = [*(weight.variance for weight in weights), *(one.noise for one in traced)]

@@ -2,10 +2,10 @@
 r"""Convolution and batch normalisation with a fast second derivative.
 
 A squared-gradient penalty differentiates twice: once to obtain the gradient :math:`\tilde g`, and once through it.
-PyTorch composes the second derivative of a convolution from further convolutions with unusual strides and swapped axes,
-and takes about twenty passes over the activations for a batch normalisation. The formulas below use only the kernels of
+PyTorch composes the second derivative of a convolution from further convolutions with unusual strides and swapped axes.
+For a batch normalisation, it takes about twenty passes over the activations. The formulas below use only the kernels of
 an ordinary forward and backward pass. Inside :class:`FastSecondDerivatives`, every ``conv1d/2d/3d`` and training-mode
-``batch_norm`` of unmodified user code uses them; values and derivatives are the same up to rounding.
+``batch_norm`` of unmodified user code uses these formulas; values and derivatives are the same up to rounding.
 
 To add a function, write its backward pass as a second :class:`torch.autograd.Function`, and add a wrapper to the table
 at the end. The wrapper returns ``NotImplemented`` for arguments that PyTorch should handle.

@@ -87,7 +87,7 @@ class SquaredGradients(WeightRecorder):
         return {k: uses for k, uses in self._uses.items() if uses and k not in self._without_rule}
 
     def served(self, num_examples: int) -> Served:
-        """Return the uses of tensors all of whose uses may give per-example gradients."""
+        """Return the uses of the tensors for which every use may give per-example gradients."""
         return with_rows_of_examples(self.uses(), num_examples)
 
     def obstacle(self, k: int) -> str:
@@ -117,7 +117,8 @@ class SquaredGradients(WeightRecorder):
 
         Args:
             served: a subset of the result of :meth:`served`.
-            deliver: function that is called with the index of a tensor and its sum of squares, after its last use.
+            deliver: function that is called with the index of a tensor and its sum of squares, after the tensor's last
+                use.
         """
         for k, uses in served.items():
             gathered = _Gathered(len(uses) > 1)
@@ -194,7 +195,7 @@ class _Gathered:
 def _divided(x: Tensor, inputs: tuple[Tensor | None, ...], outputs: tuple[Tensor, ...]) -> tuple | None:
     """Return the gradient of ``x``: the gradient of the output divided by the standard deviation of its channel.
 
-    No gradient passes through the statistics, which mix rows, nor through the weight.
+    No gradient passes through the statistics, because they mix rows, and none passes through the weight.
     """
     if inputs[0] is None:
         return None

@@ -21,7 +21,7 @@ from pyro_dvi.moments.weight_uses import parts_of
 
 
 def hold_variances(func: Callable, args: tuple, kwargs: dict[str, Any], result: Any) -> list[GaussianMoments]:
-    """Hold the variances of the moments that a function returned constant, and return these moments."""
+    """Hold constant the variances of the moments that a function returned, and return these moments."""
     arguments = {id(a) for a in tree_leaves((args, kwargs))}
     parts = [part for part in parts_of(result) if id(part) not in arguments]
     for part in parts:
@@ -44,12 +44,12 @@ class Slot:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A call of a function with weights among its arguments, and one of the returned moments.
+    """The record of a function call with weights among its arguments, and of one of the moments that it returned.
 
     Attributes:
         func: the function.
         args: its positional arguments, detached, with a :class:`Slot` in place of each weight.
-        kwargs: its keyword arguments, likewise.
+        kwargs: its keyword arguments, detached, with a :class:`Slot` in place of each weight.
         weights: the weights by id, detached.
         place: index of the moments among those that the function returned.
         result: these moments, kept alive so that their id is not reused.
@@ -109,7 +109,7 @@ class Call:
     def interaction(self) -> Tensor | None:
         """Return the variance due to products of the noise in weights and in other arguments; None without such noise.
 
-        It is the variance minus the variances due to each argument alone.
+        This is the total variance of the result minus the variances due to each argument alone.
         """
         if not self.others:
             return None

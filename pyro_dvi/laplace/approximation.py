@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A guide that is a point mass until a Gaussian is fitted around it: predictions, samples and files."""
+"""Predictions, samples and files of a guide that is a point mass until a Gaussian is fitted around it."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -36,9 +36,9 @@ WIDE_WEIGHTS = (
 class GaussianAtMode(FactorisedGuide):
     """The part of :class:`~pyro_dvi.LaplaceGuide` that Pyro, predictions and files use.
 
-    Subclasses find the mode and the Gaussian. They set ``_fitted`` to the result of the last fit, ``_certificate`` to
-    the record that the mode is a minimum (None if there is no fit or no record), and ``_failed`` to True if a fit
-    fails.
+    Subclasses find the mode and the Gaussian, and set three attributes. ``_fitted`` is the result of the last fit.
+    ``_certificate`` is the record that the mode is a minimum, or None if there is no fit or no record. ``_failed`` is
+    True if a fit failed.
     """
 
     prediction_rule: Any = "Linearised"  # a rule or its name
@@ -78,7 +78,7 @@ class GaussianAtMode(FactorisedGuide):
 
     @torch.no_grad()
     def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Return the mode of every site, which in unconstrained space is the median."""
+        """Return the mode of every site; in unconstrained space, the mode is also the median."""
         return self._constrained(self.unconstrained_mode())
 
     def _point_mass(self, batches: Iterable[Any] | None = None) -> PointMass:
@@ -130,8 +130,8 @@ class GaussianAtMode(FactorisedGuide):
             shape ``[S, B, ...]``, like the ``mean`` of :meth:`predictive`.
 
         Raises:
-            GuideError: the guide is not fitted. The function also raises it if the mode has moved or the guide was
-                fitted again.
+            GuideError: the guide is not fitted. The returned function also raises this error if the mode has moved or
+                the guide was fitted again.
             UnsupportedError: the method of the fit cannot draw samples.
         """
         check_count("count", count)
@@ -187,7 +187,7 @@ class GaussianAtMode(FactorisedGuide):
         return fitted
 
     def check_model(self, model: Callable[..., Any], plates: bool = False) -> None:
-        """Raise if there is a Gaussian of the current mode, and the model is not the model of the fit.
+        """Raise an error if the current mode has a Gaussian, but it was fitted to a different model.
 
         Args:
             model: the model.
@@ -214,15 +214,18 @@ class GaussianAtMode(FactorisedGuide):
         return rescaled_model(model, self.scale_factors)
 
     def example_latents(self) -> dict[str, Tensor]:
-        """Return the mode, for runs that need any value of the latents; not every method can draw samples."""
+        """Return the mode, for runs in which the values of the latents do not matter.
+
+        A draw would not do, because not every method can draw samples.
+        """
         return self.median()
 
     def linearised(self, inputs: tuple[Any, ...], read: ReadOutputs) -> GaussianOutputs:
-        """Return the Gaussian of the outputs that a function returns.
+        """Return the Gaussian of the outputs that are computed with ``read``.
 
         Args:
             inputs: positional arguments of the model.
-            read: differentiable function from unconstrained latents and the number of rows to the outputs.
+            read: differentiable function that returns the outputs, given unconstrained latents and the number of rows.
         """
         fitted = self.fitted
         query = Query(read, inputs, fitted.point.locs, fitted.layout, read=read)
@@ -233,8 +236,8 @@ class GaussianAtMode(FactorisedGuide):
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Sample every latent site; Pyro calls this with the arguments of the model.
 
-        If gradients are enabled, as in training, the values are the mode. If they are disabled (``Predictive``,
-        ``Samples``), the values after :meth:`fit` are a draw from the Gaussian, with a warning.
+        If gradients are enabled, as in training, the values are the mode. If gradients are disabled (``Predictive``,
+        ``Samples``) and the guide is fitted, the values are a draw from the Gaussian, and a warning is issued.
         """
         self.initialize(*args, **kwargs)
         if torch.is_grad_enabled() or not self._is_expected:
@@ -252,7 +255,7 @@ class GaussianAtMode(FactorisedGuide):
 
     @torch.no_grad()
     def sample(self, sample_shape: Sequence[int] | int = ()) -> dict[str, Tensor]:
-        """Draw all sites at once, from the Gaussian after :meth:`fit`; before, every draw is the mode.
+        """Draw all sites at once from the Gaussian; before :meth:`fit`, every draw is the mode.
 
         Args:
             sample_shape: leading dimensions of the draws, or their number.
@@ -333,9 +336,10 @@ def largest_variance(guide: GaussianAtMode, size: int) -> dict[str, Tensor]:
 
     .. math:: S = \arg\max_{|S| = \text{size}} \sum_{i \in S} \sigma_i^2
 
-    Status: optimal for independent latents: of all subsets of this size, the posterior with the other latents fixed at
-    the mode is closest to the full posterior in Wasserstein distance. A heuristic for other Gaussians. Variances are in
-    squared units of the latents, so weights that the data do not determine come first.
+    Status: optimal for independent latents; a heuristic for other Gaussians. Optimal means that, among all subsets of
+    this size, fixing the other latents at the mode gives the posterior that is closest to the full posterior in
+    Wasserstein distance. Variances are in squared units of the latents, so weights that the data do not determine come
+    first.
 
     Args:
         guide: a guide fitted with a method that computes variances, such as ``Diagonal()`` for large networks.

@@ -85,7 +85,7 @@ class PointMass:
     def energy(
         self, model: Callable, batches: Iterable[Any], subset: Subset | None, **options: Any
     ) -> Energy:
-        """Return U on all the data, for a model with the scales in its code, with options of :class:`Energy`.
+        """Return U on all the data, with options of :class:`Energy`; the model has the scales as written in its code.
 
         Raises:
             ArgumentError: a scale factor is not positive, or the model does not have its site.
@@ -159,7 +159,7 @@ def rescaled_model(model: Callable[..., Any], factors: Mapping[str, float]) -> C
 
 
 class ModelReference:
-    """A reference to a model that copies share and pickles omit, as in Pyro's guides.
+    """A reference to a model that copies share and that pickles omit, as in Pyro's guides.
 
     Args:
         model: a Pyro model; None after unpickling.
@@ -228,10 +228,10 @@ class Fitted:
         return values
 
     def check(self, model: Callable[..., Any], latents: dict[str, Tensor], plates: bool = False) -> None:
-        """Raise if a model is not the model of the fit.
+        """Raise an error if a model is not the model of the fit.
 
         Args:
-            model: the model, with the scales in its code.
+            model: the model, with the scales as written in its code.
             latents: the constrained mode.
             plates: also compare plates and shapes of observed sites, which do not affect predictions.
 

@@ -33,8 +33,9 @@ class LaplaceGuide(GaussianAtMode):
         U(u) = \tfrac1T\bigl[-\tfrac1\beta\log p(D \mid u) - \log p(u)\bigr]
 
     During training with ``SVI`` and any ELBO, the guide is a point mass in unconstrained space, and the loss is
-    :math:`\beta T U` up to a constant. Then, :meth:`polish` finds the minimum, and :meth:`fit` fits the Gaussian, which
-    :meth:`predictive`, ``predict`` and :meth:`log_evidence` use. Predictions linearise the model around the mode.
+    :math:`\beta T U` up to a constant. After training, :meth:`polish` finds the minimum, and :meth:`fit` fits the
+    Gaussian. :meth:`predictive`, ``predict`` and :meth:`log_evidence` use this Gaussian. Predictions linearise the
+    model around the mode.
 
     Status: exact for linear models with Gaussian noise; otherwise a local approximation.
 
@@ -43,14 +44,14 @@ class LaplaceGuide(GaussianAtMode):
         kl_weight: :math:`\beta`, which tempers the likelihood, :math:`p(D \mid u)^{1/\beta}`. None means the KL weight
             of the objective that trains the guide, or 1 if there is none.
         temperature: T, a factor of the covariance; it does not change the mode.
-        init_loc_fn: Pyro's initialisation strategy for the mode; by default, the weights that a network had before
-            :func:`~pyro_dvi.to_bayesian_`, so the weights of a trained network are already a mode.
+        init_loc_fn: Pyro's initialisation strategy for the mode. The default is the weights that a network had before
+            :func:`~pyro_dvi.to_bayesian_`; the weights of a trained network are therefore already a mode.
         create_plates: as in Pyro's guides.
 
     Attributes:
         locs: module of modes, ``guide.locs.<site>``.
-        scale_factors: multipliers in U of the scales of latent or observed sites; set by :meth:`tune` and not used in
-            training.
+        scale_factors: multipliers of the scales of latent or observed sites; :meth:`tune` sets them. They enter U, but
+            not the loss of training.
 
     Raises:
         ModelError: a latent is discrete, or the model has no latents.
@@ -107,14 +108,15 @@ class LaplaceGuide(GaussianAtMode):
         After Ctrl-C or an error, the guide keeps the best point so far.
 
         Status: finds a local minimum, where the Hessian is positive definite as far as 200 Lanczos steps can tell. If U
-        has kinks (ReLU), finds a point where the Newton decrement of the Gauss-Newton matrix is small, or warns.
+        has kinks (ReLU), finds a point where the Newton decrement of the Gauss-Newton matrix is small, or issues a
+        warning.
 
         Args:
             batches: all the data, unchanged between passes.
             subset: the latents to optimise, as in :meth:`fit`.
             tolerance: bound on the Newton decrement :math:`g^\top P^{-1} g`, in squared posterior standard deviations.
             max_gradients: maximum work of the search, in full-data gradients, after which an error is raised. The
-                preconditioner counts as the number of gradients that take as many floating-point operations.
+                preconditioner counts as the number of gradients that need the same number of floating-point operations.
             progress: show a progress bar in a terminal or notebook.
 
         Raises:
@@ -145,7 +147,7 @@ class LaplaceGuide(GaussianAtMode):
         r"""Check whether the mode is a minimum of U, without moving it.
 
         ``print`` the result for a summary. After ``tune``, U has the tuned scales, so a mode that was trained with
-        other scales is not its minimum.
+        other scales is not a minimum of this U.
 
         Args:
             batches: all the data.
@@ -217,8 +219,8 @@ class LaplaceGuide(GaussianAtMode):
     ) -> LaplacePosterior:
         """Check that the mode is a minimum, and construct the Gaussian with ``make``.
 
-        The check uses tuned scales only if the mode was polished after tuning, otherwise the scales in the model's
-        code.
+        The check uses tuned scales only if the mode was polished after tuning; otherwise, it uses the scales in the
+        model's code.
         """
         point, model, latents = self._point_mass(), self._plain_model.get(), self.median()
         self._fitted, self._failed = None, True
@@ -259,8 +261,8 @@ class LaplaceGuide(GaussianAtMode):
         Args:
             batches: all the data.
             determinant: ``ByLanczos(num_probes, steps)``. None means the determinant of the last :meth:`fit`, if its
-                method has one and the batches are the same; otherwise the exact one up to D = 1,000, and Lanczos
-                beyond.
+                method has one and the batches are the same. Otherwise, the determinant is exact for D up to 1,000, and
+                Lanczos quadrature is used for larger D.
             subset: as in :meth:`fit`; by default, the subset of the last fit, or all.
 
         Raises:
@@ -284,11 +286,11 @@ class LaplaceGuide(GaussianAtMode):
         r"""Return the log evidence as a differentiable function of tensors of the model.
 
         Gradients reach all tensors that require gradients: scales of priors and of the noise, ``pyro.param``, and
-        parameters of networks without priors. The mode is constant; at a minimum, gradients therefore lack only the
-        effect of the mode on the determinant. Alternate between steps of an optimizer and :meth:`polish`.
+        parameters of networks without priors. The mode is treated as constant; at a minimum, gradients therefore omit
+        only the effect of the mode on the determinant. Alternate between steps of an optimizer and :meth:`polish`.
 
         Args:
-            batches: all the data, whose graphs are in memory at the same time.
+            batches: all the data; the graphs of all batches are in memory at the same time.
             method: method for the determinant: ``Dense()``, the default, ``Diagonal()``, ``KroneckerFactored()`` or
                 ``Functional()``, with ``GGN()``.
             subset: as in :meth:`fit`.
@@ -328,8 +330,8 @@ class LaplaceGuide(GaussianAtMode):
 
         The mode does not move, although U has another minimum with other scales (``polish`` moves the mode there).
         Values are relative to the scales in the code of the model; several scales are tuned in turn until none changes.
-        If possible, tune classifiers on validation data: tuning with the evidence makes their probabilities
-        under-confident, and there is a warning.
+        If possible, tune classifiers on validation data. Tuning with the evidence makes their probabilities
+        under-confident, so it issues a warning for them.
 
         Args:
             batches: all the data.
@@ -338,16 +340,17 @@ class LaplaceGuide(GaussianAtMode):
             criterion: ``ByEvidence()``, the default, or ``ByValidation(batches)``.
             method: as in :meth:`fit`; by default, the method of the last fit.
             subset: as in :meth:`fit`; by default, the subset of the last fit.
-            values: values to try; by default, 25 from 0.001 to 1,000 for a prior precision, 17 from 0.1 to 10 for a
-                noise scale.
+            values: values to try; by default, 25 values from 0.001 to 1,000 for a prior precision, and 17 values from
+                0.1 to 10 for a noise scale.
             refinements: number of additional values between the neighbours of the best value.
             unconverged: as in :meth:`fit`.
             seed: random seed.
             progress: show a progress bar.
 
         Returns:
-            The scores of all values; the ``best`` one is in ``guide.scale_factors``, with a warning if it is the
-            smallest or largest. For several scales, this is the curve of the first scale, with those of the ``others``.
+            The scores of all values. The ``best`` value determines ``guide.scale_factors``; there is a warning if it is
+            the smallest or largest value. For several scales, this is the curve of the first scale; its attribute
+            ``others`` contains the other curves.
 
         Raises:
             ArgumentError: a value is not positive, the criterion is the evidence of a tempered posterior, or two scales

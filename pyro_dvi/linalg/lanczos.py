@@ -13,13 +13,14 @@ from pyro_dvi.linalg.operator import Operator, apply, gaussian_rows
 
 
 class LanczosProcess:
-    r"""The Lanczos recursion for several starting vectors at once, with one application per :meth:`advance`.
+    r"""The Lanczos recursion for several starting vectors at once; :meth:`advance` applies the operator once.
 
     .. math::
         \beta_k\, q_{k+1} = A q_k - \alpha_k q_k - \beta_{k-1} q_{k-1}, \qquad \alpha_k = q_k^\top A q_k
 
-    Each new vector is orthogonalised against all earlier ones, twice. A row ends when beta is within rounding error of
-    zero: its Krylov space is then invariant, and the operator is no longer applied to it.
+    Each new vector is orthogonalised against all earlier ones, twice. The recursion of a row (one starting vector) ends
+    when beta is within rounding error of zero: the row's Krylov space is then invariant, and the operator is no longer
+    applied to the row.
 
     Args:
         operator: A.
@@ -90,7 +91,7 @@ class Eigenpair:
             negative value proves that the matrix is not positive definite.
         vector: v, ``[D]``, of norm one.
         residual: :math:`|A v - \lambda v|`; some eigenvalue lies within this distance of the value.
-        norm: lower bound on the largest ``|eigenvalue|``, from the same space.
+        norm: lower bound on the largest ``|eigenvalue|``, from the same Krylov space.
     """
 
     value: float
@@ -109,19 +110,21 @@ def smallest_eigenpair(
 ) -> Eigenpair:
     r"""Return the algebraically smallest eigenpair, from the Lanczos recursion with a random start.
 
-    Status: the value is an upper bound on the smallest eigenvalue and converges to it: after m steps, the error is
+    Status: the value is an upper bound on the smallest eigenvalue and converges to it. After m steps, the error is
     about :math:`(\lambda_{\max} - \lambda_{\min})\,(\log D / m)^2` in the worst case, and much smaller if the
-    eigenvalue is well separated. The sign is the same for :math:`M^{-1/2} A M^{-1/2}`, which often converges faster.
+    eigenvalue is well separated. The smallest eigenvalue of :math:`M^{-1/2} A M^{-1/2}` has the same sign, and the
+    recursion often converges faster for this matrix.
 
     Args:
         operator: A, symmetric.
         like: vector ``[D]`` with the dtype and device to use.
-        steps: maximum number of applications to one vector; ``steps * D`` numbers are stored, at most 20 steps or 2
-            GiB.
-        tolerance: bound on the residual relative to ``|value|``; below 1, the sign of some eigenvalue is certain.
+        steps: maximum number of steps, each of which applies the operator to one vector. ``steps * D`` numbers are
+            stored. If they exceed 2 GiB, the maximum is reduced, but not below 20.
+        tolerance: bound on the residual relative to ``|value|``. If it is below 1, some eigenvalue certainly has the
+            sign of the value.
 
     Raises:
-        ArgumentError: a number of steps or probes is not positive.
+        ArgumentError: the number of steps is not positive.
 
     Source: Kuczynski & Wozniakowski (1992) for random starts.
 
@@ -168,8 +171,8 @@ class SpectralQuadrature:
 
     Attributes:
         nodes: Ritz values, ``[probes, steps]``, in float64 on the CPU.
-        weights: weights of the nodes, ``[probes, steps]``; each row sums to 1, with zeros if a Krylov space ended
-            early.
+        weights: weights of the nodes, ``[probes, steps]``. Each row sums to 1; its last weights are zero if the Krylov
+            space ended early.
         dim: D.
     """
 
@@ -178,8 +181,8 @@ class SpectralQuadrature:
     dim: int
 
     def trace(self, function: Callable[[Tensor], Tensor]) -> TraceEstimate:
-        """Return the estimate of tr f(A) for an elementwise ``function``, without further applications."""
-        # Padding may be outside the domain of f.
+        """Return the estimate of tr f(A) for an elementwise ``function``, without applying the operator again."""
+        # Nodes that are padding may lie outside the domain of f.
         nodes = torch.where(self.weights > 0, self.nodes, self.nodes[:, :1])
         per_probe = self.dim * (self.weights * function(nodes)).sum(-1)
         several = len(per_probe) > 1
@@ -190,7 +193,7 @@ class SpectralQuadrature:
         r"""Return the estimate of :math:`\log\det(A + cI) = \operatorname{tr}\log(A + cI)` for a shift c.
 
         For a posterior precision G + c D with a diagonal prior precision D, use the quadrature of
-        :math:`A = D^{-1/2} G D^{-1/2}`; adding ``D.log().sum()`` to this estimate then gives log det(G + c D) for any
+        :math:`A = D^{-1/2} G D^{-1/2}`. Adding ``D.log().sum()`` to this estimate then gives log det(G + c D) for any
         multiplier c of the prior. The number of steps should be about the square root of the condition number of A +
         cI.
 
@@ -233,9 +236,9 @@ def trace_of_function(
         operator: A, symmetric.
         like: vector ``[D]`` with the dtype and device of the probes.
         generator: random generator for the probes.
-        num_probes: P, the number of probes; as many as fit into memory are applied together.
-        steps: number of Lanczos steps; ``steps * D`` numbers per probe are stored, for as many probes as fit into 2
-            GiB.
+        num_probes: P, the number of probes.
+        steps: number of Lanczos steps. ``steps * D`` numbers are stored for each probe; as many probes as fit into 2
+            GiB are processed together.
 
     Returns:
         The nodes and weights; ``.trace(torch.log)``, for example, is the estimate for the logarithm.
@@ -270,7 +273,7 @@ def trace_of_function(
 
 
 _BLOCK = 16  # vectors applied together
-_BUDGET = 400  # number of applications, plus 20 per pair
+_BUDGET = 400  # maximum number of applications, to which 20 per pair are added
 
 
 @dataclass(frozen=True)
@@ -281,8 +284,8 @@ class Eigenpairs:
         values: eigenvalues ``[k]``, in descending order.
         vectors: the rows v, ``[k, D]``.
         residuals: :math:`|A v_i - \lambda_i v_i|`, ``[k]``; an eigenvalue lies within this distance of each value.
-        converged: whether every residual is within the tolerance.
-    applications: number of vectors to which the operator was applied.
+        converged: whether every residual is within the tolerance, or the space contains all D directions.
+        applications: number of vectors to which the operator was applied.
     """
 
     values: Tensor
@@ -295,9 +298,9 @@ class Eigenpairs:
 def top_eigenpairs(operator: Operator, like: Tensor, k: int, *, tolerance: float = 1e-4) -> Eigenpairs:
     r"""Return the k algebraically largest eigenvalues of a symmetric matrix and their eigenvectors.
 
-    The space V grows by blocks Q, the part of :math:`A Q_-` that is orthogonal to V, where :math:`Q_-` is the previous
-    block. The pairs are the eigenpairs of :math:`H = V A V^\top`. Both V and :math:`A V` are stored, so residuals need
-    no further application. When V is full, it restarts from its best vectors.
+    The space V grows by one block Q at a time: the part of :math:`A Q_-` that is orthogonal to V, where :math:`Q_-` is
+    the previous block. The pairs are the eigenpairs of :math:`H = V A V^\top`. Both V and :math:`A V` are stored, so
+    the residuals do not require another application of A. When V is full, it restarts from its best vectors.
 
     Status: exact up to the tolerance if ``converged``; the error of a well-separated value is its squared residual
     divided by the gap. Copies of an eigenvalue with multiplicity above 16 may be missed.
@@ -344,7 +347,10 @@ def top_eigenpairs(operator: Operator, like: Tensor, k: int, *, tolerance: float
 
 
 def _orthonormal(rows: Tensor, basis: Tensor, scale: float) -> Tensor:
-    """Return an orthonormal basis of the rows projected off ``basis``, without rounding errors of size ``scale``."""
+    """Return an orthonormal basis of the components of the rows that are orthogonal to ``basis``.
+
+    Directions that may be rounding errors of numbers of size ``scale`` are left out.
+    """
     for _ in range(2):
         rows = rows - (rows @ basis.T) @ basis
         q, r = torch.linalg.qr(rows.T)

@@ -37,9 +37,9 @@ class InMetric:
 
     Attributes:
         problem: U.
-        metric: M, similar to the Hessian of U: ``coloured(rows)`` returns the displacement of x, :math:`R^{-1} y`, for
-            each row y, and ``whitened(rows)`` returns the gradient with respect to y, :math:`R^{-\top} g`, for each row
-            g.
+        metric: M, similar to the Hessian of U. For each row y, ``coloured(rows)`` returns the displacement of x,
+            :math:`R^{-1} y`. For each row g, ``whitened(rows)`` returns the gradient with respect to y,
+            :math:`R^{-\top} g`.
         origin: :math:`x_0`, ``[D]``; displacements from it have smaller rounding errors.
     """
 
@@ -57,7 +57,7 @@ class InMetric:
         return value, self.metric.whitened(gradient.detach().unsqueeze(0))[0]
 
     def product(self, y: Tensor, vectors: Tensor, /) -> Tensor:
-        r"""Return products with :math:`R^{-\top} P R^{-1}`."""
+        r"""Return products with the Hessian :math:`R^{-\top} P R^{-1}`, where P is the Hessian of U."""
         return self.metric.whitened(self.problem.product(self.x(y), self.metric.coloured(vectors)))
 
 
@@ -67,8 +67,8 @@ class Descent:
 
     Attributes:
         x: the point, ``[D]``.
-        value: U there.
-        fallen: decrease of U; estimated from the slopes if rounding hides it.
+        value: U at this point.
+        fallen: decrease of U. If rounding hides the decrease, it is estimated from the slopes.
         steps: number of steps.
         stuck: whether no step along the last direction decreased U.
     """
@@ -93,8 +93,8 @@ def descend(
     .. math:: x \leftarrow x - t\,B\,g, \qquad B_{+} = (1 - \rho s y^\top) B (1 - \rho y s^\top) + \rho s s^\top
 
     with initial :math:`B = 1`, the step s, the change y of the gradient along s, :math:`\rho = 1/s^\top y`, and t
-    chosen by Wolfe's conditions. If rounding hides the change of U, it is estimated from the two slopes with the
-    trapezoidal rule.
+    chosen to satisfy Wolfe's conditions. If rounding hides the change of U in a step, this change is estimated with the
+    trapezoidal rule from the slopes at both ends of the step.
 
     Status: U decreases in every step, up to rounding; convergence is superlinear near a minimum. Saddle points are not
     detected.
@@ -142,11 +142,11 @@ class Minimum:
 
     Attributes:
         x: the point, ``[D]``.
-        value: U there.
+        value: U at this point.
         newton_decrement: :math:`g^\top P^{-1} g`, the squared distance to the minimum in posterior standard deviations.
-            It is the smaller of the value before the last step, including :math:`|r|^2/\lambda_{\min}` for the residual
-            r of that step, and the bound :math:`|g|^2/\lambda_{\min}` after the last step; infinite if negative
-            curvature was found.
+            It is the smaller of two numbers: the decrement before the last step, plus :math:`|r|^2/\lambda_{\min}` for
+            the residual r of that step, and the bound :math:`|g|^2/\lambda_{\min}` after the last step. It is infinite
+            if negative curvature was found.
         smallest_eigenvalue: smallest eigenpair of the Hessian at x; None if the search ended before it was computed.
         steps: number of steps.
         converged: whether the decrement is within the tolerance, and the Hessian is positive definite as far as the
@@ -176,9 +176,10 @@ def minimise_newton(
 
     .. math:: x \leftarrow x - t\,s, \qquad |P s - g| \le \eta\,|g|
 
-    Conjugate gradients determine the step s, and Wolfe's conditions its length t. If conjugate gradients encounter a
-    direction of negative curvature, the search follows this direction. At a stationary point, the Lanczos recursion
-    searches for negative curvature from a random start; if it finds any, the search continues in that direction.
+    The step s is computed with conjugate gradients, and its factor t is chosen to satisfy Wolfe's conditions. If
+    conjugate gradients encounter a direction of negative curvature, the search follows this direction. At a stationary
+    point, the Lanczos recursion looks for negative curvature from a random start. If it finds a direction of negative
+    curvature, the search continues in this direction.
 
     Status: converges superlinearly to a local minimum, which depends on the start. ``krylov_steps`` Lanczos steps can
     miss a negative eigenvalue.
@@ -190,7 +191,8 @@ def minimise_newton(
         max_steps: maximum number of steps.
         krylov_steps: number of Lanczos steps, for which ``krylov_steps * D`` numbers are stored; conjugate gradients
             may take ten times as many steps.
-        callback: function that is called after each step with U after the step and the Newton decrement before it.
+        callback: function that is called after each step, with U after the step and the Newton decrement before the
+            step.
 
     Raises:
         NonFiniteError: the value or gradient at the start, or a product, is NaN or infinite.
@@ -223,7 +225,7 @@ def minimise_newton(
     while steps < max_steps:
         size, steps, lowest = float(gradient.norm()), steps + 1, None
         direction, decrement, residual = _newton_direction(product, gradient, first, krylov_steps)
-        # Rounding hides the decrease for such a step, and shorter steps would not help.
+        # If rounding hides the decrease of the full step, shorter steps do not help.
         trials = 1 if 0.5 * decrement <= _resolution(x, value) else _TRIALS
         found = _line_search(problem, x, value, gradient, direction, trials) if size else None
         if found is not None:
@@ -284,7 +286,7 @@ def _evaluated(problem: SmoothFunction, x: Tensor) -> tuple[float, Tensor]:
 
 
 def _resolution(x: Tensor, value: float) -> float:
-    """Return the largest difference of values that may be rounding error."""
+    """Return the largest difference between two values of U that may be a rounding error."""
     return 10 * torch.finfo(x.dtype).eps * abs(value)
 
 
@@ -308,10 +310,10 @@ def _line_search(
     trials: int = _TRIALS,
     strict: bool = False,
 ) -> tuple[Tensor, float, float, Tensor] | None:
-    """Return a step that meets Wolfe's conditions, with the decrease of U, U and its gradient; None if there is none.
+    """Return a step that meets Wolfe's conditions, the decrease of U, and U and its gradient after the step.
 
-    After the last trial, the longest step that decreases U is returned; with ``strict``, only if U still decreases
-    there.
+    If no trial meets the conditions, the longest step that decreased U is returned; with ``strict``, only if every
+    trial decreased U. Otherwise, the result is None.
     """
     slope = float(gradient @ direction)
     low, high, length, longest = 0.0, math.inf, 1.0, None

@@ -12,7 +12,7 @@ from pyro_dvi.errors import NonFiniteError, NotPositiveDefiniteError
 Operator = Callable[[Tensor], Tensor]
 """A symmetric matrix A as a function ``[S, D] -> [S, D]`` that maps each row v to A v.
 
-It is called in the caller's gradient mode; an operator that differentiates must use ``torch.enable_grad``.
+The operator is called in the caller's gradient mode. An operator that differentiates must use ``torch.enable_grad``.
 """
 
 
@@ -40,8 +40,9 @@ def identity_rows(like: Tensor, at_once: int = 256) -> Iterator[Tensor]:
 def gaussian_rows(count: int, dim: int, like: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """Return standard normal rows ``[count, dim]`` with the dtype and device of ``like``.
 
-    They are drawn on the device of the generator, so that one seed gives the same rows on any device. Without a
-    generator, the seed is fixed, so that equal calls give equal results; the rows then only need to be generic.
+    They are drawn on the device of the generator, so that one seed gives the same rows for any device of ``like``.
+    Without a generator, the seed is fixed, so that equal calls give equal results. This suits callers that need generic
+    vectors, such as starting vectors.
     """
     if generator is None:
         generator = torch.Generator().manual_seed(0)
@@ -77,12 +78,13 @@ def conjugate_gradients(
         \Xi = (S^\top A S)^{-1}, \quad X \leftarrow X + S\,\Xi\,C, \quad
         Q\,Z \leftarrow Q - A S\,\Xi \;\text{ (QR)}, \quad S \leftarrow Q + S Z^\top, \quad C \leftarrow Z C .
 
-    The norms of the columns of C are those of the residuals. If the matrix is the identity except in some directions,
-    such as a prior precision plus the information in the data, S right-hand sides take about 1/S of the iterations of a
-    single one. Right-hand sides may be linearly dependent. Each iteration costs :math:`O(S^2 D)` in addition to the
-    products. In finite precision, the recursion's residual drifts away from :math:`b - A x`. When the recursion ends,
-    the residual is therefore recomputed (one more application), and rows above the tolerance restart from their x, as
-    long as each restart at least halves their residuals.
+    The norm of each column of C equals the norm of the residual of its right-hand side. Suppose that the matrix is the
+    identity except in some directions, such as a prior precision plus the information in the data. Then S right-hand
+    sides together take about 1/S of the iterations that a single one takes. Right-hand sides may be linearly dependent.
+    Each iteration costs :math:`O(S^2 D)` in addition to the products. In finite precision, the recursion's residual
+    drifts away from :math:`b - A x`. When the recursion ends, the residual is therefore recomputed, with one more
+    application of A. Rows whose residuals exceed the tolerance then restart from their x, as long as each restart at
+    least halves their residuals.
 
     Status: exact up to the tolerance if ``converged``.
 
@@ -91,12 +93,12 @@ def conjugate_gradients(
         rhs: the rows b, ``[S, D]``; they determine dtype and device.
         tolerance: bound on ``|b - A x| / |b|`` of each row. The attainable value is about ``eps |A| |x| / |b|``; in
             float32, this is 1e-5 rather than 1e-6 for a condition number of 1,000.
-        max_iterations: maximum number of iterations; by default, ``min(10 D, 1000)``. In exact arithmetic, D are
-            enough.
+        max_iterations: maximum number of iterations; by default, ``min(10 D, 1000)``. In exact arithmetic, D iterations
+            are enough.
 
     Raises:
         NotPositiveDefiniteError: the curvature in some direction is negative, or not larger than the rounding error;
-            the error has ``direction`` and ``curvature``.
+            the exception has the attributes ``direction`` and ``curvature``.
         NonFiniteError: a right-hand side or a product is NaN or infinite.
 
     Source: Hestenes & Stiefel (1952); O'Leary (1980) for blocks; Dubrulle (2001) for the form with QR factorisations,

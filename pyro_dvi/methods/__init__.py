@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One object per method: guide, objective, optimizer and prediction rule, from a network to its posterior."""
+"""One object per method, which combines guide, objective, optimizer and prediction rule, and trains a posterior."""
 
 from pyro_dvi.methods.ensemble import Ensemble
 from pyro_dvi.methods.laplace import Laplace

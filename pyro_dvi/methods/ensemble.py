@@ -45,15 +45,15 @@ class Ensemble:
         """Train all members.
 
         Args:
-            net: a torch module. Each member is a copy with new random weights, from ``reset_parameters()`` of its
-                layers. Frozen layers keep their weights.
+            net: a torch module. Each member is a copy of it in which ``reset_parameters()`` gives the layers new random
+                weights. Frozen layers keep their weights.
             loader: as for :meth:`Method.fit`.
             epochs: number of epochs of each training run.
             seed: random seed of the first training run; the others use the following integers.
             **options: further arguments of :func:`~pyro_dvi.fit`.
 
         Raises:
-            ArgumentError: ``net`` is a Pyro model, or no layer of it has ``reset_parameters()``.
+            ArgumentError: ``net`` is a Pyro model, or none of its layers has ``reset_parameters()``.
         """
         check_choice("member", self.member, Method, "MAP()")
         return self._of(
@@ -74,7 +74,7 @@ class Ensemble:
 def _with_new_weights(net: Any, seed: int) -> Any:
     """Return a copy of a network with new random weights."""
     fresh = copy.deepcopy(net) if is_network(net) else None
-    modules = () if fresh is None else fresh.modules()  # of which frozen ones keep their weights
+    modules = () if fresh is None else fresh.modules()  # frozen modules keep their weights
     layers = [
         m for m in modules if hasattr(m, "reset_parameters") and any(p.requires_grad for p in m.parameters())
     ]

@@ -24,7 +24,8 @@ from pyro_dvi.variational_laplace import TaylorELBO
 class Laplace(Method):
     """Laplace's approximation around trained weights, with :class:`~pyro_dvi.LaplaceGuide`.
 
-    ``fit`` polishes the mode, fits the Gaussian and, if there are validation data, tunes the prior scale.
+    ``fit`` moves the weights closer to the mode (``LaplaceGuide.polish``), fits the Gaussian and, if there are
+    validation data, tunes the prior scale.
 
     Args:
         layers: layers that get a posterior: "last" for the last ``Linear``, None for all, or a ``subset`` as in
@@ -37,7 +38,7 @@ class Laplace(Method):
         noise_scale: standard deviation of the noise, for a regression network. A ``LearnedScale``, the default, is set
             to the root mean square of the residuals if ``fit`` does not train the network.
         kl_weight: KL weight with which the network was trained.
-        temperature: factor of the covariance.
+        temperature: factor by which the covariance is multiplied.
 
     Example:
         >>> import torch, pyro_dvi as dvi

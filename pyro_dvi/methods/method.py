@@ -28,7 +28,8 @@ class Method(Tunable, ABC):
     To add a method, implement ``guide`` and ``elbo``, and ``optimizer`` if it is not Adam.
 
     Args:
-        lr: initial step size of Adam for the posterior means, with cosine decay to zero; ten times this for the scales.
+        lr: initial step size of Adam for the posterior means; posterior scales get ten times this step size. Both decay
+            to zero with a cosine schedule.
         prior_scale: standard deviation of the priors of a network without priors, as in :func:`~pyro_dvi.to_bayesian_`.
         noise_scale: standard deviation of the noise, for a regression network, as in :func:`~pyro_dvi.regressor`.
         kl_weight: factor of the KL divergence in the objective.
@@ -55,14 +56,14 @@ class Method(Tunable, ABC):
         return Adam(self.lr, scheduler=partial(CosineAnnealingLR, T_max=max(epochs, 1)))
 
     def svi(self, model: Any, loader: Loader, epochs: int) -> SVI:
-        """Return Pyro's SVI for a network or a Pyro model, not yet trained."""
+        """Return an untrained ``pyro.infer.SVI`` for a network or a Pyro model."""
         method = self.settled(model)
         with preserve_random_state(loader):  # the loader may shuffle
             model = as_model(model, loader, self.prior_scale, self.noise_scale)
         return SVI(model, method.guide(model), method.optimizer(epochs), loss=method.elbo())
 
     def settled(self, model: Any) -> Self:
-        """Return the method with its temperature set for a model."""
+        """Return the method with the default temperature for this model, unless a temperature was given."""
         is_given = self.temperature is not None
         return self if is_given else replace(self, temperature=0.1 if is_network(model) else 1.0)
 
@@ -70,8 +71,8 @@ class Method(Tunable, ABC):
         """Train a copy of a network or of a Pyro model.
 
         Args:
-            model: a Pyro model, or a torch module, which gets priors and a likelihood (``classifier`` for integer
-                targets, otherwise ``regressor``). A module is copied and stays unchanged.
+            model: a Pyro model or a torch network. A network gets priors and a likelihood: ``classifier`` for integer
+                targets, otherwise ``regressor``. Modules are copied, so the original stays unchanged.
             loader: minibatches of the training data: a ``DataLoader``, or a list of all batches.
             epochs: number of epochs.
             seed: random seed. Global random states and Pyro's parameter store stay unchanged.
@@ -85,7 +86,7 @@ class Method(Tunable, ABC):
         return self._posterior(model, loader, epochs, seed, train)
 
     def _posterior(self, model: Any, loader: Loader, epochs: int, seed: int, run: Any) -> Posterior:
-        """Run ``run``, which trains or reads a file, on a new SVI and return the resulting posterior."""
+        """Apply ``run``, which trains or reads a file, to a new SVI, and return the resulting posterior."""
         done: dict[str, Any] = {}
 
         def train() -> tuple[Any, Any]:

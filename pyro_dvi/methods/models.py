@@ -27,9 +27,9 @@ def is_network(model: Any) -> bool:
 
 
 def as_model(model: Any, loader: Loader, prior_scale: Any, noise_scale: Any) -> Any:
-    """Return a Pyro model: a copy of the given model, or of a network with priors and a likelihood for its targets.
+    """Return a copy of a Pyro model, or a Pyro model that consists of a copy of a network, priors and a likelihood.
 
-    Integer targets are treated as labels; other targets get Normal noise.
+    For a network, integer targets are treated as labels; other targets get Normal noise.
     """
     if not callable(model):
         raise ArgumentError(f"the model is a {type(model).__name__}: pass a network first, then a loader")
@@ -54,7 +54,7 @@ def as_model(model: Any, loader: Loader, prior_scale: Any, noise_scale: Any) -> 
 
 
 def _look_at(numbers: Tensor, prior_scale: Any) -> None:
-    """Warn of targets that are labels, or in units for which priors, noise and step sizes are not meant."""
+    """Warn if targets look like labels, or if their size does not suit the default priors, noise and step sizes."""
     size = float(numbers.square().mean().sqrt())
     if bool((numbers * (numbers - 1) == 0).all()):
         warn(

@@ -18,16 +18,16 @@ from pyro_dvi.training.ensemble import TrainedPosterior
 class Posterior(TrainedPosterior):
     """A model with its trained guide, and methods to predict, export and save.
 
-    Pyro's parameter store holds its parameters only while one of these methods runs, so several posteriors do not
-    clash. Your own calls belong inside ``with posterior.in_store():``. To continue training, make an SVI with a new
-    optimizer, because the step size of this one has decayed to zero.
+    The parameters of a posterior are in Pyro's parameter store only while one of these methods runs, so several
+    posteriors do not clash. Put your own calls of model or guide inside ``with posterior.in_store():``. To continue
+    training, make an SVI with a new optimizer, because the step size of the one in ``svi`` has decayed to zero.
 
     Attributes:
-        model: the Pyro model; a copy if a module was passed to the method.
+        model: the Pyro model. If a module was passed to the method, this is a copy.
         guide: the trained guide.
         store: the parameters, as a state of Pyro's parameter store.
         method: the method, with the settings used in training.
-        svi: the ``SVI`` of the training; None for an ensemble.
+        svi: the ``SVI`` that trained the posterior; None for an ensemble.
         history: the record of the training.
         tuned: the table of the training runs of ``tune``; None if the settings were not tuned.
 
@@ -68,7 +68,7 @@ class Posterior(TrainedPosterior):
             return predictor(self.model, self.guide, example, method, **options)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a file, or for an ensemble a folder of files, that the method's ``load`` reads."""
+        """Write a file (for an ensemble, a folder of files), which the method's ``load`` can read."""
         if self.svi is None:
             Path(path).mkdir(exist_ok=True)
             for k, member in enumerate(self.guide.members):

@@ -26,7 +26,8 @@ class VariationalLaplace(Method):
 
     Args:
         curvature: as in ``TaylorELBO``; None means its default.
-        lr: initial step size of Adam for the posterior means, with cosine decay to zero; ten times this for the scales.
+        lr: initial step size of Adam for the posterior means; posterior scales get ten times this step size. Both decay
+            to zero with a cosine schedule.
         prior_scale: standard deviation of the priors of a network without priors.
         noise_scale: standard deviation of the noise, for a regression network.
         kl_weight: factor of the KL divergence in the objective.
@@ -63,7 +64,8 @@ class MomentPropagation(Method):
     Args:
         posterior: class of the guide, such as :class:`~pyro_dvi.MultiplicativeNoiseGuide` (MNVI) or
             :class:`~pyro_dvi.MeanFieldGuide`, or a function that makes a guide from the model.
-        lr: initial step size of Adam for the posterior means, with cosine decay to zero; ten times this for the scales.
+        lr: initial step size of Adam for the posterior means; posterior scales get ten times this step size. Both decay
+            to zero with a cosine schedule.
         prior_scale: standard deviation of the priors of a network without priors.
         noise_scale: standard deviation of the noise, for a regression network.
         kl_weight: factor of the KL divergence in the objective.
@@ -124,7 +126,7 @@ class NaturalGradients(Method):
 
 
 class PointEstimate(AutoDelta):
-    """Pyro's ``AutoDelta`` with a median that ignores parameters of the same names in Pyro's store."""
+    """Pyro's ``AutoDelta``, except that ``median`` ignores parameters with the same names in Pyro's store."""
 
     def median(self, *args: Any, **kwargs: Any) -> Any:
         """Return the most probable weights by site."""

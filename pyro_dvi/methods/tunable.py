@@ -42,8 +42,8 @@ class Tunable:
             loader: as in :meth:`fit`.
             epochs: number of epochs of each training run.
             validation: inputs with observations, held out from ``loader``.
-            space: values to try for each argument of this method; by default, of the step size, the prior scale and the
-                temperature.
+            space: values to try, for each argument of this method that is tuned; by default, the step size, the prior
+                scale and the temperature are tuned.
             seed: random seed of each training run.
             **options: further arguments of :func:`~pyro_dvi.tune`, such as ``max_trainings``, ``storage`` and
                 ``progress``.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One run of guide and model at draws of the weights, and its curvature measurements for the optimizer."""
+"""Runs of guide and model that draw the weights and measure the curvature for the optimizer."""
 
 from collections.abc import Collection, Sequence
 from copy import copy
@@ -30,14 +30,14 @@ _MANY_PASSES = 32
 
 @dataclass(eq=False)
 class Measurement:
-    """The curvature from the backward pass of a draw, which becomes the gradient of the precisions of its site.
+    """The curvature of one site, measured in the backward pass; it becomes the ``grad`` of the site's precisions.
 
-    It does not refer to the draw, whose graph would otherwise keep itself alive.
+    This object does not refer to the draw, because the draw's graph would then keep itself alive.
 
     Attributes:
         estimate: the estimate of the curvature.
         shift: deviation of the draw from the mean; None unless the estimate needs it.
-        precision: precisions of the posterior, likewise.
+        precision: precisions of the posterior; None unless the estimate needs them.
         added: sum of the curvature that the estimate has added so far.
     """
 
@@ -47,18 +47,18 @@ class Measurement:
     added: Tensor | None = None
 
     def add(self, curvature: Tensor) -> None:
-        """Add to the curvature."""
+        """Add a tensor to the curvature."""
         self.added = curvature if self.added is None else self.added + curvature
 
 
 @dataclass
 class Drawn(GaussianSite):
-    """A Gaussian site, with a draw.
+    """A Gaussian site of the guide, with one draw from it.
 
     Attributes:
         leaf: the parameter of the means.
         precision: the parameter of the precisions.
-        measurement: collects the curvature.
+        measurement: the object that collects the curvature.
     """
 
     leaf: Any = None
@@ -205,15 +205,16 @@ class _Term:
 
 
 class SquareMeasurement:
-    """Measures squared gradients, and records which layers separate examples and which warnings were issued.
+    """Measures squared gradients, and records which layers keep examples separate and which warnings were issued.
 
     For a single observed site whose examples form one dimension, the squares are computed in the backward pass of the
-    loss. With several sites, or weights of single examples, every site takes a backward pass of its own; with further
-    batch dimensions, so does every index of these. If a latent is also used outside layers with a rule, its squares
-    take one pass for each example, or for each element of the latent.
+    loss. If there are several sites, or if examples have different weights, each site needs a backward pass of its own.
+    If a site has further batch dimensions, each index of these dimensions needs its own pass. If a latent is also used
+    outside the layers that have a rule, its squares need one pass for each example, or for each element of the latent.
 
     Args:
-        num_particles: K; squares are averaged over K draws, and gradients of the loss contain a factor 1/K.
+        num_particles: K, the number of draws. Squares are averaged over the draws, and gradients of the loss contain a
+            factor 1/K.
     """
 
     def __init__(self, num_particles: int) -> None:
@@ -292,7 +293,7 @@ class SquareMeasurement:
         if not rest:
             return
         ordered, drawn = sorted(rest), term.run.drawn
-        # Latents with few elements take a pass per element instead.
+        # Latents with few elements need a pass per element instead, so they are not slow.
         slow = [k for k in ordered if 8 * drawn[k].value.numel() > term.log_prob.numel()]
         if slow and term.log_prob.requires_grad:
             advice = "Use layers such as F.linear, write a per_example_rule, use smaller minibatches"

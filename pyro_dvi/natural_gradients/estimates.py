@@ -6,9 +6,9 @@ curvature, such as
 
 .. math:: \sum_i g_i^2 \quad\text{or}\quad g\,\frac{\epsilon}{\sigma},
 
-to the ``grad`` of the precisions, summed over the data set. Therefore ``zero_grad`` and sums over processes treat it
-like all gradients, and a precision with a gradient is a measurement that no optimizer has used yet. All other
-information is in a :class:`NaturalStep`, which belongs to the guide.
+to the ``grad`` of the precisions, summed over the data set. ``zero_grad`` and sums over processes therefore treat the
+curvature like any gradient. If the ``grad`` of a precision is not None, no optimizer has used the measurement yet. All
+other information is in a :class:`NaturalStep`, which belongs to the guide.
 
 To add an estimate, pass an instance of a subclass of :class:`Estimate` to an optimizer, as in ``VOGN({"estimate":
 Mine()})``. The subclass overrides ``curvature`` if the gradient of the loss is enough, and ``measure`` otherwise.
@@ -38,7 +38,7 @@ class Estimate:
     Attributes:
         at_mean: whether gradients are taken at the mean instead of at draws.
         keeps_noise: whether ``curvature`` needs the noise of the draws.
-        factored: whether it measures Kronecker factors of the layers of a
+        factored: whether the estimate measures Kronecker factors of the layers of a
             :class:`~pyro_dvi.natural_gradients.KroneckerGuide`.
     """
 
@@ -52,15 +52,15 @@ class Estimate:
         Args:
             run: the run of guide and model; add the result to ``run.guide.gaussians[name].measurement``.
             sites: observed sites and factors of the run.
-            squares: measures sums of squared per-example gradients, of these sites only, not of copies with other
-                values.
+            squares: measures sums of squared per-example gradients of these sites. It does not accept copies of the
+                sites with other values.
         """
 
     def curvature(self, measurement: "Measurement", gradient: Tensor) -> Tensor | None:
-        """Return the curvature of a site, in the backward pass of the loss.
+        """Return the curvature of a site; called in the backward pass of the loss.
 
         Args:
-            measurement: the measurement of the site; with noise and precisions if ``keeps_noise`` is true.
+            measurement: the measurement of the site; it includes noise and precisions if ``keeps_noise`` is true.
             gradient: gradient of the loss with respect to the draw.
 
         Returns:
@@ -109,7 +109,7 @@ class NaturalSite(NamedTuple):
         loc: parameter of the means.
         precision: parameter of the precisions, which the optimizer sets.
         prior_loc: mean of the prior, broadcastable to the means.
-        prior_precision: precision :math:`\delta` of the prior, likewise.
+        prior_precision: precision :math:`\delta` of the prior, broadcastable to the means.
     """
 
     loc: Tensor
@@ -119,13 +119,13 @@ class NaturalSite(NamedTuple):
 
     @property
     def is_of_layer(self) -> bool:
-        """Whether this is a tensor of a layer, whose tensors share Kronecker factors instead of precisions."""
+        """Whether this is a tensor of a layer; such tensors have common Kronecker factors instead of precisions."""
         return self.precision.shape != self.loc.shape
 
 
 @dataclass(eq=False)
 class NaturalStep:
-    r"""The last step of a guide; the parameters of its loss refer to it in their attribute ``natural_step``.
+    r"""The record of a guide's last step; every parameter of the loss refers to it as ``parameter.natural_step``.
 
     Attributes:
         wanted: the curvature to measure in the next step; set by the optimizer.

@@ -39,12 +39,15 @@ class LayerFisher(Estimate):
     .. math:: A = \sum_i \sum_t a_{it} a_{it}^\top, \qquad
         B = \frac{1}{NT} \sum_i \sum_t \delta_{it} \delta_{it}^\top
 
+    Here a are the inputs of a layer, and :math:`\delta` are the gradients with respect to its outputs, for N examples i
+    and T positions t.
+
     Args:
         at_mean: take gradients at the mean instead of at draws (K-FAC without noise).
-        observed: compute :math:`\delta` from the observed labels. By default, labels are drawn from the model at the
-            same weights, one for each example, which takes an additional backward pass. A ``pyro.factor`` has no
-            labels, so its own gradient is used.
-        rest_only: do not measure the factors, as in the steps between their measurements.
+        observed: compute :math:`\delta` from the observed labels. By default, one label for each example is drawn from
+            the model at the same weights; this takes an additional backward pass. A ``pyro.factor`` has no labels, so
+            its own gradient is used.
+        rest_only: measure only the other latents, as in the steps between two measurements of the factors.
 
     Source: Zhang et al. (2018), "Noisy natural gradient as variational inference"; Martens & Grosse (2015).
     """
@@ -103,8 +106,8 @@ class KroneckerGuide(NaturalGradientGuide):
         \Lambda_B \otimes \Lambda_A \approx \frac{N}{\beta T} (B \otimes A + \tilde\delta)
 
     W are the weights ``[out, in]`` of a dense or convolutional layer, with its bias as last column if the bias is the
-    next site of the model. Layers are found in the first run of the model: their weights are used exactly once. All
-    other sites have precisions, as in a :class:`~pyro_dvi.NaturalGradientGuide`.
+    next site of the model. Layers are found in the first run of the model; the weights of a layer must be used exactly
+    once. All other sites have precisions, as in a :class:`~pyro_dvi.NaturalGradientGuide`.
 
     Args:
         model: a Pyro model whose latents have Normal priors (in unconstrained space).
@@ -114,9 +117,10 @@ class KroneckerGuide(NaturalGradientGuide):
         create_plates: as in Pyro's guides.
 
     Attributes:
-        layers: mapping from the site of each layer's weights to that of its bias, or None; set in the first run.
+        layers: mapping from the site of each layer's weights to the site of its bias, or to None if it has no bias; set
+            in the first run.
         locs: module of means.
-        precisions: module of precisions of all other sites.
+        precisions: module of the precisions of all sites outside layers.
         factors: module of the factors of layers; see :meth:`roots`.
 
     Raises:
@@ -136,13 +140,13 @@ class KroneckerGuide(NaturalGradientGuide):
         return None if self.layers else self
 
     def roots(self, weight: str) -> tuple[Tensor, Tensor]:
-        r"""Return the lower triangular roots of a layer's covariance :math:`L_r L_r^\top \otimes L_c L_c^\top`."""
+        r"""Return the lower triangular roots of a layer's covariance, :math:`L_r L_r^\top \otimes L_c L_c^\top`."""
         site = self._seen[weight]
         return unflattened(site.spread, site.loc.shape[0])
 
     @torch.no_grad()
     def initial_scales(self) -> dict[str, Tensor]:
-        """Return the standard deviations that training started from; see :meth:`FactorisedGuide.initial_scales`."""
+        """Return the standard deviations at the start of training; see :meth:`FactorisedGuide.initial_scales`."""
         scales = super().initial_scales()
         for weight, bias in self.layers.items():
             if bias is not None:
@@ -175,7 +179,7 @@ class KroneckerGuide(NaturalGradientGuide):
         return {site.name: drawing(site) for site in self._sites()}
 
     def _drawing(self, draw: Callable[[GuideSite, Any], Tensor]) -> Callable[[GuideSite], Tensor]:
-        """Return a function that draws one site after the other, biases conditional on the weights of their layer."""
+        """Return a function that draws a site; it draws a bias conditional on the weights of its layer."""
         drawn: dict[str, Tensor] = {}
 
         def drawing(site: GuideSite) -> Tensor:
@@ -268,7 +272,7 @@ class _Weights(Factor):
 
 @dataclass(frozen=True)
 class _Bias(Factor):
-    """The bias of a layer, whose spread is a part of the weights' factors."""
+    """The bias of a layer; the factors of the layer's weights include the spread of the bias."""
 
     guide: FactorisedGuide
     weight: str
@@ -282,7 +286,7 @@ class _Bias(Factor):
 
 
 def flattened(rows: Tensor, columns: Tensor) -> Tensor:
-    """Join both factors of a layer to the vector that the guide stores."""
+    """Join both factors of a layer into the vector that the guide stores."""
     return torch.cat([rows.flatten(), columns.flatten()])
 
 

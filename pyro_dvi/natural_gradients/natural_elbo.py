@@ -25,25 +25,26 @@ class NaturalGradientELBO(Objective):
         \mathrm{loss} = -\frac1K\sum_k \sum_s \mathrm{scale}_s \log p_s(y_s \mid w_k)
             + \beta\,\mathrm{KL}(q \,\|\, p), \qquad w_k \sim q
 
-    The backward pass writes the gradient of the log-likelihood at the draws to the ``grad`` of the means, and the
-    curvature that the optimizer requests to the ``grad`` of the precisions: sums of squared per-example gradients at
-    the draws (:func:`~pyro_dvi.VOGN`) or at the mean (:func:`~pyro_dvi.OGN`), or products of gradient and noise
-    (:func:`~pyro_dvi.IVON`). The optimizer adds the prior in closed form.
+    The backward pass fills the ``grad`` of the means with the gradient of the negative log-likelihood at the draws. It
+    fills the ``grad`` of the precisions with the curvature that the optimizer requests. This is the sum of squared
+    per-example gradients at the draws (:func:`~pyro_dvi.VOGN`) or at the mean (:func:`~pyro_dvi.OGN`), or the product
+    of gradient and noise (:func:`~pyro_dvi.IVON`). The optimizer adds the prior in closed form.
 
     Status: the loss is an unbiased estimate of the (tempered) negative ELBO. An example is one element of an observed
     site's batch shape. If batch normalisation in training mode couples examples, each row of a layer is treated as one
-    example when gradients are squared, as in the paper. Latents that are used outside layers with a rule cost one
-    backward pass per example.
+    example when gradients are squared, as in the paper. A latent that is used outside the layers that have a rule needs
+    one backward pass per example.
 
-    It requires a :class:`~pyro_dvi.NaturalGradientGuide` (for NoisyKFAC, a :class:`~pyro_dvi.KroneckerGuide`), Normal
-    priors whose parameters do not depend on latents, and one of the optimizers above. The optimizer also updates
-    deterministic parameters (batch normalisation, a learned noise scale, a learned prior scale), with Adam.
+    The objective requires a :class:`~pyro_dvi.NaturalGradientGuide` (for NoisyKFAC, a
+    :class:`~pyro_dvi.KroneckerGuide`), Normal priors whose parameters do not depend on latents, and one of the
+    optimizers above. With Adam, the optimizer also updates deterministic parameters: batch normalisation, a learned
+    noise scale, or a learned prior scale.
 
     Args:
         kl_weight: :math:`\beta > 0`, a float or a schedule of the completed training steps. Like the temperature
-            :math:`\tau` of the papers, it divides the precision and multiplies the prior precision.
+            :math:`\tau` of the papers, it divides the posterior precision and multiplies the prior precision.
         temperature: temperature T of the posterior; see :class:`~pyro_dvi.objectives.Objective`. It divides the
-            precision and does not change the prior.
+            posterior precision and does not change the prior.
         num_data: N, compared with the plate's scale; None skips the check.
         num_particles: K, the number of draws of the weights per step.
 
@@ -82,9 +83,9 @@ class NaturalGradientELBO(Objective):
     def prepare(self, guide: Any, optimizer: Any) -> None:
         """Make the next step of the guide measure the curvature that an optimizer needs, and drop unused measurements.
 
-        ``fit`` and ``load`` call this method. In a loop of your own, the call is optional, before the first step and
-        after loading states. Without it, the next step measures squared gradients at a draw, and an optimizer that
-        needs another curvature, such as ``OGN``, ignores this step.
+        ``fit`` and ``load`` call this method. In a loop of your own, you can call it before the first step and after
+        loading states. Without this call, the next step measures squared gradients at a draw, and an optimizer that
+        needs another curvature, such as ``OGN``, ignores the step.
 
         Args:
             guide: a ``NaturalGradientGuide``.

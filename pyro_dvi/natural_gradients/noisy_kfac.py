@@ -32,8 +32,8 @@ class NoisyKFACOptimizer(VOGNOptimizer):
 
     where :math:`\hat m` is the average of :math:`\hat g + \tilde\delta(M - M_0)`, and the posterior is
     :math:`\mathcal{MN}\bigl(M, [B^{\tilde\delta}]^{-1}, \tfrac{\beta T}{N}[A^{\tilde\delta}]^{-1}\bigr)`. Weights and
-    biases outside layers are updated as by :class:`VOGNOptimizer`. K-FAC without noise is ``NoisyKFAC({"estimate":
-    LayerFisher(at_mean=True)})``.
+    biases outside layers are updated as in :class:`VOGNOptimizer`. For K-FAC without noise, use
+    ``NoisyKFAC({"estimate": LayerFisher(at_mean=True)})``.
 
     Status: a stochastic natural-gradient step whose curvature is the Fisher information, approximated by a Kronecker
     product in each layer. Splitting :math:`\tilde\delta` between the factors adds
@@ -47,12 +47,12 @@ class NoisyKFACOptimizer(VOGNOptimizer):
         damping: :math:`\gamma`, the paper's extrinsic damping, in units of the curvature of one example. It does not
             change the posterior.
         factor_interval: number of steps between measurements of the factors, the paper's :math:`T_{stats}`.
-        inverse_interval: number of steps between inversions of the factors, which set the posterior covariances; the
-            paper's :math:`T_{inv}`.
+        inverse_interval: number of steps between inversions of the factors, the paper's :math:`T_{inv}`. Each inversion
+            sets the posterior covariances.
         estimate: estimate of the curvature; by default, ``LayerFisher()``.
-        **options: further options of :class:`VOGNOptimizer`. The formulation is always ``Consistent()``, and
-            ``initial_curvature`` does not apply to factors, which start with those of the first minibatch. Running
-            averages of factors count measurements, not steps.
+        **options: further options of :class:`VOGNOptimizer`. The formulation is always ``Consistent()``. The option
+            ``initial_curvature`` does not apply to the Kronecker factors: their averages start with the factors of the
+            first minibatch. The decay of these averages counts measurements, not steps.
 
     Raises:
         ArgumentError: an option is out of range.
@@ -112,7 +112,7 @@ class NoisyKFACOptimizer(VOGNOptimizer):
 
 
 def _matrix(tensors: Sequence[Tensor]) -> Tensor:
-    """Join a weight and its bias, if there is one, to a matrix."""
+    """Join a weight and its bias, if there is one, into a matrix."""
     return torch.cat([tensors[0].flatten(1), *(t.unsqueeze(-1) for t in tensors[1:])], 1)
 
 

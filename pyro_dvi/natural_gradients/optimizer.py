@@ -2,8 +2,8 @@
 r"""The base class of natural-gradient optimizers: measurements, momentum, learning-rate schedule, precisions.
 
 Like Pyro's losses, gradients and squared gradients are sums over the data; divided by N, they are means over examples,
-:math:`\hat g` and :math:`\hat h`. With the KL weight :math:`\beta` (the papers' temperature :math:`\tau`;
-:math:`\beta_1` and :math:`\beta_2` are decay rates), the temperature T of a cold posterior, the data-augmentation
+:math:`\hat g` and :math:`\hat h`. The KL weight is :math:`\beta` (the papers' temperature :math:`\tau`), whereas
+:math:`\beta_1` and :math:`\beta_2` are decay rates. With the temperature T of a cold posterior, the data-augmentation
 factor :math:`\rho` and the prior precision :math:`\delta`, the scaled prior precision and the posterior precision are
 
 .. math:: \tilde\delta = \frac{\beta\delta}{\rho N}, \qquad
@@ -41,10 +41,10 @@ DEFAULTS: dict[str, Any] = {
 
 @dataclass
 class Update:
-    r"""One step of the means of several sites with the same options, as lists with an entry for each site.
+    r"""One step of the means of several sites that have the same options; lists have one entry for each site.
 
-    Gradients and curvature are sums over the data, not means over examples: in these units, N cancels, which may vary
-    with padding and with scales of examples.
+    Gradients and curvature are sums over the data, not means over examples. The number of examples N, which may vary
+    with padding and with the scales of examples, then cancels.
 
     Attributes:
         sites: the sites, with their parameters and priors.
@@ -151,7 +151,7 @@ class NaturalGradientOptimizer(Optimizer):
         self._told_steps: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Include attributes in copies and pickles that torch leaves out."""
+        """Return the state for copies and pickles, including attributes that torch leaves out."""
         kept = {"_told_steps", "formulation", "estimate"}
         return {**super().__getstate__(), **{name: vars(self)[name] for name in kept & vars(self).keys()}}
 
@@ -159,7 +159,7 @@ class NaturalGradientOptimizer(Optimizer):
         """Add parameters, as torch does."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        # Must come before schedulers, which know a single rate and may change it immediately.
+        # This must come before schedulers: they know a single rate, and may change it immediately.
         group["full_lr"] = group["lr"]
 
     @property
@@ -206,7 +206,7 @@ class NaturalGradientOptimizer(Optimizer):
                 "after each backward pass. For other guides, use pyro_dvi.optim.Adam(learning_rates(1e-3))"
             )
         if means and any(step.measured != self.wanted for step in steps):
-            # Only in the first step of an objective that was not prepared for this optimizer.
+            # This happens only in the first step of an objective that was not prepared for this optimizer.
             for step in steps:
                 step.drop()
                 step.wanted = self.wanted
@@ -260,10 +260,10 @@ class NaturalGradientOptimizer(Optimizer):
 
 
 def _unit(site: NaturalSite) -> float:
-    """Return the unit of a site's steps, the initial standard deviation of its means.
+    """Return the unit of a site's steps: the initial standard deviation of its means, or a minimum if that is larger.
 
-    It is at least a tenth of the prior standard deviation divided by the square root of a layer's number of inputs,
-    because equal means, or a single number, do not show the scale of the final means.
+    The minimum is a tenth of the prior standard deviation, divided by the square root of a layer's number of inputs. It
+    applies, for example, to means that are all equal, which do not show the size of the final means.
     """
     loc = site.loc.detach()
     fan_in = loc.numel() / loc.shape[0] if loc.dim() > 1 else 1.0
@@ -306,7 +306,7 @@ def wanted_by(optimizer: Any) -> Estimate:
         GuideError: it is not a natural-gradient optimizer.
     """
     made = [getattr(one, "optimizer", one) for one in getattr(optimizer, "optim_objs", {}).values()]
-    made.sort(key=lambda one: -getattr(one, "steps_done", 0))  # the others have no means
+    made.sort(key=lambda one: -getattr(one, "steps_done", 0))  # the other optimizers have no means
     for one in (*made, optimizer):
         if isinstance(found := getattr(one, "wanted", None), Estimate):
             return found
@@ -358,9 +358,9 @@ def warm_up(step: int, warmup_steps: int, total_steps: int | None) -> float:
     """Return the factor of a linear warm-up from 0 to 1, over at most a quarter of training.
 
     The curvature of the first steps is unreliable, because the network is untrained and few minibatches were measured.
-    With this curvature, full steps can move the means far away permanently, and the posterior is so wide that noise
-    dominates the gradient; a network that stays at its prior is also an optimum. Therefore the KL weight rises more
-    slowly, quadratically over half of training, if the length of training is known.
+    With this curvature, full steps can move the means far away permanently. The posterior is also so wide that noise
+    dominates the gradient, and the network may then stay at its prior, which is also an optimum. Therefore the KL
+    weight rises more slowly, quadratically over half of training, if the length of training is known.
 
     Example:
         >>> [warm_up(step, 4, None) for step in (1, 2, 4, 5)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The posterior of natural-gradient optimizers, which set its precisions from a curvature."""
+"""The Gaussian posterior whose precisions natural-gradient optimizers set from a curvature."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,8 +25,8 @@ class NaturalGradientGuide(FactorisedGuide):
         \Lambda = \frac{N (s + \tilde\delta)}{\beta T}
 
     Means are parameters with gradients. Precisions are also parameters, which are saved and loaded like all others, but
-    they have no gradient: :func:`~pyro_dvi.VOGN`, ``OGN`` and ``IVON`` set them from the curvature s, the prior
-    precision, the number of examples N, the KL weight and the temperature of their last step. A trained guide is a
+    they have no gradient. Instead, :func:`~pyro_dvi.VOGN`, ``OGN`` and ``IVON`` set them in each step from the
+    curvature s, the prior precision, the number of examples N, the KL weight and the temperature. A trained guide is a
     plain Gaussian; its predictions do not depend on the plate or the schedules.
 
     Args:
@@ -35,7 +35,7 @@ class NaturalGradientGuide(FactorisedGuide):
             :func:`~pyro_dvi.to_bayesian_`.
         initial_scale: initial standard deviation, as a fraction of the prior standard deviation; the first step
             replaces it.
-        create_plates: as in Pyro's guides; returns plates that the guide should subsample.
+        create_plates: function that returns the plates that the guide should subsample, as in Pyro's guides.
 
     Attributes:
         locs: module of means, ``guide.locs.<site>``.
@@ -76,7 +76,7 @@ class NaturalGradientGuide(FactorisedGuide):
         return parameter
 
     def check_objective(self, objective: Any) -> None:
-        """Raise for objectives that do not train the precisions.
+        """Raise an error for objectives that do not train the precisions.
 
         Raises:
             GuideError: the objective is not a ``NaturalGradientELBO``.
@@ -95,7 +95,7 @@ class NaturalGradientGuide(FactorisedGuide):
 
 @dataclass(frozen=True)
 class Precision(Factor):
-    """Independent Gaussians, stored by precision.
+    """Independent Gaussians, stored as precisions.
 
     Args:
         initial_scale: initial standard deviation, as a fraction of the prior standard deviation.

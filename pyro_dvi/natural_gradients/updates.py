@@ -22,7 +22,7 @@ class Formulation(ABC):
     Attributes:
         options: default options of the optimizer with this formulation.
         initial_batches: number of minibatches that are measured at the mean before the first step.
-        constant_rate: whether the learning rate is constant, also in ``fit``.
+        constant_rate: whether the learning rate is constant, even in ``fit``.
     """
 
     options: ClassVar[Mapping[str, Any]] = {}
@@ -31,7 +31,7 @@ class Formulation(ABC):
 
     @abstractmethod
     def update_momentum(self, update: Update) -> float:
-        """Update momenta in place with gradients that include the prior; return the momenta's factor in the step."""
+        """Update momenta in place with gradients that include the prior; return the factor of momenta in the step."""
 
     @abstractmethod
     def update_curvature(self, update: Update) -> None:
@@ -39,7 +39,7 @@ class Formulation(ABC):
 
     @abstractmethod
     def set_precisions(self, update: Update, damped: Tensors) -> None:
-        r"""Replace :math:`N(s + \tilde\delta)` in place by the posterior precisions; ``damped`` includes damping."""
+        r"""Replace :math:`N(s + \tilde\delta)` in place by posterior precisions; ``damped`` is the sum plus damping."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,11 @@ class Consistent(Formulation):
     and ``temperature`` T. Damping shortens the steps and does not change the posterior.
 
     Squared gradients shrink by orders of magnitude while a network learns. At a constant rate, the first minibatch,
-    which has the largest gradients, would influence the curvature for about :math:`1/(1-\beta_2)` steps, in which steps
-    would be far too short and the posterior far too narrow. With :math:`r_t`, the measurement of step i has a weight of
-    about :math:`i^\eta`, and the averaging window grows up to :math:`1/(1-\beta_2)` steps. If ``initial_curvature`` is
-    given, the rate is :math:`1-\beta_2` from the start, so that the given value is not forgotten too early.
+    which has the largest gradients, would influence the curvature for about :math:`1/(1-\beta_2)` steps. During this
+    time, the steps would be far too short and the posterior would be far too narrow. With :math:`r_t`, the measurement
+    of step i has a weight of about :math:`i^\eta`, and the averaging window grows to at most :math:`1/(1-\beta_2)`
+    steps. If ``initial_curvature`` is given, the rate is :math:`1-\beta_2` from the start, so that the given value is
+    not forgotten too early.
 
     Args:
         forgetting: :math:`\eta`; 0 weights all steps equally until the averaging window is full.
@@ -105,13 +106,14 @@ class AsPrinted(Formulation):
     :math:`\beta = 1, \gamma = 0`.
 
     The formulation changes the defaults of the optimizer: no warm-up, no bound on the steps, a constant learning rate
-    (also in ``fit``), and ``lr=0.001``. Before the first step, minibatches are measured at the mean; their squared
+    (even in ``fit``), and ``lr=0.001``. Before the first step, minibatches are measured at the mean; their squared
     gradients are :math:`s_0`, unless ``initial_curvature`` is given. Deterministic parameters are updated during this
-    time. The first draws have the precision :math:`N(s_0 + \tilde\delta + \gamma)` of line 9; the paper's text has
-    :math:`N(s_0 + \tilde\delta) / \beta`, which contradicts line 9.
+    time. The first draws have the precision :math:`N(s_0 + \tilde\delta + \gamma)`, as in line 9 of the algorithm. The
+    text of the paper has :math:`N(s_0 + \tilde\delta) / \beta`, which contradicts line 9.
 
     Args:
-        initial_batches: number of these minibatches, with equal weights; 1 in the paper, ``len(loader)`` for all data.
+        initial_batches: number of minibatches that are measured before the first step; they have equal weights. The
+            paper uses 1; ``len(loader)`` uses all data.
 
     Raises:
         ArgumentError: ``initial_batches`` is not a positive integer.
@@ -159,31 +161,31 @@ class VOGNOptimizer(NaturalGradientOptimizer):
 
     Args:
         params: means, and any other parameters, which are updated with Adam.
-        lr: :math:`\alpha`; 1 is a full Newton step with a diagonal curvature. The default is larger, because in an
-            untrained network, squared gradients exceed the curvature by the squared errors in units of the noise, which
-            makes Newton steps far too short. ``max_step`` bounds the steps.
+        lr: :math:`\alpha`; 1 is a full Newton step with a diagonal curvature. The default is larger, because Newton
+            steps with the squared gradients of an untrained network are far too short: these exceed the curvature by
+            the squared errors in units of the noise. ``max_step`` bounds the steps.
         betas: decay rates of the momentum and, after many steps, of the curvature; see the formulation.
         damping: :math:`\gamma`, in units of the curvature of one example.
         data_augmentation: :math:`\rho`, the factor by which augmentation increases the effective number of examples.
         initial_curvature: :math:`s_0`; None takes the squared gradients of the first minibatch.
         max_step: maximum :math:`|\Delta\mu|` of a weight per step, relative to the size of the weights of its site.
-            This size is the standard deviation of their means when training starts, or :math:`0.1\,s / \sqrt n` if
-            larger, for a prior scale s and a layer with n inputs. The bound decreases with the learning rate. None
-            means no bound.
+            This size is the standard deviation of their means when training starts. It is at least
+            :math:`0.1\,s / \sqrt n` for a prior scale s and a layer with n inputs. The bound decreases in proportion to
+            the learning rate. None means no bound.
         warmup_steps: number of steps over which the learning rate rises from 0, at most a quarter of training; 0 means
             no warm-up. The KL weight rises quadratically over half of training if the length of training is known,
             otherwise with the learning rate.
-        total_steps: length of a cosine decay of the learning rate. None means the length of training that ``fit`` sets,
-            or a scheduler of the optimizer in place of the cosine; without either, the rate is constant. If both a
-            number and a scheduler are given, their factors are multiplied. At a constant rate, means keep fluctuating,
-            by more than a posterior standard deviation if the posterior is cold.
+        total_steps: number of steps in which a cosine decay reduces the learning rate to zero. If this is None, ``fit``
+            uses the length of training, unless the optimizer has a scheduler. Without ``fit`` or a scheduler, the rate
+            is constant. If both a number and a scheduler are given, their factors are multiplied. At a constant rate,
+            means keep fluctuating, by more than a posterior standard deviation if the posterior is cold.
         deterministic_lr: learning rate of Adam for deterministic parameters (batch normalisation, a noise scale). The
             cosine and schedulers also apply to it, so it decreases in proportion to ``lr``. It has no warm-up.
         formulation: ``Consistent()``, or ``AsPrinted()``, which changes the defaults of the options above.
         estimate: estimate of the curvature; by default, ``Squares()``, squared per-example gradients.
 
     Raises:
-        ArgumentError: an option out of range.
+        ArgumentError: an option is out of range.
         GuideError: in a step, the loss was not a ``NaturalGradientELBO``.
 
     Source: Osawa et al. (2019), "Practical deep learning with Bayesian principles", Algorithm 1 and section 3. Bounded
@@ -276,13 +278,13 @@ class IVONOptimizer(NaturalGradientOptimizer):
 
     Args:
         params: means, and any other parameters, which are updated with Adam.
-        lr: :math:`\alpha`. The default, 100, is large, because the initial curvature, the squared gradients of an
-            untrained network, is forgotten only slowly; ``max_step`` bounds the steps.
+        lr: :math:`\alpha`. The default, 100, is large, because the initial curvature (the squared gradients of an
+            untrained network) is forgotten only slowly. ``max_step`` bounds the steps.
         **options: further options as in :class:`VOGNOptimizer`, except ``formulation`` and ``estimate``. ``damping`` is
             added to the denominator of the step, and ``initial_curvature`` is :math:`h_0`.
 
     Raises:
-        ArgumentError: an option out of range.
+        ArgumentError: an option is out of range.
         GuideError: in a step, the loss was not a ``NaturalGradientELBO``.
 
     Source: Shen et al. (2024), "Variational learning is effective for large deep networks", Algorithm 1; Lin et al.
@@ -346,7 +348,7 @@ class NaturalGradientOptim(JointOptim):
         """Make the learning rate decay to zero over this many steps, unless an option sets another length.
 
         Args:
-            total_steps: steps from the start of training, those already taken included.
+            total_steps: number of steps since the start of training, including those already taken.
         """
         self.total_steps = total_steps
         for optimizer in self.optim_objs.values():
@@ -374,8 +376,8 @@ def VOGN(optim_args: Options, clip_args: Any = None) -> NaturalGradientOptim:  #
 
     Args:
         optim_args: options of :class:`VOGNOptimizer`, or a function from parameter names to options. Even with the
-            defaults, ``{}``, choose the temperature in ``NaturalGradientELBO(temperature=...)``, 0.01 to 0.1 for
-            networks.
+            defaults, ``{}``, choose the temperature in ``NaturalGradientELBO(temperature=...)``; for networks, 0.01 to
+            0.1 is suitable.
         clip_args: as in :class:`~pyro_dvi.optim.JointOptim`.
 
     Raises:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JointOptim, Adam and SGD: one torch optimizer for all parameters of an SVI, where Pyro uses one per parameter."""
+"""JointOptim, Adam and SGD: one torch optimizer for all parameters of an SVI, instead of Pyro's one per parameter."""
 
 import copy
 import inspect
@@ -29,26 +29,27 @@ _TOGETHER = {"max_norm", "norm_type"}  # arguments of torch's clip_grad_norm_
 
 
 class JointOptim(PyroOptim):
-    """A Pyro optimizer that steps all parameters with equal options at once, with fused or foreach kernels.
+    """A Pyro optimizer that updates all parameters with equal options at once, with fused or foreach kernels.
 
     It replaces Pyro's own optimizers and gives the same results up to rounding. Its state has Pyro's format, with one
     entry per parameter name, and can be exchanged with the states of Pyro's optimizers and schedulers.
 
-    There are three differences. First, gradients are None instead of zero after a step, so the next backward pass does
-    not add to zeros, and a parameter without a gradient is not changed, as in torch. Second, ``set_state`` copies the
-    state and also applies it to parameters that were already stepped. Third, parameters share torch optimizers: to
-    change a learning rate by hand, iterate over ``set(optimizer.optim_objs.values())``.
+    There are three differences. First, gradients are None instead of zero after a step. The next backward pass
+    therefore does not add to zeros, and a parameter without a gradient is not changed, as in torch. Second,
+    ``set_state`` copies the state and also applies it to parameters that were already updated. Third, parameters share
+    torch optimizers: to change a learning rate by hand, iterate over ``set(optimizer.optim_objs.values())``.
 
     Copies and pickles refer to parameters by their names in Pyro's store.
 
     Args:
-        optim_constructor: class of the torch optimizer. Its kernels are chosen for each parameter by device and dtype,
+        optim_constructor: class of the torch optimizer. A kernel is chosen for each parameter by its device and dtype,
             unless the options name one (``fused``, ``foreach``).
         optim_args: options of the torch optimizer, or a function from parameter names to options, as in Pyro's
             optimizers. Parameters with equal options share one torch optimizer.
-        clip_args: ``{"clip_norm": 10.0}`` or ``{"clip_value": 1.0}`` to clip each gradient separately, as in Pyro's
-            optimizers, or options of :func:`torch.nn.utils.clip_grad_norm_` to clip all gradients of a step together:
-            ``{"max_norm": 10.0}``, or ``{"max_norm": 10.0, "norm_type": math.inf}`` for the largest entry.
+        clip_args: ``{"clip_norm": 10.0}`` or ``{"clip_value": 1.0}`` clips each gradient separately, as in Pyro's
+            optimizers. Options of :func:`torch.nn.utils.clip_grad_norm_` clip all gradients of a step together:
+            ``{"max_norm": 10.0}`` bounds their joint norm, and ``{"max_norm": 10.0, "norm_type": math.inf}`` bounds
+            their largest entry.
 
     Example:
         >>> optimizer = JointOptim(torch.optim.RMSprop, {"lr": 1e-3})
@@ -75,7 +76,7 @@ class JointOptim(PyroOptim):
         self._places: dict[Tensor, tuple[Any, ...]] = {}
 
     def __call__(self, params: Iterable[Tensor], *args: Any, **kwargs: Any) -> None:
-        """Step the parameters that have gradients, and set the gradients to None.
+        """Update the parameters that have gradients, and set the gradients to None.
 
         Args:
             params: parameters from Pyro's store. Other parameters are not changed, even if they have gradients.
@@ -126,7 +127,7 @@ class JointOptim(PyroOptim):
                 self._adopt(parameter, self._state_waiting_to_be_consumed[name])
 
     def _adopt(self, parameter: Tensor, state: dict[str, Any] | None) -> None:
-        """Assign a parameter with this state to an optimizer, which parameters with the same options share."""
+        """Assign a parameter with this state to the optimizer that parameters with the same options share."""
         made = self._get_optim(parameter)
         if state is not None:
             load_state(made, state)
@@ -163,7 +164,7 @@ class JointOptim(PyroOptim):
         return {**_kernels(self.pt_optim_constructor, param, options), **options}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state by parameter name, without the tensors, which a copy would not find in Pyro's store."""
+        """Return the state by parameter name, without the parameters, because Pyro's store does not contain copies."""
         held: dict[str, Any] = {"optim_objs": {}, "grad_clip": {}, "_places": {}, "_shared": []}
         return {**self.__dict__, **held, "_state_waiting_to_be_consumed": self.get_state()}
 
@@ -263,7 +264,7 @@ def _has_sparse_gradient(parameter: Tensor) -> bool:
 
 
 def for_svi(constructor: type[Optimizer]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorate an SVI optimizer to raise an error if it is called like torch's class of the same name.
+    """Make an SVI optimizer raise an error if it is called like torch's class of the same name.
 
     Args:
         constructor: torch's class.
@@ -312,16 +313,16 @@ def Adam(  # noqa: N802 (Pyro's style)
         optim_args: the learning rate of the means; posterior scales then have ten times this rate, as with
             :func:`learning_rates`. Alternatively, as in Pyro, options of the torch optimizer for all parameters, or a
             function from parameter names to options.
-        clip_args: as in :class:`JointOptim`: ``{"clip_norm": 10.0}`` bounds the norm of each gradient separately, and
+        clip_args: as in :class:`JointOptim`. ``{"clip_norm": 10.0}`` bounds the norm of each gradient separately.
             ``{"max_norm": num_data, "norm_type": math.inf}`` rescales all gradients so that no entry exceeds the number
-            of examples. As losses are sums over the data, this corresponds to a bound of 1 for a mean loss.
+            of examples; because losses are sums over the data, this corresponds to a bound of 1 for a mean loss.
         scheduler: function from a torch optimizer to a torch scheduler: a class, or ``partial`` of it. ``fit`` advances
             it after each epoch, or after each step with ``lr_schedule=EveryStep(optimizer)``; in a loop of your own,
             call ``optimizer.step()``. Schedules that multiply the learning rate preserve the ratio between means and
             scales; schedules that set it (``OneCycleLR(max_lr=...)``) give all parameters the same rate.
 
     Returns:
-        The optimizer, which with ``scheduler`` is also a ``pyro.optim.PyroLRScheduler``.
+        The optimizer; if ``scheduler`` is given, it is also a ``pyro.optim.PyroLRScheduler``.
 
     Raises:
         ArgumentError: if ``scheduler`` does not return a scheduler.

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Learning rates for posterior scales.
 
-The optimizer updates the logarithm (or inverse softplus) of a posterior scale :math:`\sigma`. Its gradient is small,
-and its optimum is several units away from the initial value, so with the learning rate of the means it converges much
-later than the means. This module gives scales their own learning rate, for Pyro's optimizers (:func:`learning_rates`)
-and for torch's (:func:`parameter_groups`).
+The optimizer updates the logarithm (or inverse softplus) of a posterior scale :math:`\sigma`. The gradient of this
+logarithm is small, and its optimum is several units away from the initial value. With the learning rate of the means,
+the logarithm would therefore converge much later than the means. This module gives scales their own learning rate, for
+Pyro's optimizers (:func:`learning_rates`) and for torch's (:func:`parameter_groups`).
 """
 
 import re
@@ -41,8 +41,8 @@ class LearningRates:
         check_positive("scale_multiplier", self.scale_multiplier)
         re.compile(self.scale_pattern)
 
-    # This must take one argument: to a function of two arguments, PyroOptim would pass the module and the name of a
-    # parameter separately.
+    # This must take one argument. If it took two, PyroOptim would pass the module and the name of a parameter
+    # separately.
     def __call__(self, param_name: str) -> dict[str, Any]:
         """Return the options of the optimizer of one parameter."""
         is_scale = re.search(self.scale_pattern, param_name) is not None
@@ -66,10 +66,10 @@ def learning_rates(
     Args:
         base: :math:`\eta`, the learning rate of everything that is not a posterior scale.
         scale_multiplier: :math:`c`, the factor for posterior scales.
-        scale_pattern: regular expression, searched in the parameter's name in Pyro's store (with dots). The default
-            matches the scales of ``MeanFieldGuide``, ``AutoNormal`` and ``AutoDiagonalNormal``, and the relative
-            variances of ``MultiplicativeNoiseGuide``; for a hand-written guide with ``pyro.param("weight_sigma",
-            ...)``, pass ``r"_sigma$"``.
+        scale_pattern: regular expression that is searched for in the parameter's name in Pyro's store (with dots). The
+            default matches the scales of ``MeanFieldGuide``, ``AutoNormal`` and ``AutoDiagonalNormal``, and the
+            relative variances of ``MultiplicativeNoiseGuide``. For a hand-written guide with
+            ``pyro.param("weight_sigma", ...)``, pass ``r"_sigma$"``.
         **optimizer_options: further options of the optimizer, the same for every parameter (``betas=...``).
 
     Returns:
@@ -120,7 +120,7 @@ def parameter_groups(
 
     Raises:
         ArgumentError: if a rate is not a positive finite number.
-        GuideError: if a guide is not initialised, so that its parameters do not exist.
+        GuideError: if a guide is not initialised and therefore has no parameters yet.
         UnsupportedError: if the model or guide is a function, whose parameters exist only in Pyro's store.
 
     Example:
@@ -157,9 +157,9 @@ def parameter_groups(
 def parameter_names(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield every parameter of ``module`` once, with the name that it has in Pyro's optimizers.
 
-    Pyro's names begin with the root :class:`~pyro.nn.PyroModule` and omit torch's suffix of constrained parameters:
-    ``AutoNormal.scales.weight``, where ``named_parameters`` of an ``ELBOModule`` has
-    ``guide.scales.weight_unconstrained``.
+    Pyro's names begin with the name of the root :class:`~pyro.nn.PyroModule` and omit torch's suffix of constrained
+    parameters. For example, Pyro's name is ``AutoNormal.scales.weight`` for the parameter that ``named_parameters`` of
+    an ``ELBOModule`` calls ``guide.scales.weight_unconstrained``.
 
     Args:
         module: any torch module.
@@ -190,7 +190,7 @@ def _root_name(module: nn.Module, path: str) -> str:
         current = module.get_submodule(".".join(parts[:depth]))
         if isinstance(current, PyroModule):
             own = str(current._pyro_name)
-            # Within a larger module, an unnamed root keeps the name of its attribute, so that names stay unique.
+            # Within a larger module, an unnamed root keeps its attribute's name, so that names stay unique.
             return ".".join([own, *parts[depth:]] if own else parts)
     return path
 

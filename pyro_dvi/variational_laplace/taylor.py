@@ -126,7 +126,7 @@ class TaylorELBO(Objective):
 
 
 def _precision_limits(run: PosteriorRun, kl_weight: float) -> list[Tensor | None]:
-    """Return kl_weight / s², as weighted in the KL divergence, for every Gaussian with a Normal prior."""
+    """Return kl_weight / s² for every Gaussian with a Normal prior of scale s, times the plate scale as in the KL."""
     limits: list[Tensor | None] = []
     for gaussian in run.gaussians:
         latents = [latent for latent in run.latents if latent.source is gaussian]

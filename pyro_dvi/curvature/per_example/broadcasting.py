@@ -122,7 +122,8 @@ def _affine_norm(function: Callable[..., Tensor], by_channel: bool) -> None:
 
     Args:
         function: function with the arguments ``input``, ``weight`` and ``bias``.
-        by_channel: whether the weight belongs to the channels, the second dimension; otherwise, to the last dimensions.
+        by_channel: whether the weight has one entry per channel (the second dimension); if not, it has the shape of the
+            last dimensions.
     """
     signature = inspect.signature(function)
 

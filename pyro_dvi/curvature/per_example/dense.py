@@ -2,8 +2,8 @@
 r"""Per-example gradients of dense layers and products, :math:`g_i = \sum_t \delta_{it} x_{it}^\top`.
 
 With one row per example, :math:`\sum_i g_i^2 = (\delta^2)^\top x^2`, so no gradients are formed. With a few rows t, the
-square of the sum is expanded into pairs of rows, which is again a single product. With many rows, gradients are formed
-for a few examples at a time.
+square of the sum is expanded into pairs of rows, which again needs only a single product. With many rows, gradients are
+formed for a few examples at a time.
 
 For embedding tables, gradients of repeated tokens within an example are summed before squaring.
 """

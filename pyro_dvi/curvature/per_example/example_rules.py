@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules, by function, for the contribution of an example to the gradient of a weight, and uses of weights."""
+"""Rules of torch functions for the contribution of an example to the gradient of a weight, and uses of weights."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ def per_example_rule(*functions: Callable) -> Callable[[Callable], Callable]:
     """Register a rule for the per-example gradients of torch ``functions`` with respect to one of their arguments.
 
     The rule has the parameters of the torch function, preceded by ``wanted``, the name of the parameter that is the
-    weight. It returns a :class:`Contribution`, or None if it does not apply, in which case the weight takes one
+    weight. It returns a :class:`Contribution`, or None if it does not apply. In that case, the weight needs one
     backward pass per example.
 
     Example:
@@ -39,7 +39,7 @@ class Outer:
     r"""Gradients :math:`g_i = \sum_t \delta_{it} a_{it}^\top` of a weight, or their transpose.
 
     Attributes:
-        inputs: function from the operands of the contribution to a, ``[M, T, q]``.
+        inputs: function from the operands of the contribution to the inputs a, ``[M, T, q]``.
         deltas: function from the gradient of the output to :math:`\delta`, ``[M, T, p]``.
         inputs_first: whether the weight has shape ``[q, p]`` instead of ``[p, q]``.
     """
@@ -62,7 +62,7 @@ class Contribution:
         outer: the factors, if gradients are sums of outer products; used for Kronecker factors, products between layers
             and rows of some examples.
         bilinear: whether the output is linear in the operands and linear in the weight, so that both may be replaced by
-            their means; false for an activation function with a learned slope.
+            their means. This is false for an activation function with a learned slope.
     """
 
     function: Callable[..., Tensor]
@@ -86,7 +86,7 @@ class Contribution:
         return self.gradients(delta).square().sum(0)
 
     def outer_inputs(self, part: slice) -> Tensor:
-        """Return a of some examples, ``[m, T, q]``."""
+        """Return the inputs a of some examples, ``[m, T, q]``."""
         assert self.outer is not None
         return self.outer.inputs(*self.part(part).operands)
 
@@ -99,7 +99,7 @@ def summed_squares(
     Args:
         gradients: function from x and delta of m examples to their gradients ``[m, *shape]``.
         x: inputs, with the examples in the first dimension.
-        delta: output gradients, likewise.
+        delta: output gradients, with the examples in the first dimension.
         shape: shape of a gradient.
     """
     count = max(1, (_BUDGET if x.device.type == "cpu" else 128 * _BUDGET) // shape.numel())
@@ -116,7 +116,7 @@ def summed_squares(
 
 @dataclass(frozen=True)
 class Rows:
-    """A dimension of examples, or of several rows of each example (tokens of a sentence, windows of an image).
+    """A dimension that contains examples, or several rows of each example (tokens of a sentence, windows of an image).
 
     Attributes:
         axis: the dimension.
@@ -153,7 +153,7 @@ def _possible_rows(shape: torch.Size, examples: int) -> Iterator[Rows]:
 
 
 def has_rule(function: Callable) -> bool:
-    """Return whether a function has a rule, which may still decline its arguments."""
+    """Return whether a function has a rule; the rule may still decline the arguments of a call."""
     return function in _RULES
 
 
@@ -334,7 +334,7 @@ class Use:
 
 
 def with_rows_of_examples(uses: dict[int, list[Use]], num_examples: int) -> dict[int, list[Use]]:
-    """Return the tensors all of whose uses have a dimension of ``num_examples``, with the most likely dimension."""
+    """Keep the tensors whose uses all have a dimension of ``num_examples``, and choose the most likely dimension."""
     found = {k: [next(use.candidates(num_examples), None) for use in calls] for k, calls in uses.items()}
     return {k: [use for use in calls if use is not None] for k, calls in found.items() if all(calls)}
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Checks that the rules of layers give the per-example gradients of the model.
 
-The rules assume that one dimension of a layer's output is the examples, and that all uses of a weight were recorded.
+The rules assume that one dimension of a layer's output indexes examples, and that all uses of a weight were recorded.
 With a factor :math:`c_i` for each output,
 
 .. math:: \partial_u \sum_i c_i f_i = \sum_i c_i\,g_i
@@ -49,10 +49,10 @@ def row_weights(count: int, like: Tensor, seed: int = 0) -> Tensor:
 
 
 def kept_apart(plain: Tensor, weighted: Tensor, weights: Tensor) -> Tensor:
-    r"""Return whether no row of a gradient depends on the output of another row, as a boolean scalar.
+    r"""Return, as a boolean scalar, whether every row of a gradient depends only on the output of the same row.
 
-    Let :math:`M_{jb}` be the contribution of output j to row b of the gradient. A row that depends only on its own
-    output is multiplied by its weight; for any other row, this difference is not zero:
+    Let :math:`M_{jb}` be the contribution of output j to row b of the gradient. If row b depends only on its own
+    output, weighting the outputs multiplies the row by :math:`c_b`; otherwise, this difference is not zero:
 
     .. math:: \delta_b(c) - c_b\,\delta_b(1) = \sum_j (c_j - c_b)\, M_{jb} .
 
@@ -82,7 +82,7 @@ class Finding(NamedTuple):
         wrong: indices of the weights for which the rules disagree with the model.
         unproven: indices of the weights for which the check is inconclusive, because gradients are zero or rounding
             errors.
-        rows: the examples in the outputs of each use of a weight, if they are not in the most likely dimension.
+        rows: the dimension of the examples in the outputs of each use of a weight, if it is not the most likely one.
     """
 
     wrong: set[int]
@@ -134,7 +134,7 @@ def examined(uses: Served, values: Mapping[int, Tensor], outputs: Tensor, seed: 
 
 
 def _found_elsewhere(calls: list[Use], deltas: Mapping[Any, Deltas], c: Tensor) -> list[Use] | None:
-    """Return the uses of a weight with the examples' dimension found from gradients; None if not found or unchanged."""
+    """Return the uses of a weight with the dimension of examples found from gradients; None without a new finding."""
     found = []
     for use in calls:
         plain, weighted = deltas[use.output]
@@ -201,9 +201,9 @@ def _summed(use: Use, delta: Tensor, like: Tensor) -> Tensor:
 
 
 class Proofs:
-    """Checks of each layout of the minibatches of each model, with cached results.
+    """Checks for each model and each layout of its minibatches, with cached results.
 
-    The check is repeated in calls 2, 4, 8, ..., 1000, 2000, ..., to detect changes.
+    A check is repeated in calls 2, 4, 8, ..., 1000, 2000, ..., to detect changes.
     """
 
     def __init__(self) -> None:

@@ -67,8 +67,9 @@ class Energy:
         temperature: T.
         memory: maximum bytes of graphs to keep between products at one point; larger graphs are rebuilt for each
             product.
-        differentiable: whether per-example gradients and the Hessian of the prior are functions of those tensors of the
-            model that require gradients, such as scales of priors. Products with the curvature are then refused.
+        differentiable: whether per-example gradients and the Hessian of the prior are differentiable functions of the
+            model's tensors that require gradients, such as scales of priors. Products with the curvature then raise an
+            error.
 
     Raises:
         UnsupportedError: a latent has half precision.
@@ -191,7 +192,7 @@ class Energy:
             return [site.sample_labels() for _ in range(_LABELS)]
 
     def batch_gradient(self, batch: Arguments, point: Tensor) -> Tensor:
-        """Return an estimate of the gradient [D] of U from one batch, whose likelihood counts for all batches."""
+        """Return an estimate of the gradient [D] of U: the likelihood of one batch is scaled to represent all data."""
         with torch.enable_grad():
             found = self.run(batch, point)
             weight = self.likelihood_weight * self.passes.num_batches
@@ -272,7 +273,7 @@ class LocalEnergy:
     def prior_diagonal(self) -> Tensor | None:
         """Diagonal [D] of the Hessian of minus the log prior; None unless this Hessian is diagonal and positive.
 
-        It is diagonal for independent Normal priors, but not if the prior of one latent depends on another.
+        The Hessian is diagonal for independent Normal priors, but not if the prior of one latent depends on another.
         """
         return diagonal_of(self.prior_hessian, self.point)
 

@@ -22,8 +22,8 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 class Passes:
     """Repeated passes over fixed batches.
 
-    A checksum of every pass, independent of the order of the rows, is compared with the first. Without this check,
-    solvers would silently average over random augmentation or sampling with replacement.
+    The checksum of every pass, which does not depend on the order of the rows, is compared with that of the first pass.
+    Without this check, solvers would silently average over random augmentation or sampling with replacement.
 
     Args:
         batches: a loader or a list of batches, each a tuple or a mapping of the model's arguments.
@@ -51,7 +51,7 @@ class Passes:
 
     @property
     def checksum(self) -> float:
-        """Checksum of the rows with their labels, in any order; computed by a pass over the data if there was none."""
+        """Checksum of the rows with their labels, independent of their order; the first call may read all data."""
         if self._checksum is None:
             deque(self, maxlen=0)
         assert self._checksum is not None
@@ -127,7 +127,7 @@ def same_data(first: float | None, other: float | None) -> bool:
 
 
 def _checksums(tensors: Iterable[Tensor]) -> tuple[float, float]:
-    """Return two nonlinear sums over rows, one independent of and one dependent on their order.
+    """Return two nonlinear sums over rows; only the second depends on the order of the rows.
 
     Tensors of the same length are parts of the same rows, so permuted labels change both sums.
     """
@@ -188,9 +188,9 @@ class Rows:
     def check(self, order: list[float]) -> None:
         """Compare the rows with the size of each plate.
 
-        A scale that makes each of several batches as large as all the data belongs to stochastic training and would
-        count all the data once per batch. As a constant weight may equal the number of batches by chance, this is only
-        a warning.
+        If a scale makes each of several batches count as much as all the data, it belongs to stochastic training; here,
+        all the data would be counted once per batch. This causes only a warning, because a constant weight may equal
+        the number of batches by chance.
 
         Args:
             order: checksum of the rows of each batch.

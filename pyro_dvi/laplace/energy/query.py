@@ -27,7 +27,8 @@ class Layout:
 
     Args:
         shapes: shape of each site by name, in order.
-        chosen: indices ``[n]`` of the entries that vary in each flattened site; if None or missing, all entries vary.
+        chosen: by site, indices ``[n]`` of the entries that vary in the flattened site. All entries of a missing site
+            vary; None means that all entries of all sites vary.
 
     Attributes:
         chosen: these indices, only for sites of which some entries are fixed.
@@ -88,7 +89,7 @@ class Layout:
 
         Args:
             pieces: values of the latents that vary, in order.
-            elsewhere: values ``[*site]`` of the other entries by site; None means zero.
+            elsewhere: by site, a tensor ``[*site]`` with the values of the other entries; None means zero.
         """
         sites = dict(zip(self.shapes, pieces, strict=True))
         for name, places in self.chosen.items():
@@ -115,8 +116,8 @@ class Query:
         locs: unconstrained value of every latent site.
         layout: order of the latents in flat vectors.
         site: name of the site of the outputs; see :func:`~pyro_dvi.runs.outputs.run_outputs`.
-        read: function from unconstrained latents by name and the number of rows to the outputs; by default, the model
-            is run with :func:`~pyro_dvi.runs.outputs.run_outputs`.
+        read: function that returns the outputs, given unconstrained latents by name and the number of rows. By default,
+            the model is run with :func:`~pyro_dvi.runs.outputs.run_outputs`.
 
     Attributes:
         num_rows: B.

@@ -27,8 +27,8 @@ class Scale(ABC):
     """A positive multiplier in the model, to be tuned.
 
     Attributes:
-        exponent: power of the value by which the scale of the sites' distributions is multiplied.
-        of_prior: whether the value changes the contribution of the prior to P, instead of the likelihood's.
+        exponent: the scale of the sites' distributions is multiplied by the value to this power.
+        of_prior: whether the value changes the contribution of the prior to P, not that of the likelihood.
         grid: default values to try.
     """
 
@@ -120,9 +120,9 @@ _ANOTHER = 4.0  # an arbitrary value to compare with 1
 class Candidates:
     r"""Quantities at a fixed mode that depend on the tuned value, for criteria.
 
-    For independent Normal priors, one run of the model serves all values; for other priors, each value runs the first
-    batch. The method is fitted once if its Gaussian with precision :math:`G + \Pi` can be converted to the Gaussian
-    with precision :math:`a G + \Pi_c`, and otherwise for each value.
+    For independent Normal priors, one run of the model serves all values. For other priors, the model is run on the
+    first batch for each value. The method is fitted only once if its Gaussian with precision :math:`G + \Pi` can be
+    converted to the Gaussian with precision :math:`a G + \Pi_c`. Otherwise, it is fitted for each value.
 
     Attributes:
         energy: U at value 1.
@@ -175,9 +175,9 @@ class Candidates:
 
     @cached_property
     def _normal(self) -> tuple[Tensor, float, float] | None:
-        """The part of the prior precision that changes, and sums of :math:`z^2` and 1 over its standardised latents.
+        """The changing part of the prior precision, and the sums of :math:`z^2` and 1 over its standardised latents z.
 
-        They exist for independent Normal priors, whose log density depends on the value in closed form.
+        These exist only for independent Normal priors, whose log density depends on the value in closed form.
         """
         layout, nodes = self.energy.layout, self.here.first.run.trace.nodes
         parts = [{name: torch.zeros_like(loc) for name, loc in self.energy.locs.items()} for _ in range(3)]

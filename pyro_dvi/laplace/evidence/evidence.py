@@ -26,7 +26,7 @@ from pyro_dvi.runs.log_joint import JointRun, log_prior_of_entries
 
 OfFactors = Callable[[float, float], TraceEstimate]
 EXACT_SIZE = 1000
-"""Number of latents up to which the exact matrix is used; at this size, both ways cost about the same."""
+"""Number of latents up to which the exact matrix is used; at this size, Lanczos quadrature costs about the same."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,10 @@ class ByLanczos:
     .. math:: P = G + D, \qquad \log\det(aG + cD) = \log\det D + \operatorname{tr}\log(aA + c)
 
     Args:
-        num_probes: number of random vectors; the standard error is inversely proportional to its square root.
-        steps: number of Lanczos steps; ``steps * D`` numbers per probe are stored, for as many probes as fit into 2
-            GiB.
+        num_probes: number of random vectors; the standard error is inversely proportional to the square root of this
+            number.
+        steps: number of Lanczos steps. ``steps * D`` numbers are stored for each probe; as many probes as fit into 2
+            GiB are processed together.
         seed: seed of the random vectors.
 
     Source: Ubaru, Chen & Saad (2017).
@@ -87,7 +88,7 @@ class Evidence(InNotebook):
 
     Attributes:
         value: the log evidence.
-        standard_error: standard error of the value, from the log determinant; zero if this is exact.
+        standard_error: standard error of the value, from the log determinant; zero if the log determinant is exact.
         log_likelihood: log-likelihood of all data at the mode.
         log_prior: log prior density of the mode, in unconstrained space.
         log_determinant: log determinant of the precision P.
@@ -143,10 +144,10 @@ def log_evidence(
     Args:
         energy: U on all the data.
         precision: choice of the precision matrix.
-        determinant: method for its log determinant. None means the posterior if available, otherwise the matrix up to D
-            = 1,000 and Lanczos beyond.
-        posterior: the Gaussian of a fit, whose log determinant is used if available; it is as accurate as the
-            approximation of P.
+        determinant: method for the log determinant of this matrix. None means the log determinant of the posterior, if
+            available; otherwise, the exact one for D up to 1,000, and Lanczos quadrature for larger D.
+        posterior: the Gaussian of a fit, whose log determinant is used if available. This log determinant is as
+            accurate as the Gaussian's approximation of P.
         data: checksum of the batches of that fit; the posterior is not used for other batches.
 
     Raises:
@@ -204,7 +205,7 @@ def differentiable_log_evidence(energy: Energy, method: Method) -> Tensor:
 
 
 def check_options(energy: Energy, determinant: ByLanczos | None) -> None:
-    """Raise for an unknown determinant and for a tempered posterior, which has no evidence."""
+    """Raise an error for an unknown determinant, and for a tempered posterior, which has no evidence."""
     check_choice("determinant", determinant, (ByLanczos, type(None)), "ByLanczos(num_probes=32)")
     if (energy.likelihood_weight, energy.prior_weight) != (1, 1):
         raise ArgumentError(
@@ -215,8 +216,8 @@ def check_options(energy: Energy, determinant: ByLanczos | None) -> None:
 def free_terms(values: list[Tensor], run: JointRun, layout: Layout) -> Tensor:
     """Return the log prior of the latents that vary, given the fixed ones.
 
-    The prior of a fixed site is included if it depends on a latent that varies, as the prior of weights may depend on
-    their scale.
+    The prior of a fixed site is included if it depends on a latent that varies. For example, the prior of fixed weights
+    may depend on a scale that varies.
 
     Args:
         values: tensors of the latents that vary, in the graph of the run.
@@ -224,7 +225,7 @@ def free_terms(values: list[Tensor], run: JointRun, layout: Layout) -> Tensor:
         layout: order of the latents in flat vectors.
 
     Raises:
-        UnsupportedError: the prior couples the entries of a site of which only some vary.
+        UnsupportedError: the prior couples the entries of a site, and only some of these entries vary.
     """
     found = []
     for name, term in run.log_priors.items():

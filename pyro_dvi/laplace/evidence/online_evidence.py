@@ -21,24 +21,25 @@ class OnlineEvidence:
 
     .. math:: c \leftarrow \arg\max_c\; \log p_c(D, u) - \tfrac12 \log\det(G + \Pi_c)
 
-    at the current weights u; training continues with the new scales. Pass the :attr:`model` of this object, whose
-    scales are updated, to ``SVI``. No validation data are needed.
+    at the current weights u; training continues with the new scales. Pass the :attr:`model` of this object to ``SVI``,
+    because only its scales are updated. No validation data are needed.
 
-    Status: converges to the maximum of the evidence for linear models with Gaussian noise, an exact method and enough
-    epochs. For networks, it is a heuristic: training ignores the effect of the weights on the determinant, so the
-    evidence may decrease. Compare :meth:`LaplaceGuide.log_evidence` after training with and without this callback.
+    Status: for linear models with Gaussian noise, converges to the maximum of the evidence if the method is exact and
+    there are enough epochs. For networks, it is a heuristic: training ignores the effect of the weights on the
+    determinant, so the evidence may decrease. Compare :meth:`LaplaceGuide.log_evidence` after training with and without
+    this callback.
 
     Args:
         guide: the guide that is trained, with ``kl_weight=1``.
         batches: all the data without augmentation, as in :meth:`LaplaceGuide.tune`.
-        scales: scales to choose, one after the other: ``PriorPrecision()``, the default, ``PriorPrecision("net.0.*")``
-            for single layers, ``NoiseScale()``.
+        scales: scales to tune, one after the other: ``PriorPrecision()`` (the default), ``PriorPrecision("net.0.*")``
+            for a single layer, or ``NoiseScale()``.
         method: Laplace method that provides the determinant; by default, ``Diagonal()``.
         every: number of epochs between updates, each of which costs a few fits of the method per scale.
 
     Attributes:
         model: the model with the current scales, for training; use the original model for predictions.
-        values: for each update, the values of the scales, relative to those in the code of the model.
+        values: for each update, the values of the scales, relative to the scales in the code of the model.
 
     Source: Immer et al. (2021), "Scalable marginal likelihood estimation", Algorithm 1, with a search in place of
     gradient steps.

@@ -27,10 +27,10 @@ class Mode(ABC):
     .. math:: r_k(u) = \frac1M \sum_j f_k(x_j; u), \qquad
         \frac{\partial f_k(x; u_\lambda)}{\partial\lambda} \to \frac1M \sum_j \operatorname{Cov}(f_k(x), f_k(x_j))
 
-    If r is the mean of an output over M inputs, one pair of fits serves any number of queries, but it gives the mean of
-    a row of the covariance matrix, not its diagonal. The two agree only for inputs that are as correlated with the M
-    inputs as with themselves; otherwise, the result is smaller in proportion to the mean correlation, and negative if
-    this is negative.
+    If r is the mean of an output over M inputs, one pair of fits serves any number of queries. However, the result is
+    the mean of a row of the covariance matrix, not the variance on its diagonal. The two agree only for inputs whose
+    outputs are as correlated with the outputs at the M inputs as with themselves. Otherwise, the result is smaller in
+    proportion to the mean correlation, and negative if the mean correlation is negative.
 
     Attributes:
         reusable: whether the fits can be reused for other queries of the same site.
@@ -39,21 +39,21 @@ class Mode(ABC):
     reusable: bool = False
 
     def check(self, local: LocalEnergy) -> None:  # noqa: B027 (most modes support every model)
-        """Raise if the mode does not support the model."""
+        """Raise an error if the mode does not support the model."""
 
     @abstractmethod
     def tilts(self, local: LocalEnergy, query: Query) -> Iterable[Tilt]:
         """Return the functions r."""
 
     def responses(self, fits: Iterable[Fits], query: Query) -> Tensor:
-        """Return ``[B, K, K]``, of either sign, computed from the fits; by default, the row means."""
+        """Return estimates ``[B, K, K]`` from the fits, which may be negative; by default, the row means."""
         found = torch.stack([pair.slope(query.at) for pair in fits], -1)  # [B, K] for the tilt of each output
         return 0.5 * (found + found.mT)
 
 
 @dataclass(frozen=True)
 class Pointwise(Mode):
-    r"""Tilt by every output at every query input in turn.
+    r"""Tilt U by each output at each query input in turn.
 
     .. math:: \frac{f_j(x; u_\lambda) - f_j(x; u_{-\lambda})}{2\lambda}
         &= \nabla f_j^\top P^{-1} \nabla f_k + O(\text{step}^2), \\ u_\lambda &= \arg\min_u U(u) - \lambda f_k(x; u)
@@ -86,7 +86,7 @@ class Pointwise(Mode):
 
 @dataclass(frozen=True, eq=False)
 class Sum(Mode):
-    r"""Tilt by the mean of an output over an evaluation set of size M.
+    r"""Tilt U by the mean of an output over an evaluation set of size M.
 
     .. math:: r_k(u) = \frac1M \sum_j f_k(x_j; u)
 
@@ -105,7 +105,7 @@ class Sum(Mode):
 
     @property
     def reusable(self) -> bool:  # type: ignore[override]
-        """Whether there is an evaluation set, to which the fits belong."""
+        """Whether there is an evaluation set; the fits then do not depend on the query."""
         return self.inputs is not None
 
     def tilts(self, local: LocalEnergy, query: Query) -> list[Tilt]:
@@ -124,17 +124,17 @@ class Sum(Mode):
 
 @dataclass(frozen=True, eq=False)
 class AbsoluteSum(Sum):
-    r"""Tilt by the mean of absolute outputs over an evaluation set of size M, and read absolute outputs.
+    r"""Tilt U by the mean of absolute outputs over an evaluation set of size M, and compare absolute outputs.
 
     .. math:: r_k(u) &= \frac1M \sum_j |f_k(x_j; u)|, \\
         \frac{\partial |f_k(x; u_\lambda)|}{\partial\lambda} &\to
         \frac{s(x)}M \sum_j s(x_j) \operatorname{Cov}(f_k(x), f_k(x_j)), \quad s = \operatorname{sign} f_k
 
-    Predictions of different signs are often negatively correlated; absolute values prevent that they cancel.
+    Predictions of different signs are often negatively correlated; absolute values prevent them from cancelling.
 
     Status: gives a signed row mean of the covariance matrix, not the variance; it can be negative, and depends on the
-    origin of the outputs. The signs are fixed at the mode, which gives the absolute values until an output crosses
-    zero.
+    origin of the outputs. The signs are fixed at the mode, so they give the absolute values only until an output
+    crosses zero.
 
     Args:
         inputs: as in :class:`Sum`.
@@ -153,32 +153,33 @@ class AbsoluteSum(Sum):
 
 @dataclass(frozen=True)
 class HessianFree(Method):
-    r"""Compute variances from second fits: the shift of a prediction when a multiple of it is added to the loss.
+    r"""Compute variances from second fits: how far a prediction moves when a multiple of it is added to the loss.
 
     .. math:: u_{\pm\lambda} = \arg\min_u U(u) \mp \lambda f(x; u), \qquad
         \frac{f(x; u_\lambda) - f(x; u_{-\lambda})}{2\lambda} \to \nabla f^\top (\nabla^2 U)^{-1} \nabla f
 
-    with U as in :class:`~pyro_dvi.LaplaceGuide`: the full prior, and the likelihood of all data divided by the KL
-    weight.
+    with U as in :class:`~pyro_dvi.LaplaceGuide`: it includes the full prior, and the log-likelihood of all data divided
+    by the KL weight.
 
     Status: depends on the solver. With ``Pointwise()`` and ``NewtonCG()``, which uses Hessian-vector products, the
     result is the covariance of the exact Hessian, up to terms of the order of the squared step and the tolerance.
     ``Adam`` and ``SGD`` use only gradients and start from any network without checking it, as in the paper. They
     subtract two fits, so that the effect of unfinished training cancels; the paper subtracts the original network
-    (``less="mode"``). Fine-tuning with ``Adam`` and ``SGD`` ends before the minimum: after 300 steps on the regressions
-    of the paper, with an untilted fit subtracted, standard deviations are 15 to 32 % too small in the median, and a
-    tenth of them are too small by a factor of more than 1.7 to 3.5. Modes other than ``Pointwise()`` do not estimate
-    the variance. ``ConjugateGradient(Hessian())`` gives the same results as ``NewtonCG()`` with one linear solve
-    instead of two fits, at about a ninth of the cost in our benchmark.
+    (``less="mode"``). Fine-tuning with ``Adam`` and ``SGD`` ends before the minimum. After 300 steps on the regressions
+    of the paper, with an untilted fit subtracted, standard deviations are 15 to 32 % too small in the median. A tenth
+    of them are too small by a factor of more than 1.7 to 3.5. Modes other than ``Pointwise()`` do not estimate the
+    variance. ``ConjugateGradient(Hessian())`` gives the same results as ``NewtonCG()`` with one linear solve instead of
+    two fits, at about a ninth of the cost in our benchmark.
 
     Args:
         mode: ``Pointwise()``, or one of the pre-trained modes ``Sum(inputs)``, ``AbsoluteSum(inputs)``, ``InSample()``
             and ``LabelShift()``, which fit once for all queries.
         solver: ``NewtonCG()`` at a minimum (``guide.polish(batches)``); otherwise ``Adam(strength)`` or ``SGD(strength,
             learning_rate)``.
-        less: the fit that is subtracted: ``"opposite"``, the fit with the opposite tilt; ``"untilted"``, a fit without
-            tilt, at half the cost with ``NewtonCG`` and with an error of the order of the step; ``"mode"``, the
-            original network, as in the paper, so that unfinished training counts as variance, of either sign.
+        less: the fit that is subtracted. ``"opposite"`` is the fit with the opposite tilt. ``"untilted"`` is a fit
+            without tilt; with ``NewtonCG``, it halves the cost, and the error is of the order of the step. ``"mode"``
+            is the original network, as in the paper; the effect of unfinished training then counts as variance and may
+            have either sign.
 
     Raises:
         ArgumentError: an argument is not one of these objects or names.
@@ -250,7 +251,7 @@ class HessianFreePosterior(LaplacePosterior):
         self._kept: dict[str | None, list[Fits]] = {}
 
     def responses(self, query: Query) -> Tensor:
-        """Return the values that the method's mode gives in place of covariances, ``[B, K, K]``, of either sign."""
+        """Return what ``method.mode`` computes in place of covariances, ``[B, K, K]``; variances may be negative."""
         return self.method.mode.responses(self._fits(query), query)
 
     def covariance(self, query: Query) -> Tensor:
@@ -297,7 +298,7 @@ def parameter_uncertainty(
     subset: Subset | None = None,
     solver: Solver | None = None,
 ) -> dict[str, Tensor]:
-    r"""Return a variance for every latent, from two fits with a small multiple of the L1 norm added.
+    r"""Return a variance for every latent, from two fits with a small multiple of the L1 norm added to U.
 
     .. math:: u_{\pm\lambda} = \arg\min_u U(u) \mp \lambda \|u\|_1, \qquad
         \frac{|u_{i,\lambda}| - |u_{i,-\lambda}|}{2\lambda} \to
@@ -308,11 +309,11 @@ def parameter_uncertainty(
     variance is small. For actual variances, use ``PosteriorSamples(n)``, ``Diagonal()`` or ``Dense()``.
 
     *Sparsification*: a latent whose mode is small relative to its standard deviation can be set to zero with little
-    loss, ``weight * (weight.abs() > 2 * variance.sqrt())``. This also removes latents whose variance is NaN, so check
-    their number.
+    loss, for example with ``weight * (weight.abs() > 2 * variance.sqrt())``. This also sets latents to zero whose
+    variance is NaN, so check how many there are.
 
     Args:
-        guide: the guide; for ``NewtonCG()``, at a minimum of U (``guide.polish``).
+        guide: the guide. For ``NewtonCG()``, its mode must be a minimum of U (``guide.polish``).
         batches: all the data.
         subset: the latents that vary, as in ``guide.fit``.
         solver: solver of the tilted fits; by default, ``NewtonCG()``.

@@ -76,7 +76,7 @@ class Fits:
     apart: float
 
     def slope(self, function: Callable[[Tensor], Tensor]) -> Tensor:
-        r"""Return a difference quotient: the derivative by :math:`\lambda` of a function of the minimum."""
+        r"""Return the derivative of a function of the minimum with respect to :math:`\lambda`, by finite difference."""
         return (function(self.above) - function(self.below)) / self.apart
 
 
@@ -117,8 +117,8 @@ class FineTuning(Solver):
     and differ only in their tilts, so minibatch noise and the effect of unfinished training cancel to first order.
 
     Args:
-        strength: :math:`\lambda`, in inverse units of the output. It moves an output with standard deviation
-            :math:`\sigma` by :math:`\lambda\sigma` standard deviations, which should be below 1 but well above rounding
+        strength: :math:`\lambda`, in inverse units of the output. An output with standard deviation :math:`\sigma`
+            moves by :math:`\lambda\sigma` standard deviations. This number should be below 1 but well above rounding
             errors.
         learning_rate: learning rate of the optimizer.
         epochs: passes over the data.
@@ -137,7 +137,7 @@ class FineTuning(Solver):
 
     @abstractmethod
     def optimizer(self, points: list[Tensor]) -> torch.optim.Optimizer:
-        """Return a torch optimizer of the flat vectors, which it must treat independently."""
+        """Return a torch optimizer of the flat vectors; it must treat the vectors independently."""
 
     def solve(self, local: LocalEnergy, tilts: list[Tilt], less: str) -> list[Fits]:
         """Return the fits of some tilts; see :meth:`fits`."""
@@ -150,7 +150,7 @@ class FineTuning(Solver):
         return [Fits(a, b, apart) for a, b in zip(ends[:count], below, strict=True)]
 
     def ends(self, local: LocalEnergy, problems: list[tuple[Tilt, float]]) -> Tensor:
-        """Return the end points ``[S, D]`` of training on U minus each tilt times its strength."""
+        """Return the points ``[S, D]`` at which training ends, on U minus each tilt times its strength."""
         energy = local.energy
         local.log_likelihood  # noqa: B018 (checks that the batches are all the data)
         points = [local.point.clone().requires_grad_() for _ in problems]
@@ -173,18 +173,18 @@ class SGD(FineTuning):
 
     .. math:: \nabla f^\top P^{-1} \bigl(1 - (1 - \eta P)^T\bigr) \nabla f
 
-    to first order. This is too small: a direction with curvature below :math:`1/\eta T` contributes about
-    :math:`\eta T` instead of its inverse curvature, and most of a network's variance comes from such directions. It is
-    positive even if P has negative curvature, so there is no error for a network far from its minimum.
+    to first order. This variance is too small: a direction with curvature below :math:`1/\eta T` contributes about
+    :math:`\eta T` instead of its inverse curvature, and most of a network's variance comes from such directions. The
+    result is positive even if P has negative curvature, so no error is raised for a network far from its minimum.
 
     Args:
         strength: as in :class:`FineTuning`.
-        learning_rate: :math:`\eta`. As U is a sum over the data, it is N times smaller than for a mean loss. It must be
-            smaller than 2 divided by the largest eigenvalue of P.
+        learning_rate: :math:`\eta`. Because U is a sum over the data, choose a learning rate that is N times smaller
+            than for a mean loss. It must be smaller than 2 divided by the largest eigenvalue of P.
         epochs: passes over the data.
         momentum: as in torch.
 
-    Source: McInerney & Kallus (2024) for fine-tuning from the mode; they subtract the mode, as
+    Source: McInerney & Kallus (2024) for fine-tuning from the mode; they subtract the mode, as does
     ``HessianFree(less="mode")``.
 
     Example:
@@ -211,9 +211,10 @@ class SGD(FineTuning):
 class Adam(FineTuning):
     """Fine-tuning with Adam.
 
-    Status: ends before the minimum, at an unknown distance, so variances are mostly too small, as with :class:`SGD`,
-    and may be negative after few steps. After 300 steps on a network with 151 weights, standard deviations were 15 to
-    32 % too small in the median, and a tenth of them were too small by a factor of more than 1.7 to 3.5.
+    Status: ends at an unknown distance from the minimum. Variances are therefore mostly too small, as with
+    :class:`SGD`, and may be negative after few steps. After 300 steps on a network with 151 weights, standard
+    deviations were 15 to 32 % too small in the median. A tenth of them were too small by a factor of more than 1.7 to
+    3.5.
 
     Args:
         strength: as in :class:`FineTuning`.
@@ -243,8 +244,8 @@ class NewtonCG(Solver):
 
     The strength is chosen such that r moves by ``step`` posterior standard deviations, in any units. Only
     Hessian-vector products are used. Because the minima are close to the mode, the Hessian at the mode is used for all
-    of them: many tilts share one graph and one run of conjugate gradients, and the first solve is used for both signs.
-    Corrections shrink by a factor that is proportional to the step.
+    of them. Many tilts therefore share one graph and one run of conjugate gradients, and the first solve is used for
+    both signs of the tilt. Corrections shrink by a factor that is proportional to the step.
 
     A correction d changes a variance by at most the relative amount :math:`|d|_P / \text{step}`, by the Cauchy-Schwarz
     inequality. The search ends when the next correction, extrapolated from the last two, would be below the tolerance.
@@ -257,7 +258,7 @@ class NewtonCG(Solver):
     Args:
         step: distance of the second fits from the mode, in posterior standard deviations.
         tolerance: relative error of a variance, limited by rounding.
-        solve_tolerance: relative residual of each run of conjugate gradients, which later corrections compensate.
+        solve_tolerance: relative residual of each run of conjugate gradients; later corrections compensate for it.
         max_corrections: maximum number of Newton steps after the first.
 
     Raises:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modes with one pair of fits, tilted by the predictions for the training data or trained on shifted labels."""
+"""Modes with one pair of fits, which are tilted by the training predictions or trained on shifted labels."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -49,7 +49,7 @@ def _query(energy: Energy, batch: Arguments, site: str | None) -> Query:
 
 
 class _LabelTilt(_MeanTilt):
-    """The mean of an output over the data, added to U by a shift of the labels."""
+    """The mean of an output over the data, which is added to U by shifting the labels."""
 
     def tilted_gradient(
         self, energy: Energy, point: Tensor, strength: float, batch: Arguments | None = None
@@ -83,7 +83,7 @@ class _Shift(Messenger):
 
 @dataclass(frozen=True)
 class InSample(Mode):
-    r"""Tilt by the mean of an output over the training data.
+    r"""Tilt U by the mean of an output over the training data.
 
     .. math:: r_k(u) = \frac1N \sum_{i=1}^N f_k(x_i; u)
 
@@ -108,7 +108,7 @@ class InSample(Mode):
 
 @dataclass(frozen=True)
 class LabelShift(InSample):
-    r"""Tilt by the mean training prediction, through shifted labels.
+    r"""Tilt U by the mean training prediction, by shifting the labels.
 
     For Gaussian noise with a known scale, completing the square shows that
 
@@ -124,13 +124,13 @@ class LabelShift(InSample):
         ModelError: in ``fit``, the model has several observed sites, its site is not Normal, or its noise scale is
             latent.
 
-    Source: McInerney & Kallus (2024), the variant by data augmentation.
+    Source: McInerney & Kallus (2024), the data-augmentation variant.
     """
 
     _tilt = _LabelTilt
 
     def check(self, local: LocalEnergy) -> None:
-        """Raise unless the model has one observed site, which is Normal with a known scale."""
+        """Raise an error unless the model has exactly one observed site, and this site is Normal with a known scale."""
         run = local.first.run
         if len(run.sites) != 1 or run.factors:
             names = [site.name for site in (*run.sites, *run.factors)]

@@ -23,8 +23,8 @@ class ConjugateGradient(Method):
     No matrix is stored. A query of B examples and K outputs solves B K systems together; each iteration costs two
     full-data gradients per system. For many queries, see ``PosteriorSamples``.
 
-    Status: exact up to the tolerance; the relative error of a variance, which is too small, is less than the squared
-    tolerance times the condition number.
+    Status: exact up to the tolerance. Variances are too small, by a relative error of less than the squared tolerance
+    times the condition number.
 
     Args:
         precision: ``GGN()``, or ``Hessian()`` at a minimum.
@@ -140,9 +140,10 @@ class PosteriorSamples(Method):
     products, independent of the number of outputs.
 
     Status: unbiased up to the tolerance of the solves. A variance has a relative standard error of :math:`\sqrt{2/S}`
-    (9 % for 256 draws), a standard deviation half as much. All inputs share the same draws, so the errors do not
-    average out over inputs: with 64 draws, the AUROC for out-of-distribution digits varied by 0.08 between seeds. Only
-    the Gauss-Newton matrix is supported, because a Hessian is not a sum of squares, from which noise could be drawn.
+    (9 % for 256 draws); the relative error of a standard deviation is half as large. All inputs share the same draws,
+    so the errors do not average out over inputs: with 64 draws, the AUROC for out-of-distribution digits varied by 0.08
+    between seeds. Only the Gauss-Newton matrix is supported: drawing the noise requires a precision that is a sum of
+    squares, and a Hessian is not.
 
     Args:
         num_samples: S, the number of draws. Antithetic pairs would not help, because the estimate is even in the draws.

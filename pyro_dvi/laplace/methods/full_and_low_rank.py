@@ -23,8 +23,8 @@ class Dense(Method):
     r"""Compute and factorise the full matrix :math:`P \in \mathbb R^{D\times D}`.
 
     It needs memory for :math:`3 D^2` numbers. The Gauss-Newton matrix is computed from per-example gradients (K
-    backward passes for K outputs) if all layers have per-example rules; otherwise, and for the Hessian, a column costs
-    two gradients.
+    backward passes for K outputs) if all layers have per-example rules. Otherwise, and for the Hessian, each column
+    costs two gradients.
 
     Status: exact.
 
@@ -151,7 +151,7 @@ class TopEigen(Method):
         P^{-1} &\approx \Pi^{-1/2} \Bigl(I - U^\top \tfrac{\Lambda}{1+\Lambda}\, U\Bigr) \Pi^{-1/2} .
 
     In these directions, the posterior is narrow; in all other directions, it is as wide as the prior. If all latents
-    have the same prior scale, they are the top eigenvectors of G.
+    have the same prior scale, the directions are the top eigenvectors of G.
 
     Status: exact if k is at least the rank of G; otherwise variances are too large, never too small.
 

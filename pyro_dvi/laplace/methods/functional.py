@@ -10,8 +10,8 @@ identity,
     B = I + R\, S R^\top, \qquad S = \Pi^{-1},
 
 so rows of J occur only in products :math:`k = J S J'^\top`. If the gradients of a layer are outer products
-:math:`\delta_{ik} a_i^\top`, and its prior variance is a single number s, its term in k is
-:math:`s\,(a_i \cdot a'_j)(\delta_{ik} \cdot \delta'_{jl})`, and no row is formed.
+:math:`\delta_{ik} a_i^\top`, and its prior variance is a single number s, the layer contributes
+:math:`s\,(a_i \cdot a'_j)(\delta_{ik} \cdot \delta'_{jl})` to k, and no row is formed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -46,11 +46,11 @@ class Functional(Method):
     It needs memory for :math:`2 (NK)^2` numbers in double precision, the autograd graphs of all data, and K gradients
     per layer. Rows of J are formed, one site at a time, for convolutions, layers that are used several times or at
     several positions, layers whose weights have different prior scales, and functions without rules. For these, a query
-    of n outputs costs :math:`n N K` multiplications per latent; for other layers, far fewer.
+    of n outputs costs :math:`n N K` multiplications per latent; other layers need far fewer.
 
     Status: exact. The kernel is computed in double precision, so in float32 the relative error of a variance is at most
-    about :math:`10^{-7}\sqrt\lambda`, where :math:`\lambda` is the largest eigenvalue of :math:`k(X, X)` (measured:
-    4e-6 for 2.5e6).
+    about :math:`10^{-7}\sqrt\lambda`, where :math:`\lambda` is the largest eigenvalue of :math:`k(X, X)`. We measured
+    4e-6 for :math:`\lambda` = 2.5e6.
 
     Args:
         max_size: maximum N K; a larger N K raises an error instead of running out of memory.
@@ -111,7 +111,7 @@ class _Rows:
         return (self.part.stop - self.part.start) * self.examples.outputs.shape[1]
 
     def factors(self, k: int) -> tuple[Tensor, Tensor] | None:
-        """Return a ``[m, q]`` and delta ``[m, K, p]`` if the gradients of a site are their outer products."""
+        """Return inputs a ``[m, q]`` and delta ``[m, K, p]`` if the gradients of a site are their outer products."""
         outer = self.examples.single.get(k)
         return None if outer is None else outer.factors(self.part, widest(self.examples.outputs.device))
 
@@ -156,7 +156,7 @@ class FunctionalPosterior(LaplacePosterior):
     Attributes:
         prior: the prior's precision, [D].
         kernel: k(X, X), ``[N K, N K]``.
-        root: factor of the rows of J on the data, in addition to the square root of their Fisher information.
+        root: additional factor of the rows of J on the data, besides the square root of their Fisher information.
     """
 
     def __init__(
@@ -191,7 +191,7 @@ class FunctionalPosterior(LaplacePosterior):
         return self._updated(vectors, self.kernel.new_zeros(len(vectors), len(self.kernel)))
 
     def _updated(self, vectors: Tensor, noise: Tensor) -> Tensor:
-        """Return S v - S Rᵀ B⁻¹ (R S v + noise), a draw from N(0, P⁻¹) if v is one from N(0, Π), with unit noise."""
+        """Return S v - S Rᵀ B⁻¹ (R S v + noise). If v ~ N(0, Π) and noise ~ N(0, I), this is a draw from N(0, P⁻¹)."""
         prior = self.prior.to(self.kernel)
         seen, found = noise.clone(), vectors.to(self.kernel) / prior
         for places, rows in self._rows():

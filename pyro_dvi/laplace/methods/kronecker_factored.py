@@ -3,7 +3,7 @@ r"""Gaussians with independent layers (a Kronecker product each), or with indepe
 
 The gradient of output k with respect to a layer's weight is :math:`J_k = \sum_t \delta_{kt} a_t^\top`, with a single
 position t in a dense layer. Covariances of outputs are therefore computed from the inputs a and the output gradients
-:math:`\delta` of a layer, without rows of the Jacobian.
+:math:`\delta` of a layer, without forming rows of the Jacobian.
 """
 
 from collections.abc import Callable, Iterable
@@ -105,7 +105,7 @@ class KroneckerBlock:
     values: Tensor
 
     def reweighted(self, likelihood: float, prior: float) -> "KroneckerBlock":
-        """Return the block with its likelihood and prior precision multiplied by factors."""
+        """Return the block with the precisions of likelihood and prior multiplied by factors."""
         values = 1 + (self.values - 1) * (likelihood / prior)
         return replace(self, prior=self.prior * prior, values=values)
 
@@ -114,7 +114,7 @@ class KroneckerBlock:
         return self.left.mT @ (matrix / self.prior.sqrt()) @ self.right / self.values.sqrt()
 
     def in_eigenbasis(self, inputs: Tensor, deltas: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a and delta whose outer product is :meth:`whitened`, up to the eigenvalues."""
+        """Return inputs and deltas in the eigenbasis; their product is :meth:`whitened` except for the eigenvalues."""
         if len(self.tensors) > 1:
             inputs = F.pad(inputs, (0, 1), value=1.0)
         c = self.prior[0] / self.prior[0, 0]  # the prior is an outer product
@@ -160,12 +160,12 @@ class KroneckerFactored(Method):
         A = \sum_{i,t} a_{it} a_{it}^\top, \qquad
         B = \frac{1}{NT} \sum_{i,k,t} w_{ik}^2\, \delta_{ikt} \delta_{ikt}^\top .
 
-    Status: approximate. Covariances between layers are dropped; within layers, inputs and gradients are treated as
-    independent, and positions of a convolution as exchangeable. Exact for a single dense layer whose Fisher information
-    is the same for all examples. The prior precision :math:`\Pi` is exact if it is :math:`r_i c_j` for a weight from
-    unit j to unit i, for example with one scale per layer; otherwise it is replaced by the nearest such matrix in
-    logarithms. Sites that are not a weight or bias of such a layer, or are used several times, get a diagonal
-    precision, with a warning.
+    Status: approximate. Covariances between layers are dropped. Within layers, inputs and gradients are treated as
+    independent, and positions of a convolution are treated as exchangeable. The result is exact for a single dense
+    layer whose Fisher information is the same for all examples. The prior precision :math:`\Pi` is exact if it is
+    :math:`r_i c_j` for a weight from unit j to unit i, for example with one scale per layer. Otherwise, it is replaced
+    by the nearest such matrix in logarithms. Sites that are not a weight or bias of such a layer, or are used several
+    times, get a diagonal precision, with a warning.
 
     Raises:
         UnsupportedError: the prior couples latents, observed sites have different numbers of rows, or ``subset`` has
@@ -288,7 +288,7 @@ class KroneckerPosterior(RootPosterior):
 class Diagonal(Method):
     r"""Keep only the diagonal of the precision, :math:`p_\lambda = \sum_{ik} (w_{ik} J_{ik\lambda})^2 + \text{prior}`.
 
-    The GGN costs one backward pass per output of the network (ten for ten classes), the Hessian two gradients per
+    The GGN costs one backward pass per output of the network (ten for ten classes); the Hessian costs two gradients per
     latent.
 
     Status: the diagonal is exact; off-diagonal entries, which are not small in a network, are dropped.
@@ -298,7 +298,7 @@ class Diagonal(Method):
 
     Raises:
         NotPositiveDefiniteError: an entry of the diagonal is not positive.
-        UnsupportedError: the elements of a site are dependent a priori.
+        UnsupportedError: the prior couples the elements of a site.
 
     Source: Ritter, Botev & Barber (2018), Section 3.
 

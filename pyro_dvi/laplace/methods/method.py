@@ -29,9 +29,9 @@ class Method(ABC):
     """A representation of the Gaussian around the mode.
 
     Attributes:
-        precision: the matrix P, exact or approximated: ``GGN()`` or ``Hessian()``.
+        precision: the matrix P that the method computes or approximates: ``GGN()`` or ``Hessian()``.
         by_spectrum: whether tuning with the evidence computes the eigenvalues of this matrix once for all values,
-            instead of :meth:`LaplacePosterior.log_determinant` for each.
+            instead of calling :meth:`LaplacePosterior.log_determinant` for each value.
         reweights: whether its posterior may implement :meth:`LaplacePosterior.reweighted`.
         needs_minimum: whether the mode must be a minimum, so that the policy for unconverged modes applies.
     """
@@ -47,7 +47,7 @@ class Method(ABC):
 
         Args:
             local: U around the mode.
-            seed: of random numbers.
+            seed: seed of random numbers.
         """
 
 
@@ -69,7 +69,7 @@ class LaplacePosterior(ABC):  # noqa: B024 (a method gives what it can)
         mode: :math:`\hat u`, flat, [D].
         independent: whether its precision is diagonal.
         stored: names of the constructor arguments (tensors and plain values, kept as attributes of the same names) that
-            files contain. None means that it needs the model and the data and cannot be saved.
+            files contain. None means that the posterior needs the model and the data, so it cannot be saved.
         kind: the name of the class in files.
         kinds: mapping from these names to the classes.
     """
@@ -148,7 +148,7 @@ class LaplacePosterior(ABC):  # noqa: B024 (a method gives what it can)
         raise self._lacks("variances of single latents", "Diagonal(), Dense() or PosteriorSamples(n)")
 
     def reweighted(self, likelihood: float, prior: Tensor) -> "LaplacePosterior | None":
-        r"""Return the Gaussian with precision :math:`a G + \Pi_c`, not :math:`G + \Pi`; None if it needs a fit.
+        r"""Return the Gaussian with precision :math:`a G + \Pi_c` instead of :math:`G + \Pi`; None if a fit is needed.
 
         Args:
             likelihood: a, positive.
@@ -182,7 +182,7 @@ def not_positive(found: str, **options: Any) -> NotPositiveDefiniteError:
 class RootPosterior(LaplacePosterior):
     r"""A Gaussian represented by a root C of its covariance, :math:`P^{-1} = C C^\top`.
 
-    ``polish`` uses it as a metric.
+    ``polish`` uses such a Gaussian as a metric.
     """
 
     @abstractmethod

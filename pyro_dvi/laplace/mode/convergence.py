@@ -23,9 +23,9 @@ class Certificate:
 
     Attributes:
         point: the mode, with the U, data and model to which it belongs.
-        sites: the sites all of whose entries were optimised.
+        sites: the sites of which all entries were optimised.
         curvature: ``"Hessian"`` for a minimum with a positive definite Hessian; ``"GGN"`` for a stationary point.
-        decrement: upper bound on :math:`g^\top P^{-1} g`, where P is this matrix.
+        decrement: upper bound on :math:`g^\top P^{-1} g`, where P is the matrix that ``curvature`` names.
     """
 
     point: PointMass
@@ -51,7 +51,7 @@ class Certificate:
 
         Args:
             energy: U.
-            model: the model, with the scales in its code.
+            model: the model, with the scales as written in its code.
             latents: the constrained mode.
         """
         return (
@@ -86,13 +86,14 @@ def check_mode(policy: str, method: Method, energy: Energy, known: Certificate |
     r"""Check whether the mode is a minimum; return the diagnosis, or None if no diagnosis was needed.
 
     The Gaussian of the Hessian exists only at a minimum. The Gauss-Newton matrix is positive definite everywhere, and
-    its Gaussian belongs to the linearised model, so there is only a warning, if a lower bound shows that the minimum is
-    more than one posterior standard deviation away (:math:`g^\top P^{-1} g > 1`). A mode that ``polish``, ``diagnose``
-    or an earlier fit found to be a minimum of the same U on the same data is not checked again.
+    its Gaussian belongs to the linearised model. For the Gauss-Newton matrix, there is therefore only a warning, and
+    only if a lower bound shows that the minimum is more than one posterior standard deviation away
+    (:math:`g^\top P^{-1} g > 1`). A mode that ``polish``, ``diagnose`` or an earlier fit found to be a minimum of the
+    same U on the same data is not checked again.
 
     Args:
-        policy: ``"refuse"`` raises an error if the precision is the Hessian and the mode is not a minimum, or U has
-            kinks (ReLU); ``"accept"`` checks only that U is finite and not random.
+        policy: ``"refuse"`` raises an error if the precision is the Hessian, and either the mode is not a minimum or U
+            has kinks (ReLU). ``"accept"`` checks only that U is finite and not random.
         method: representation of the Gaussian.
         energy: U, of which the mode should be a minimum.
         known: an earlier record for this mode, if there is one.

@@ -28,10 +28,11 @@ class Diagnosis(InNotebook):
         value: U at the mode.
         gradient_norm: norm of the gradient of U.
         kinks: functions with kinks between the latents and U (such as ReLU), which the Hessian ignores.
-        newton_decrement: :math:`g^\top P^{-1} g`, the squared distance to the minimum in posterior standard deviations;
-            the mean of a linear functional of the latents is off by at most its square root, in standard deviations. It
-            is estimated from above: for a residual r of conjugate gradients, :math:`|r|^2 / \lambda_{\min}` is added,
-            with the smallest eigenvalue found. None if it was not computed.
+        newton_decrement: :math:`g^\top P^{-1} g`, the squared distance to the minimum in posterior standard deviations.
+            The mean of a linear functional of the latents is off by at most the square root of the decrement, in
+            standard deviations of this functional. The decrement is estimated from above: for a residual r of conjugate
+            gradients, :math:`|r|^2 / \lambda_{\min}` is added, with the smallest eigenvalue found. None if it was not
+            computed.
         decrement_at_least: a lower bound on the decrement.
         curvature: the matrix P of the decrement, ``"Hessian"`` or ``"GGN"``.
         smallest_eigenvalue: smallest eigenvalue found of the Hessian of U, with its residual. It is an upper bound, so
@@ -53,7 +54,7 @@ class Diagnosis(InNotebook):
 
     @property
     def at_saddle(self) -> bool:
-        """Whether some direction has negative curvature, or zero up to rounding."""
+        """Whether the curvature in some direction is negative, or zero up to rounding."""
         lowest = self.smallest_eigenvalue
         return lowest is not None and lowest.value <= lowest.resolution
 
@@ -116,8 +117,8 @@ class Diagnosis(InNotebook):
 def diagnose(energy: Energy, *, tolerance: float = 1e-2, steps: int = 200) -> Diagnosis:
     r"""Check the mode with the true Hessian of U or, if U has kinks, with the Gauss-Newton matrix.
 
-    The cost is at most :math:`2 \cdot \text{steps}` full-data gradients for the eigenvalue, and the same for the
-    decrement, unless the gradient alone shows that it is within the tolerance.
+    The eigenvalue costs at most :math:`2 \cdot \text{steps}` full-data gradients. The decrement costs the same, unless
+    the gradient alone shows that the decrement is within the tolerance.
 
     Status: the eigenvalue is an upper bound, so ``steps`` Lanczos steps can miss negative curvature; the decrement is
     an estimate that uses this eigenvalue.
@@ -193,9 +194,9 @@ def kinks(energy: Energy) -> tuple[str, ...]:
 def scale_free(energy: Energy) -> tuple[str, ...]:
     r"""Return sites whose common scale does not change the outputs, and whose priors pull this scale to zero.
 
-    Weights before a normalisation are such sites. With :math:`U(t^{c_1} u_1, t^{c_2} u_2, \dots)` and :math:`c \ge 0`,
-    U decreases as t decreases, as long as outputs do not change: to first order, the changes are
-    :math:`\sum_s c_s J_s u_s`.
+    Weights before a normalisation are such sites. If the sites are scaled by powers of t, as in
+    :math:`U(t^{c_1} u_1, t^{c_2} u_2, \dots)` with :math:`c \ge 0`, U decreases as t decreases, as long as the outputs
+    do not change. To first order, the outputs change in proportion to :math:`\sum_s c_s J_s u_s`.
 
     Status: an estimate from the first batch, at the mode. Random combinations of outputs are examined, and relative
     changes below 0.005 count as none, because normalisations add a small constant to the variance.
@@ -237,7 +238,7 @@ def scale_free(energy: Energy) -> tuple[str, ...]:
 
 
 def without_kinks(found: tuple[str, ...]) -> str:
-    """Return a phrase that tells how to avoid the kinks."""
+    """Return a phrase that explains how to avoid the kinks."""
     of_networks = "smooth_activations_(net) before training"
     of_densities = "a density that is smooth at its mode, such as StudentT or Normal instead of Laplace"
     ways = {of_densities if " in " in name else of_networks for name in found}
@@ -314,8 +315,9 @@ def distance_by(posterior: LaplacePosterior, found: Diagnosis, energy: Energy) -
 def _with_decrement(found: Diagnosis, local: LocalEnergy, matrix: PrecisionMatrix, steps: int) -> Diagnosis:
     r"""Add bounds on :math:`g^\top P^{-1} g`, in coordinates in which the prior precision is one.
 
-    For an x from conjugate gradients with residual r, it is :math:`g^\top x + r^\top P^{-1} r`. The eigenvalues of the
-    Gauss-Newton precision are at least one, from the prior; the smallest eigenvalue of the Hessian was computed before.
+    For an x from conjugate gradients with residual r, the decrement is :math:`g^\top x + r^\top P^{-1} r`. The
+    eigenvalues of the Gauss-Newton precision are at least one, because of the prior; the smallest eigenvalue of the
+    Hessian was computed before.
     """
     diagonal, lowest, scale = local.prior_diagonal, found.smallest_eigenvalue, local.prior_scale
     floor = 0.0 if diagonal is None else 1.0

@@ -44,9 +44,9 @@ _DENSE = 2000  # maximum number of latents for which a matrix is refactorised ab
 def metric_at(local: LocalEnergy) -> RootPosterior:
     """Return the Gauss-Newton matrix of U, or its Kronecker factors; both are positive definite at any point.
 
-    This takes K backward passes for K outputs. The matrix is used if it is small and its rows are cheap, the diagonal
-    if the latents have no Kronecker factors, and the prior precision if the model has no Gauss-Newton matrix
-    (``pyro.factor``).
+    This takes K backward passes for K outputs. The matrix itself is used if it is small and its rows are cheap. The
+    diagonal is used if the latents have no Kronecker factors, and the prior precision is used if the model has no
+    Gauss-Newton matrix (``pyro.factor``).
 
     Args:
         local: U with its derivatives at a point.
@@ -88,8 +88,8 @@ class Polished(InNotebook):
         newton_decrement: :math:`g^\top P^{-1} g` at the mode, the squared distance to the minimum in posterior standard
             deviations; infinite if P is not positive definite.
         curvature: the matrix P of the decrement: ``"Hessian"``, or ``"GGN"`` if U has kinks.
-        smallest_eigenvalue: smallest eigenvalue of the Hessian, relative to the prior precision if it is diagonal (then
-            1 in directions without data); None if the search ended before it was computed.
+        smallest_eigenvalue: smallest eigenvalue of the Hessian. If the prior precision is diagonal, the eigenvalue is
+            relative to it, and is 1 in directions without data. None if the search ended before it was computed.
         steps: number of steps.
         gradients: cost in full-data gradients.
         converged: whether the mode is a minimum with a positive definite Hessian and a decrement below the tolerance or
@@ -334,7 +334,7 @@ def polish(
 
     Args:
         energy: U on fixed batches.
-        keep: function that is called with the best point so far when the search ends, also after Ctrl-C or an error.
+        keep: function that is called with the best point so far when the search ends, even after Ctrl-C or an error.
         tolerance: bound on the Newton decrement, in squared posterior standard deviations. If rounding prevents further
             progress, or the budget is exhausted, a decrement below 0.01 is accepted.
         max_gradients: budget of full-data gradients for the search; verification may take a few hundred more.
@@ -349,7 +349,7 @@ def polish(
     check_count("max_gradients", max_gradients)
     work, spent = energy.work, energy.work.done
     with progress_bar(progress, max_gradients, unit="gradient") as bar:
-        # Must not refer to the search, which refers to it.
+        # This function must not refer to the search, because the search refers to it.
         def report(value: float, decrement: float) -> None:
             bar.update(round(work.done - spent) - bar.n)
             bar.set_postfix_str(f"U {value:.6g}, decrement {decrement:.2g}")
