@@ -21,7 +21,7 @@ from pyro_dvi.moments.value import second_moment_of
 if TYPE_CHECKING:
     from pyro_dvi.links.families import Joint
 
-_CHUNK = 2**22  # largest number of elements drawn at once
+_CHUNK = 2**22  # largest number of elements of draws at once
 
 
 class PointMixture(td.Distribution):
@@ -90,18 +90,18 @@ class PointMixture(td.Distribution):
     @torch.no_grad()
     def sample(self, sample_shape: Any = ()) -> Tensor:
         """Draw a component for each observation separately, then the observation."""
-        shape, event_dim = torch.Size(sample_shape), len(self.event_shape)
-        count, size = shape.numel(), self.batch_shape.numel()
-        chosen = torch.multinomial(self.weights, count * size, replacement=True)
-        chosen = chosen.reshape(count, *self.batch_shape).unsqueeze(-1 - self.rank)
-        at_once = max(1, _CHUNK // max(1, len(self.weights) * size * self.event_shape.numel()))
+        shape, size = torch.Size(sample_shape), self.batch_shape.numel()
+        count, points = shape.numel(), len(self.weights)
+        chosen = torch.multinomial(self.weights, count * size, replacement=True).reshape(count, size)
         drawn = []
-        for places in chosen.split(at_once):
-            every: Tensor = self.components.sample((len(places),))
-            places = places.reshape(*places.shape, *(1,) * event_dim)
-            places = places.expand(*places.shape[: places.dim() - event_dim], *self.event_shape)
-            point_dim = -1 - self.rank - event_dim
-            drawn.append(every.gather(point_dim, places).squeeze(point_dim))
+        for part in chosen.split(max(1, _CHUNK // max(1, size * self.event_shape.numel()))):
+            # Every component is drawn as often as the most frequent one is needed, and no draw is used twice.
+            nth = _earlier_equals(part)
+            often = int(nth.max()) + 1
+            every: Tensor = self.components.sample((often,))
+            every = every.movedim(-1 - self.rank - len(self.event_shape), 1)
+            every = every.reshape(often * points, size, *self.event_shape)
+            drawn.append(every[nth * points + part, torch.arange(size, device=part.device)])
         return torch.cat(drawn).reshape(self._extended_shape(shape))
 
     def _with_between(self, within: Tensor) -> Tensor:
@@ -117,6 +117,14 @@ class PointMixture(td.Distribution):
         """Return values ``[*draws, *batch, *event]`` with a dimension for the points."""
         value = value.expand(torch.broadcast_shapes(value.shape, self.batch_shape + self.event_shape))
         return value.unsqueeze(-1 - self.rank - len(self.event_shape))
+
+
+def _earlier_equals(values: Tensor) -> Tensor:
+    """Return, for each element of ``[n, m]``, how many elements above it in its column are equal to it."""
+    ordered, order = values.mT.contiguous().sort(stable=True)
+    first = torch.searchsorted(ordered, ordered)
+    place = torch.arange(len(values), device=values.device) - first
+    return torch.empty_like(place).scatter_(-1, order, place).mT
 
 
 class EqualMixture(td.Distribution):

@@ -63,6 +63,21 @@ def test_draws_have_its_moments(ours, at_once, monkeypatch):
         assert (torch.corrcoef(flat) - torch.eye(len(flat))).abs().max() < 0.05
 
 
+def test_draws_of_many_points_cost_little_more_than_draws_of_one():
+    drawn = []
+
+    class Counted(td.Normal):
+        def sample(self, sample_shape=()):
+            drawn.append(super().sample(sample_shape))
+            return drawn[-1]
+
+    torch.manual_seed(0)
+    mixture = PointMixture(Counted(torch.zeros(64, 5).double(), 1.0), torch.full((64,), 1 / 64))
+    found = mixture.sample((6400,))
+    assert sum(part.numel() for part in drawn) < 1.6 * found.numel()
+    assert len(found.unique()) == found.numel()  # no draw is used twice
+
+
 def test_events_keep_the_points_together():
     vectors = PointMixture(td.Independent(components(3, 4, 2), 1), WEIGHTS)
     y = torch.randn(4, 2, dtype=torch.float64)

@@ -43,7 +43,7 @@ class ScaleReport(Table):
     ``scale_50%`` and ``scale_95%`` (quantiles of σ over elements, in unconstrained space), ``to_prior`` (the median
     ratio of σ to the prior's standard deviation), ``to_start`` (the geometric mean of :math:`\sigma/\sigma_0`, the
     ratio to the initial value), ``change`` (the relative change since the snapshot), and ``state``: ``"moves"``,
-    ``"settled"``, ``"at its start"``, ``"not trained"`` or ``"unknown"``. Unknown quantities are NaN.
+    ``"settled"``, ``"at its start"``, ``"not trained"``, ``"not finite"`` or ``"unknown"``. Unknown quantities are NaN.
 
     Attributes:
         converged: True if the scales have stopped changing; None without a snapshot to compare with.
