@@ -94,7 +94,7 @@ def chosen(root: nn.Module, include: Selection, exclude: Selection) -> list[list
 
     Raises:
         ArgumentError: if a selection has an entry that is not a selector.
-        ModelError: if a selector matches nothing, a chosen parameter cannot become Bayesian, or none is chosen.
+        ModelError: if a selector matches nothing, if a chosen parameter cannot become Bayesian, or if none is chosen.
         UnsupportedError: if a chosen parameter is complex or an integer.
     """
     including, excluding = _selectors(include, "include"), _selectors(exclude, "exclude")

@@ -159,7 +159,7 @@ def rescaled_model(model: Callable[..., Any], factors: Mapping[str, float]) -> C
 
 
 class ModelReference:
-    """A reference to a model that copies share and that pickles omit, as in Pyro's guides.
+    """A reference to a model. Copies share the model, and pickling omits it, as in Pyro's guides.
 
     Args:
         model: a Pyro model; None after unpickling.

@@ -76,7 +76,7 @@ class Joint:
             num_nodes: number of Gauss-Hermite nodes, used if h is a scalar.
 
         Returns:
-            The mean ``[S, *batch, *event]``, its spread in the form of :meth:`spread`, the scale
+            The mean ``[S, *batch, *event]``, its spread as :meth:`spread` returns it, the scale
             ``[S, *batch, *event]`` and weights ``[S]``.
         """
         half, inverse = _root(self.between("scale", "scale"))

@@ -252,7 +252,7 @@ def joint_noise_followed() -> Iterator[None]:
 
 
 class Followed:
-    """Observe functions of dependent Gaussians."""
+    """Give the results of functions of dependent Gaussians their shared noise."""
 
     outermost = True
 

@@ -113,7 +113,7 @@ class _Draws(GuideRun):
 
 @dataclass(frozen=True)
 class DrawnRun(PosteriorRun):
-    """The traces of one run, with the recorded uses of the draws.
+    """The traces of one run, with a record of where each drawn value was used.
 
     Attributes:
         guide: the run of the guide; its ``gaussians`` are :class:`Drawn` sites by name.
