@@ -18,7 +18,12 @@ from torch import Tensor
 from pyro_dvi.curvature.per_example.example_rules import Contribution, Rows, Use, at_least_single
 from pyro_dvi.curvature.per_example.proof import Served, warn_of_disproved
 from pyro_dvi.curvature.products import LinearMap, gradients_at, vectors_together
-from pyro_dvi.curvature.squared_gradients import SquaredGradients, squares_of, squares_without_rules
+from pyro_dvi.curvature.squared_gradients import (
+    SquaredGradients,
+    pass_per_example,
+    squares_of,
+    squares_without_rules,
+)
 
 _KEPT = 1 << 26  # maximum number of stored gradient entries at layers
 _CHUNK = 1 << 23  # entries of rows of J computed at a time
@@ -170,7 +175,11 @@ class ExampleGradients:
                     add(k, squares_of(of_unit, self.recorder.differentiable))
         rest = [k for k in wanted if k not in uses]
         for output in self.outputs.unbind(1) if rest else ():
-            others = squares_without_rules(output, torch.ones_like(output), [self.values[k] for k in rest])
+            given = output, torch.ones_like(output), [self.values[k] for k in rest]
+            if self.recorder.differentiable:
+                others = pass_per_example(*given, create_graph=True)
+            else:
+                others = squares_without_rules(*given)
             for k, found in zip(rest, others, strict=True):
                 add(k, found)
         return total

@@ -105,7 +105,13 @@ def information_pairs(
     for site in sites:
         try:
             pairs = expected_information(site.fn, site.name)
-        except UnsupportedError:
+        except UnsupportedError as error:
+            if differentiable:
+                raise UnsupportedError(
+                    f"{type(site.fn).__name__} at site {site.name!r} has no closed-form Fisher information, and with "
+                    "drawn labels the evidence has no gradient: register a rule with "
+                    "pyro_dvi.curvature.information.information_rule"
+                ) from error
             labels = draw_labels(site)
             terms = torch.stack([site.fn.log_prob(label) for label in labels], -1)
             pairs = [(terms, torch.full_like(terms.detach(), len(labels) ** -0.5))]

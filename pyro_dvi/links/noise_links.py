@@ -93,11 +93,16 @@ class PointMixture(td.Distribution):
         shape, size = torch.Size(sample_shape), self.batch_shape.numel()
         count, points = shape.numel(), len(self.weights)
         chosen = torch.multinomial(self.weights, count * size, replacement=True).reshape(count, size)
-        drawn = []
-        for part in chosen.split(max(1, _CHUNK // max(1, size * self.event_shape.numel()))):
+        drawn, numel = [], max(1, size * self.event_shape.numel())
+        parts = list(chosen.split(max(1, _CHUNK // numel)))
+        while parts:
+            part = parts.pop()
             # Every component is drawn as often as the most frequent one is needed, and no draw is used twice.
             nth = _earlier_equals(part)
             often = int(nth.max()) + 1
+            if len(part) > 1 and often * points * numel > 4 * _CHUNK:
+                parts += part.chunk(2)
+                continue
             every: Tensor = self.components.sample((often,))
             every = every.movedim(-1 - self.rank - len(self.event_shape), 1)
             every = every.reshape(often * points, size, *self.event_shape)

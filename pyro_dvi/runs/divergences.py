@@ -316,8 +316,9 @@ def _log_jacobian(latent: Latent, u: Tensor) -> Tensor:
 def _scalar(parameter: Tensor) -> Tensor:
     """Return an expanded scalar as a scalar, so that one value is read instead of one per weight."""
     base = parameter._base
-    if base is not None and base.dim() == 0 and base.requires_grad == parameter.requires_grad:
-        return base  # without an operator call
+    if base is not None and base.dim() == 0 and base.dtype == parameter.dtype:
+        if base.requires_grad == parameter.requires_grad:
+            return base  # without an operator call
     if parameter.dim() and not any(parameter.stride()):
         return parameter[(0,) * parameter.dim()]
     return parameter

@@ -187,3 +187,57 @@ def test_tempered_posterior_has_no_differentiable_evidence():
     guide.initialize(*problem.batches[0])
     with pytest.raises(ArgumentError, match="temperature"):
         guide.differentiable_log_evidence(problem.batches)
+
+
+class Elementwise(nn.Module):
+    """Weights with a prior scale each, in a model that mixes a matrix product and a function without a rule."""
+
+    def __init__(self, noise: type = dist.Normal) -> None:
+        super().__init__()
+        self.noise = noise
+        self.scales, self.factor = nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.tensor(0.8))
+        self.double()
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Any:
+        weight = pyro.sample("weight", dist.Normal(x.new_zeros(()), self.scales).to_event(2))
+        other = pyro.sample("other", dist.Normal(x.new_zeros(3), 1.0).to_event(1))
+        out = torch.tanh(x @ weight.mT).sum(-1) + torch.einsum("bd,d->b", x, torch.sin(other) * self.factor)
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", self.noise(out, self.factor), obs=y)
+
+
+def elementwise_problem(noise: type = dist.Normal) -> tuple[Any, LaplaceGuide, list[tuple[Tensor, Tensor]]]:
+    torch.manual_seed(2)
+    model, batches = Elementwise(noise), [(torch.randn(6, 3).double(), torch.randn(6).double())]
+    guide = LaplaceGuide(model)
+    guide.initialize(*batches[0])
+    with torch.no_grad():
+        for loc in guide.locs.parameters():
+            loc.copy_(0.7 * torch.randn_like(loc))
+    return model, guide, batches
+
+
+@pytest.mark.parametrize("method", [Dense(), Diagonal(), KroneckerFactored(), Functional()], ids=type)
+@pytest.mark.filterwarnings("ignore:KroneckerFactored:pyro_dvi.errors.DviWarning")
+def test_evidence_with_equal_scales_and_without_rules(method):
+    model, guide, batches = elementwise_problem()
+
+    def evidence(*_: Tensor) -> Tensor:
+        return guide.differentiable_log_evidence(batches, method)
+
+    assert gradcheck(evidence, tuple(model.parameters()))
+
+
+def test_evidence_from_drawn_labels_is_refused():
+    _, guide, batches = elementwise_problem(lambda loc, scale: dist.Gumbel(loc, scale))
+    with pytest.raises(UnsupportedError, match="Gumbel at site 'y' has no closed-form Fisher information"):
+        guide.differentiable_log_evidence(batches)
+
+
+@pytest.mark.parametrize("method", [Dense(), Diagonal(), KroneckerFactored()], ids=type)
+def test_variances_have_gradients_at_zero_inputs(method):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(1, 4, bias=False), nn.Tanh(), nn.Linear(4, 1, bias=False)).double()
+    guide = fitted(method, net, torch.randn(8, 1, dtype=torch.float64))
+    x = torch.zeros(1, 1, dtype=torch.float64, requires_grad=True)
+    assert gradcheck(lambda x: guide.predictive(x).variance, (x,))

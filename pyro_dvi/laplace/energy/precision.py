@@ -48,10 +48,13 @@ class GGN(PrecisionMatrix):
         return super().matrix(local) if found is None else found
 
     def from_examples(self, local: LocalEnergy) -> Tensor | None:
-        """Return P from per-example gradients, with K backward passes; None if they are not cheap."""
+        """Return P from per-example gradients, with K backward passes; None if they are not cheap.
+
+        They are also used if they are expensive but differentiable, since products are not differentiable.
+        """
         total = local.point.new_zeros(len(local.point), len(local.point))
         for examples in local.examples():
-            if not examples.cheap:
+            if not (examples.cheap or local.energy.differentiable):
                 return None
             add_gauss_newton_matrix(examples, total)
         diagonal = local.prior_diagonal

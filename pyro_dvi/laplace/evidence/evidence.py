@@ -234,4 +234,5 @@ def free_terms(values: list[Tensor], run: JointRun, layout: Layout) -> Tensor:
             found.append(term)
         elif name in layout.chosen:
             found.append(log_prior_of_entries(run.trace.nodes[name], layout.chosen[name]))
-    return torch.stack([term.to(widest(term.device)) for term in found]).sum()
+    total = values[0].new_zeros((), dtype=widest(values[0].device))
+    return sum((term.to(total) for term in found), total)

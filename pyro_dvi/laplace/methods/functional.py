@@ -147,7 +147,8 @@ def _kernel(one: _Rows, two: _Rows, variances: Sequence[Tensor]) -> Tensor:
 def _variances(prior: Tensor, data: Sequence[_Rows]) -> list[Tensor]:
     """Return the prior variances of each site, ``[size]``, or ``[1]`` if all are equal."""
     parts = (1 / prior.to(widest(prior.device))).split(data[0].examples.sizes)
-    return [part[:1] if bool((part == part[0]).all()) else part for part in parts]
+    whole = prior.requires_grad  # equal variances may have different gradients
+    return [part if whole or not bool((part == part[0]).all()) else part[:1] for part in parts]
 
 
 class FunctionalPosterior(LaplacePosterior):

@@ -47,10 +47,11 @@ def products_at_layer(
         a, delta = changed(*outer.parts(part))
         if outer.is_single:
             spread = a.square() @ variances.mT  # [m, 1, p]
-            half = delta.squeeze(2).transpose(0, 1) * spread.sqrt()
+            delta = delta.squeeze(2).transpose(0, 1)
+            found.append((delta * spread) @ delta.mT)  # without a square root, which has no gradient at zero
         else:
             half = ((delta.transpose(0, 1).mT @ a.unsqueeze(1)) * variances.sqrt()).flatten(2)
-        found.append(half @ half.mT)
+            found.append(half @ half.mT)
     return torch.cat(found)
 
 

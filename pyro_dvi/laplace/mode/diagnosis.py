@@ -214,10 +214,15 @@ def scale_free(energy: Energy) -> tuple[str, ...]:
         ('net.0.weight', 'net.0.bias')
     """
     graph, names = energy.at(energy.start).first, energy.layout.names
-    if graph.run.factors:
+    count = len(names) + 10
+    if graph.run.factors or count * energy.layout.size > 2**27:
         return ()
-    (jacobian, weights), sites = graph.information, graph.layout.split(energy.start)
-    outputs = gaussian_rows(len(names) + 10, len(weights), weights) * weights.sqrt()
+    try:
+        jacobian, weights = graph.information
+    except (ModelError, UnsupportedError):  # labels cannot be drawn
+        return ()
+    sites = graph.layout.split(energy.start)
+    outputs = gaussian_rows(count, len(weights), weights) * weights.sqrt()
     parts = [
         (g * u).reshape(len(g), -1).double() for g, u in zip(jacobian.transposed(outputs), sites, strict=True)
     ]

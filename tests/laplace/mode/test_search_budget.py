@@ -181,3 +181,36 @@ def test_the_budget_counts_the_work_for_the_metric(monkeypatch):
     with pytest.raises(UnconvergedError, match="gradients were not enough"):
         _, guide, batches = trained(wide_prior)
         guide.polish(batches, max_gradients=free.gradients + 1, **QUIET)
+
+
+class Quartic(dist.TorchDistribution):
+    """A density that cannot be drawn from."""
+
+    arg_constraints: dict[str, Any] = {}  # noqa: RUF012 (as in torch)
+    support = dist.constraints.real
+
+    def __init__(self, loc: Tensor) -> None:
+        self.loc = loc
+        super().__init__(loc.shape, validate_args=False)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        return -(value - self.loc).square() - 0.1 * (value - self.loc) ** 4
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> "Quartic":
+        return Quartic(self.loc.expand(batch_shape))
+
+
+@pytest.mark.filterwarnings("ignore:the Fisher information:pyro_dvi.errors.DviWarning")
+def test_a_spent_budget_is_reported_where_labels_cannot_be_drawn():
+    def model(x: Tensor, y: Tensor | None = None) -> None:
+        hidden = pyro.sample("hidden", dist.Normal(torch.zeros(10, 3), 1.0).to_event(2))
+        last = pyro.sample("last", dist.Normal(torch.zeros(10), 1.0).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", Quartic(torch.tanh(x @ hidden.mT) @ last), obs=y)
+
+    torch.manual_seed(0)
+    batches = [(torch.randn(30, 3), torch.randn(30))]
+    guide = LaplaceGuide(model)
+    guide.initialize(*batches[0])
+    with pytest.raises(UnconvergedError, match="5 gradients were not enough"):
+        guide.polish(batches, max_gradients=5, progress=False)
