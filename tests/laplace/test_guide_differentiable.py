@@ -219,13 +219,43 @@ def elementwise_problem(noise: type = dist.Normal) -> tuple[Any, LaplaceGuide, l
 
 @pytest.mark.parametrize("method", [Dense(), Diagonal(), KroneckerFactored(), Functional()], ids=type)
 @pytest.mark.filterwarnings("ignore:KroneckerFactored:pyro_dvi.errors.DviWarning")
-def test_evidence_with_equal_scales_and_without_rules(method):
+def test_evidence_with_equal_scales(method):
     model, guide, batches = elementwise_problem()
 
     def evidence(*_: Tensor) -> Tensor:
         return guide.differentiable_log_evidence(batches, method)
 
     assert gradcheck(evidence, tuple(model.parameters()))
+
+
+@pytest.mark.parametrize("method", [Dense(), Diagonal(), KroneckerFactored(), Functional()], ids=type)
+@pytest.mark.filterwarnings("ignore:KroneckerFactored:pyro_dvi.errors.DviWarning")
+def test_evidence_of_weights_without_rules(method):
+    torch.manual_seed(2)
+    scale, factor = torch.tensor([0.7, 1.3], dtype=torch.float64)
+    zeros = torch.zeros(3, dtype=torch.float64)
+
+    def model(x: Tensor, y: Tensor | None = None) -> Any:
+        w = pyro.sample("w", dist.Normal(zeros, scale).to_event(1))
+        v = pyro.sample("v", dist.Normal(zeros[:2], factor).to_event(1))
+        out = torch.einsum("bd,d->b", x, torch.sin(w) * factor) + v.prod() * scale
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(out, (x[:, 0] * v[0] * scale).exp()), obs=y)
+
+    batches = [(torch.randn(8, 3).double(), torch.randn(8).double())]
+    guide = LaplaceGuide(model)
+    guide.initialize(*batches[0])
+    with torch.no_grad():
+        for loc in guide.locs.parameters():
+            loc.copy_(0.7 * torch.randn_like(loc))
+
+    def evidence(first: Tensor, second: Tensor) -> Tensor:
+        nonlocal scale, factor
+        scale, factor = first, second
+        return guide.differentiable_log_evidence(batches, method)
+
+    inputs = [torch.tensor(value, dtype=torch.float64, requires_grad=True) for value in (0.7, 1.3)]
+    assert gradcheck(evidence, inputs)
 
 
 def test_evidence_from_drawn_labels_is_refused():
