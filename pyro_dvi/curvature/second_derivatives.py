@@ -181,7 +181,7 @@ class _BatchNormBackward(Function):
         dg, *sums_of_a = _fused_backward(a, x, gamma, m, r, ctx.eps)
         q, g_bar, p, a_bar = (torch.stack([*sums, *sums_of_a]) / n).unbind()
         # With g in place of the input, the same kernel sums n r c for the weight, in one pass over a and g.
-        rc = _fused_backward(a, g, None, g_bar, r, ctx.eps, input_too=False)[1] / n
+        rc = _fused_backward(a, g, gamma, g_bar, r, ctx.eps, input_too=False)[1] / n
         d_gamma = torch.addcmul(rc, r * p, q, value=-1).mul_(n)
         # ∂x = constant − on_x x − on_a a + on_g g,   ∂g += t x + shift
         t, scale = a_gamma * r, gamma * r
@@ -200,9 +200,9 @@ class _BatchNormBackward(Function):
 
 
 def _fused_backward(
-    g: Tensor, x: Tensor, gamma: Tensor | None, m: Tensor, r: Tensor, eps: float, *, input_too: bool = True
+    g: Tensor, x: Tensor, gamma: Tensor, m: Tensor, r: Tensor, eps: float, *, input_too: bool = True
 ) -> Any:
-    """Return gx, and the sums of g x̂ and g for each channel."""
+    """Return gx, and the sums of g x̂ and g for each channel. Kernels of some devices need gamma even for sums alone."""
     return torch.ops.aten.native_batch_norm_backward(
         g, x, gamma, None, None, m, r, True, eps, [input_too, True, True]
     )
