@@ -51,6 +51,10 @@ class UnsupportedError(PyroDviError, NotImplementedError):
     """No rule exists for a function, module or distribution; the message names it and explains how to add a rule."""
 
 
+class CaptureError(PyroDviError, RuntimeError):
+    """Captured training steps have gone on with an outdated value that the model reads; the message names the step."""
+
+
 class NonFiniteError(PyroDviError, FloatingPointError):
     """A loss, gradient or variance became NaN or infinite.
 

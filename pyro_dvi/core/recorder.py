@@ -28,13 +28,13 @@ from pyro_dvi.core.graph_passes import FROM_SHAPES, noted, own_memory, simplify
 from pyro_dvi.errors import UnsupportedError
 
 _RECORDING: ContextVar["Recorder | None"] = ContextVar("recording", default=None)
-_LOOKING = ContextVar("looking", default=False)
+_COMPARING = ContextVar("comparing", default=False)
 _ALIASES = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 
 
-def is_looking() -> bool:
+def is_comparing() -> bool:
     """Return True within an ordinary step that is compared with a recording."""
-    return _LOOKING.get()
+    return _COMPARING.get()
 
 
 def is_recording() -> bool:
@@ -49,13 +49,13 @@ def is_for_any_rows() -> bool:
 
 
 @contextmanager
-def looking() -> Iterator[None]:
-    """Make :func:`is_looking` return True within the context."""
-    token = _LOOKING.set(True)
+def comparing() -> Iterator[None]:
+    """Make :func:`is_comparing` return True within the context."""
+    token = _COMPARING.set(True)
     try:
         yield
     finally:
-        _LOOKING.reset(token)
+        _COMPARING.reset(token)
 
 
 def assumed(condition: Tensor) -> bool:
@@ -186,13 +186,15 @@ class Recorder(Watch):
         simplify(graph, self._written, self._hold)
         own_memory(graph, len(results))
         for node in graph.nodes:
-            node.meta.clear()  # contains references to memory, which must not be copied
+            # The rest of these notes refers to memory, which must not be copied.
+            node.meta = {"on_host": _is_on_host(node)}
         return fx.GraphModule(self._held, graph)
 
     def _note(self, result: Any, node: fx.Node) -> None:
         """Record the result of a node, or each of several results."""
         found = tensors(result)
         node.meta["memory"] = set(map(memory, found))
+        node.meta["devices"] = {tensor.device.type for tensor in found}
         noted(node, result, self._varies(found))
         if self.any_rows:
             node.meta["value"] = result
@@ -266,6 +268,14 @@ def tensors(values: Any) -> list[Tensor]:
 def draws(node: fx.Node) -> bool:
     """Return True if a node draws random numbers."""
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def _is_on_host(node: fx.Node) -> bool:
+    """Return True if a node computes on the CPU; earlier nodes are already marked."""
+    if node.target is not operator.getitem and node.meta.get("devices"):
+        return bool(node.meta["devices"] == {"cpu"})
+    given = node.all_input_nodes
+    return bool(given) and all(one.meta["on_host"] for one in given)
 
 
 def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> set[StorageWeakRef]:

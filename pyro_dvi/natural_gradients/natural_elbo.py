@@ -137,11 +137,11 @@ class NaturalGradientELBO(Objective):
     def recorded_for(self, guide: Any) -> Any:
         return guide.natural_step.wanted, bool(guide.natural_step.sites)
 
-    def left_with(self, guide: Any) -> Any:
+    def record_of(self, guide: Any) -> Any:
         return guide.natural_step.num_data, guide.natural_step.sites
 
-    def leave_with(self, guide: Any, left: Any) -> None:
-        guide.natural_step.num_data, guide.natural_step.sites = left
+    def set_record(self, guide: Any, record: Any) -> None:
+        guide.natural_step.num_data, guide.natural_step.sites = record
 
     def returned(self, loss: Tensor, guide: Any) -> None:
         if self.step & (self.step - 1) == 0:  # only occasionally, because this reads a value

@@ -20,15 +20,15 @@ from torch.utils._pytree import tree_flatten
 from pyro_dvi.core.arguments import check_choice, check_count
 from pyro_dvi.core.autograd_graph import leaves_of
 from pyro_dvi.core.batches import is_strided
-from pyro_dvi.core.recorder import looking
+from pyro_dvi.core.recorder import comparing
 from pyro_dvi.core.undisturbed import widest
 from pyro_dvi.curvature.linearisation import twice_differentiated
-from pyro_dvi.errors import UnsupportedError, warn
+from pyro_dvi.errors import CaptureError, UnsupportedError, warn
+from pyro_dvi.objectives.comparison import Trial
 from pyro_dvi.objectives.objective import Objective, WrappedObjective
-from pyro_dvi.objectives.reachable import Entry, is_plain
-from pyro_dvi.objectives.recorded_step import KINDS, Handed, Outcome, RecordedStep, State, VoidReplayError
+from pyro_dvi.objectives.recorded_step import KINDS, LossWithGradients, Outcome, RecordedStep, State
 from pyro_dvi.objectives.recordings import Recording
-from pyro_dvi.objectives.surroundings import Met, Surroundings, meta, stored
+from pyro_dvi.objectives.surroundings import Surroundings, UsedParts, meta, stored
 from pyro_dvi.runs.posterior_run import Call
 
 _ATTEMPTS = 3  # failed recordings before capture is abandoned
@@ -51,35 +51,36 @@ class Captured(WrappedObjective):
     ordinary steps. Then a step is recorded below autograd, including its backward pass, and later steps replay the
     recording without calling model or guide. Parameters, buffers, batch and KL weight are inputs of the recording.
     Steps that differ in the shapes of the batch, the mode of the model, the dtype or the device have separate
-    recordings.
+    recordings. On CUDA, a recording is a CUDA graph, which is launched at once.
 
-    Status: exact. Before a recording is used, a replay is compared with an ordinary step at other parameters and, if
-    available, on another batch. Loss, gradients, buffers and random states must be bitwise equal. On accelerators,
-    where sums have no fixed order, and for compiled recordings, they must be equal up to rounding. The comparison is
-    repeated after 1, 2, 4, 8, ... steps, later every 1000 steps, and whenever a parameter is replaced.
+    *The contract.* A step of the model and guide depends only on its arguments, on parameters, buffers and other
+    tensors, on torch's global random generators, and on plain attributes (numbers, strings, tuples, functions), hooks
+    and submodules of the modules that it uses. All of these may change between steps. Whatever else the Python code
+    reads must stay the same: globals, closures, entries of lists and dictionaries, attributes of other objects,
+    clocks and files.
 
-    Everything that the Python code of model and guide can reach is monitored in each step: attributes, globals,
-    closures, entries of lists and dictionaries, hooks, priors. Between comparisons, the following changes are not
-    detected: changes outside Python objects, such as in clocks, files and printed output; changes in containers and
-    arrays with more than 1000 entries; changes inside objects of other libraries; changed attributes of tensors; and
-    replaced code.
+    Status: exact under the contract. Before a recording is used, a replay is compared with an ordinary step at other
+    parameters and, if available, on another batch. Loss, gradients, buffers and random states must be bitwise equal. On
+    accelerators, where sums have no fixed order, they must agree as well as two ordinary steps do. The comparison is
+    repeated after 1, 2, 4, 8, ... steps, later every 1000 steps, and whenever a parameter is replaced. If it fails
+    after replays were used, the contract is broken, and a :class:`~pyro_dvi.errors.CaptureError` names the first step
+    whose result is void.
 
     A model cannot be replayed if it reads values (``.item()``, ``if x.sum() > 0``), draws random numbers outside torch,
-    or keeps state between steps outside its buffers. Such a model takes ordinary steps, and one warning states the
-    reason. Steps inside a Pyro handler are also ordinary steps.
+    or keeps state between steps outside its buffers. If the first comparison shows this, the model takes ordinary
+    steps, and one warning states the reason. Steps inside a Pyro handler are also ordinary steps.
 
     Args:
         elbo: an objective of this library.
         after: number of ordinary steps of each kind before a step of this kind is recorded.
         max_recordings: largest number of kinds of steps to record; steps of other kinds are ordinary steps.
-        compile: True to compile recordings with Inductor, torch's compiler, which takes seconds to minutes per kind of
-            step. Random numbers are still drawn by torch.
 
     Attributes:
         elbo: the wrapped objective; its attributes are also attributes of the wrapper.
 
     Raises:
         ArgumentError: if the objective is not from this library.
+        CaptureError: if the contract is broken.
         NonFiniteError: if the loss is not finite; the message contains the diagnosis of the objective.
 
     Example:
@@ -100,26 +101,25 @@ class Captured(WrappedObjective):
     """
 
     elbo: Objective
-    _own = ("elbo", "after", "max_recordings", "compile")
+    _own = ("elbo", "after", "max_recordings")
 
-    def __init__(
-        self, elbo: Objective, *, after: int = 4, max_recordings: int = 8, compile: bool = False
-    ) -> None:
+    def __init__(self, elbo: Objective, *, after: int = 4, max_recordings: int = 8) -> None:
         check_choice("elbo", elbo, Objective, "TaylorELBO()")
         check_count("after", after)
         check_count("max_recordings", max_recordings)
-        vars(self).update(elbo=elbo, after=after, max_recordings=max_recordings, compile=compile)
+        vars(self).update(elbo=elbo, after=after, max_recordings=max_recordings)
         self._forget()
 
     def _forget(self) -> None:
         self._recordings: list[Recording] = []
         self._ordinary_steps: Counter[Any] = Counter()
-        self._met: dict[Any, Surroundings] = {}
-        self._to_meet: Any = None
-        self._last_weight: tuple[Any, Any] = (None, None)
+        self._seen: dict[Any, Surroundings] = {}
+        self._to_see: Any = None
+        self._weights: dict[torch.device, tuple[float, Tensor]] = {}
         self._slower: set[Any] = set()  # kinds of steps whose replays take longer than ordinary steps
         self._varied: set[Any] = set()  # kinds of steps in which an assumption has failed
         self._failures = 0
+        self._pool: Any = None  # memory that all CUDA graphs of this objective share
         self._given_up = (type(self.elbo).loss_and_grads, type(self.elbo).differentiable_loss) != _STEPS
 
     @property
@@ -140,48 +140,63 @@ class Captured(WrappedObjective):
     def differentiable_loss(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> Tensor:
         """Return the loss as a tensor to call ``backward`` on; counts a training step if gradients are recorded."""
         call = Call(model, guide, args, kwargs)
-        outcome = self._taken(call)
+        outcome = self.attempt(call)
         if outcome is None:
-            with self._meeting(call):
+            with self.observing(call):
                 return self.elbo.differentiable_loss(model, guide, *args, **kwargs)
-        loss: Tensor = Handed.apply(outcome.terms["loss"], outcome.gradients, *outcome.leaves)  # type: ignore[no-untyped-call]
+        gradients = outcome.kept().gradients
+        loss: Tensor = LossWithGradients.apply(outcome.terms["loss"], gradients, *outcome.leaves)  # type: ignore[no-untyped-call]
         self.elbo.returned(loss, guide)
         return loss
 
     def loss_and_grads(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
         """Accumulate gradients and return the loss, as ``SVI.step`` expects."""
         call = Call(model, guide, args, kwargs)
-        outcome = self._taken(call)
+        outcome = self.attempt(call)
         if outcome is None:
-            with self._meeting(call):
+            with self.observing(call):
                 return self.elbo.loss_and_grads(model, guide, *args, **kwargs)
         outcome.hand_over()
         return outcome.value
 
     # A step -------------------------------------------------------------------------------------------------------
 
-    def _taken(self, call: Call) -> Outcome | None:
-        """Record, compare or replay a step; return None if an ordinary step must be taken."""
+    def attempt(self, call: Call, wait: bool = True) -> Outcome | None:
+        """Record, compare or replay a step; return None if an ordinary step must be taken, inside :meth:`observing`.
+
+        Args:
+            call: model and guide with their arguments.
+            wait: False to return without waiting for the device. The caller must then check that the outcome holds
+                and is finite, and repeat the step otherwise.
+
+        Raises:
+            CaptureError: if the contract is broken.
+        """
         if self._given_up or not torch.is_grad_enabled() or not all(map(_sees_parameters_only, _PYRO_STACK)):
             return None
         try:
             batch, key = self._key(call)
-            recording, tensors = self._find(key, batch)
+            recording = next((one for one in self._recordings if one.fits(key, batch)), None)
             if recording is None and not self._is_time(key):
                 return None
             with self.elbo.training_step(call.guide):
                 if recording is None:
                     outcome = self._recorded(call, key, batch)
-                elif recording.is_due(tensors, batch):
-                    outcome = self._compared(recording, call, tensors, batch)
+                elif recording.is_due(batch):
+                    outcome = self._compared(recording, call, batch)
                 else:
-                    outcome = self._replayed(recording, call, tensors, batch)
+                    outcome = self._replayed(recording, call, batch, wait)
         except _Ordinary:
             return None
         except UnsupportedError as error:
             self._fail(str(error))
             return None
         return outcome
+
+    def doubt(self) -> None:
+        """Compare the next replay of each recording, because code has run that may have changed the model."""
+        for recording in self._recordings:
+            recording.is_doubtful = True
 
     def _is_time(self, key: Any) -> bool:
         """Count an ordinary step; return True if the next step of its kind should be recorded."""
@@ -192,12 +207,12 @@ class Captured(WrappedObjective):
             if not self._recordings:
                 self._give_up("arguments or functions are different in each step")
             self._ordinary_steps.clear()
-            self._met.clear()
+            self._seen.clear()
         if self._ordinary_steps[key] < self.after:
             return False
-        if key not in self._met:
-            self._to_meet = key
-        return key in self._met
+        if key not in self._seen:
+            self._to_see = key
+        return key in self._seen
 
     def _key(self, call: Call) -> tuple[list[Tensor], Any]:
         """Return the tensors among the arguments, and a key of everything else that determines a step's operators."""
@@ -218,26 +233,21 @@ class Captured(WrappedObjective):
         who = _identity(call.model), _identity(call.guide), _repetitions(batch)
         return batch, (who, metas, rest, casts, torch.get_default_dtype(), self.elbo.recorded_for(call.guide))
 
-    def _find(self, key: Any, batch: list[Tensor]) -> tuple[Any, list[Tensor]]:
-        """Return the recording for a step (None if there is none), and the tensors of its surroundings."""
-        for recording in self._recordings:
-            tensors = recording.tensors_for(key, batch)
-            if tensors is not None:
-                return recording, tensors
-        return None, []
-
     def _recorded(self, call: Call, key: Any, batch: list[Tensor]) -> Outcome:
-        surroundings = self._met.pop(key)
-        tensors = surroundings.tensors()
-        if tensors is None:
-            raise UnsupportedError("a tensor is removed or replaced in each step")
-        if (change := surroundings.changed()) is not None:
-            raise UnsupportedError(change)
-        inputs = [*tensors, *batch]
-        state, metas = State(inputs, python=True), [meta(tensor) for tensor in tensors]
+        surroundings = self._seen.pop(key)
+        if not surroundings.look():
+            raise UnsupportedError(
+                surroundings.changed() or "a tensor of a module is removed or replaced in each step"
+            )
+        inputs = [*surroundings.tensors, *batch]
+        state = State(inputs, python=True)
         try:
-            kl_weight, assuming = self._kl_weight(tensors), key not in self._varied
-            step = RecordedStep(self.elbo, call, inputs, kl_weight, assuming=assuming, compiled=self.compile)
+            kl_weight, assuming = self._kl_weight(inputs), key not in self._varied
+            if self._pool is None and kl_weight.is_cuda:
+                self._pool = torch.cuda.graph_pool_handle()
+            step = RecordedStep(
+                self.elbo, call, inputs, kl_weight, len(batch), assuming=assuming, pool=self._pool
+            )
             if not math.isfinite(step.outcome.value):
                 raise _Ordinary
         except Exception as error:
@@ -248,83 +258,95 @@ class Captured(WrappedObjective):
         outcome = step.outcome
         del step.outcome  # frees its gradients
         self.elbo.keep(outcome.terms, self.elbo.current_kl_weight())
-        if (problem := step.problem or surroundings.moved(tensors)) is not None:
+        if (problem := step.problem or surroundings.moved()) is not None:
             self._fail(problem)
         else:
             owners, identities = (call.model, call.guide), list(map(id, batch))
-            self._recordings.append(Recording(owners, key, surroundings, metas, step, tensors, identities))
-        return outcome
+            self._recordings.append(Recording(owners, key, surroundings, step, identities))
+        return self._named(outcome, surroundings)
 
     @contextmanager
-    def _meeting(self, call: Call) -> Iterator[None]:
+    def observing(self, call: Call) -> Iterator[None]:
         """Collect the surroundings of an ordinary step, if the next step of its kind will be recorded."""
-        key, self._to_meet = self._to_meet, None
+        key, self._to_see = self._to_see, None
         if key is None:
             yield
             return
-        with Met() as met:
+        with UsedParts() as used:
             yield
-        self._met[key] = Surroundings(met, (call.model, call.guide), self._settings())
+        self._seen[key] = Surroundings(used, (call.model, call.guide), self.elbo)
 
-    def _ordinary(self, call: Call) -> tuple[Outcome, Met]:
-        with twice_differentiated(), looking(), Met() as met:
+    def _ordinary(self, call: Call) -> tuple[Outcome, UsedParts]:
+        with twice_differentiated(), comparing(), UsedParts() as used:
             loss = self.elbo.total(call, training=True)
             outcome = Outcome.of(self.elbo, call, {**self.elbo.terms, "loss": loss}, leaves_of([loss]))
-        return outcome, met
+        return outcome, used
 
-    def _compared(
-        self, recording: Recording, call: Call, tensors: list[Tensor], batch: list[Tensor]
-    ) -> Outcome:
+    def _compared(self, recording: Recording, call: Call, batch: list[Tensor]) -> Outcome:
         """Take an ordinary step, and drop the recording if its replay gives a different result."""
-        inputs, kl_weight = [*tensors, *batch], self._kl_weight(tensors)
-        trials, problem, state = [], None, State(inputs, python=True)
+        surroundings, step = recording.surroundings, recording.step
+        inputs = [*surroundings.tensors, *batch]
+        kl_weight, state = self._kl_weight(inputs), State(inputs, python=True)
+        trial, problem = None, None
         try:
-            trials = recording.step.trials(inputs, kl_weight)
-        except VoidReplayError:
-            self._void(recording)
+            trial = Trial.of(step, inputs, kl_weight)
         except _REPLAY_ERRORS as error:
             problem = f"a replay fails: {error}"
         start = time.thread_time()
-        outcome, met = self._ordinary(call)
+        outcome, used = self._ordinary(call)
+        seconds = time.thread_time() - start
         if not math.isfinite(outcome.value):
             state.restore()
             raise _Ordinary
-        if recording not in self._recordings:
-            return outcome
-        recording.seconds += [(trial.seconds, time.thread_time() - start) for trial in trials[:1]]
-        surroundings = recording.surroundings
-        for trial in trials:
-            problem = problem or trial.disagreement(outcome, inputs)
-        problem = problem or surroundings.moved(tensors)
-        if met.names.keys() - set(surroundings.names):
+        if trial is not None and not trial.outcome.holds:
+            self._void(recording)
+            return self._named(outcome, surroundings)
+        if trial is not None:
+            recording.seconds.append((trial.seconds, seconds))
+            problem = trial.disagreement(outcome, inputs)
+            if problem is not None and kl_weight.device.type != "cpu":
+                state.restore()
+                again, _ = self._ordinary(call)
+                problem = trial.disagreement(outcome, inputs, again)
+        problem = problem or surroundings.moved()
+        if used.names.keys() - set(surroundings.names):
             problem = "a new parameter appears"
-        recording.trust(tensors, batch)
-        if problem is not None or recording.is_slower():
-            self._recordings.remove(recording)
         if problem is not None:
+            self._recordings.remove(recording)
+            if recording.unproven:
+                raise CaptureError(_broken(problem, self.elbo._step + 1, recording.first_unproven))
             self._fail(problem)
-        elif recording not in self._recordings:
+        elif recording.is_slower():
+            self._recordings.remove(recording)
             self._slower.add(recording.key)
-        return outcome
+        recording.trust(batch)
+        return self._named(outcome, surroundings)
 
-    def _replayed(
-        self, recording: Recording, call: Call, tensors: list[Tensor], batch: list[Tensor]
-    ) -> Outcome:
-        inputs = [*tensors, *batch]
-        state = recording.step.state(inputs)
+    def _replayed(self, recording: Recording, call: Call, batch: list[Tensor], wait: bool) -> Outcome:
+        surroundings, step = recording.surroundings, recording.step
+        inputs = [*surroundings.tensors, *batch]
+        state = step.state(inputs) if wait else None
         try:
-            outcome = recording.step.replay(inputs, self._kl_weight(tensors))
-            if not math.isfinite(outcome.value):
+            outcome = step.replay(inputs, self._kl_weight(inputs))
+            if wait and not (outcome.holds and math.isfinite(outcome.value)):
+                if step.assumes and not outcome.holds:
+                    self._void(recording)
                 raise _Ordinary  # an ordinary step then raises the error with its diagnosis
         except (*_REPLAY_ERRORS, _Ordinary) as error:  # for example, a label is out of range
             if state is not None:
                 state.restore()
-            if recording.step.assumes and isinstance(error, VoidReplayError):
-                self._void(recording)
             raise _Ordinary from error
+        if not recording.unproven:
+            recording.first_unproven = self.elbo._step + 1
+        recording.unproven += 1
         self.elbo.keep(outcome.terms, self.elbo.current_kl_weight())
-        self.elbo.leave_with(call.guide, outcome.left)
-        _announce(recording.surroundings.names)
+        self.elbo.set_record(call.guide, outcome.record)
+        _announce(surroundings.names)
+        return self._named(outcome, surroundings)
+
+    @staticmethod
+    def _named(outcome: Outcome, surroundings: Surroundings) -> Outcome:
+        outcome.names = surroundings.names
         return outcome
 
     def _void(self, recording: Recording) -> None:
@@ -332,25 +354,21 @@ class Captured(WrappedObjective):
         self._recordings.remove(recording)
         self._varied.add(recording.key)
 
-    def _kl_weight(self, tensors: list[Tensor]) -> Tensor:
-        device = tensors[0].device if tensors else torch.device("cpu")
-        known = (self.elbo.current_kl_weight(), device)
-        if known != self._last_weight[0]:
-            self._last_weight = known, torch.tensor(known[0], dtype=widest(device), device=device)
-        return self._last_weight[1]
-
-    def _settings(self) -> Iterator[Entry]:
-        """Yield the attributes of the objective, and the plain values of its parts."""
-        own = vars(self.elbo)
-        for name in own.keys() - {"_step", "kl_weight", "terms"}:
-            yield own.get, name, own[name], name
-            if type(own[name]).__module__.startswith("pyro_dvi."):
-                inside = getattr(own[name], "__dict__", {})
-                yield from ((inside.get, n, v, f"{name}.{n}") for n, v in inside.items() if is_plain(v))
+    def _kl_weight(self, inputs: list[Tensor]) -> Tensor:
+        """Return the KL weight as a tensor on the device of the step, always the same one."""
+        devices = [value.device for value in inputs]
+        device = next((one for one in devices if one.type != "cpu"), torch.device("cpu"))
+        value = self.elbo.current_kl_weight()
+        if device not in self._weights:
+            self._weights[device] = value, torch.full((), value, dtype=widest(device), device=device)
+        known, weight = self._weights[device]
+        if value != known:
+            self._weights[device] = value, weight.fill_(value)
+        return weight
 
     def _fail(self, reason: str) -> None:
         self._failures += 1
-        self._met.clear()
+        self._seen.clear()
         if self._failures == _ATTEMPTS:
             self._give_up(reason)
 
@@ -361,6 +379,15 @@ class Captured(WrappedObjective):
 
 class _Ordinary(Exception):  # noqa: N818 (not an error)
     """Signals that an ordinary step must be taken."""
+
+
+def _broken(problem: str, step: int, first: int) -> str:
+    return (
+        f"captured steps have gone on with an outdated value of something that the model reads: {problem} in step "
+        f"{step}. The results of training since step {first} are void. Captured steps follow tensors, arguments, and "
+        "plain attributes, hooks and submodules of modules: store what changes there (a buffer, an argument, an "
+        "attribute of a module), or train with capture=False and without Captured"
+    )
 
 
 def _identity(function: Any) -> tuple[int, Any]:

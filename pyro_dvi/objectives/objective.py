@@ -124,12 +124,12 @@ class Objective(ELBO):
         """
         return ()
 
-    def left_with(self, guide: Any) -> Any:
+    def record_of(self, guide: Any) -> Any:
         """Return what the last step stored in the guide besides gradients, in lists and tuples."""
         return ()
 
-    def leave_with(self, guide: Any, left: Any) -> None:
-        """Store in the guide what :meth:`left_with` returned after a step."""
+    def set_record(self, guide: Any, record: Any) -> None:
+        """Store in the guide what :meth:`record_of` returned after a step."""
 
     # For hooks -----------------------------------------------------------------------------------------------------
 

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training step as a graph of operators: recording, replay, and comparison with an ordinary step."""
+"""A training step as a graph of operators: recording and replay."""
 
 from __future__ import annotations
 
 import random
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +20,10 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from pyro_dvi.core.autograd_graph import leaves_of
 from pyro_dvi.core.batches import is_strided
 from pyro_dvi.core.graph_passes import quickly_called
+from pyro_dvi.core.launch import LAUNCHING, Launch
 from pyro_dvi.core.reads import Reads
 from pyro_dvi.core.recorder import Recorder, draws
-from pyro_dvi.core.undisturbed import accelerators, forked, state_of
+from pyro_dvi.core.undisturbed import accelerators, state_of
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.objectives.checks import Checks
 from pyro_dvi.runs.posterior_run import Call
@@ -33,10 +33,6 @@ if TYPE_CHECKING:
 
 _TENSOR = object()
 KINDS = ("cpu", "cuda", "xpu", "mps")  # device types of autocast
-
-
-class VoidReplayError(ValueError):
-    """Raised if a condition fails in a replay, for example if a label is outside the support of its distribution."""
 
 
 class Weight:
@@ -59,13 +55,19 @@ class Outcome:
         terms: terms of the loss, including the loss itself.
         leaves: tensors that may have gradients.
         gradients: gradients of the loss with respect to the leaves; None for leaves that the loss does not depend on.
-        left: what the objective stores in the guide.
+        record: what the objective stores in the guide.
+        report: for a replay, whether all its conditions hold, and the terms, in one tensor.
+        is_fixed: True if the next launch overwrites gradients and record.
+        names: names of the parameters that the step takes from Pyro's store.
     """
 
     terms: dict[str, Tensor]
     leaves: list[Tensor]
     gradients: list[Tensor | None]
-    left: Any
+    record: Any
+    report: Tensor | None = None
+    is_fixed: bool = False
+    names: list[str] = field(default_factory=list)
 
     @classmethod
     def of(cls, objective: Objective, call: Call, terms: dict[str, Tensor], leaves: list[Tensor]) -> Outcome:
@@ -79,12 +81,34 @@ class Outcome:
             for leaf, own in zip(leaves, hooks, strict=True):
                 leaf._backward_hooks = own
         terms = {name: term.detach() for name, term in terms.items() if name != "kl_weight"}
-        return cls(terms, leaves, _apart(gradients, leaves), objective.left_with(call.guide))
+        return cls(terms, leaves, _apart(gradients, leaves), objective.record_of(call.guide))
 
     @cached_property
+    def _values(self) -> list[float]:
+        """The report, read from the device at once."""
+        if self.report is None:
+            return [1.0, self.terms["loss"].item()]
+        found: list[float] = self.report.tolist()
+        return found
+
+    @property
+    def holds(self) -> bool:
+        """False if a condition of a replay has failed."""
+        return bool(self._values[0])
+
+    @property
     def value(self) -> float:
         """The loss as a float."""
-        return self.terms["loss"].item()
+        return self._values[1]
+
+    def kept(self) -> Outcome:
+        """Return an outcome that later launches do not overwrite."""
+        if not self.is_fixed:
+            return self
+        gradients = [None if gradient is None else gradient.clone() for gradient in self.gradients]
+        leaves, structure = tree_flatten(self.record)
+        record = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        return replace(self, gradients=gradients, record=tree_unflatten(record, structure), is_fixed=False)
 
     def hand_over(self) -> None:
         """Add the gradients to those of the leaves, as a backward pass does."""
@@ -97,7 +121,7 @@ class Outcome:
                 leaf.backward(gradient)
 
 
-class Handed(Function):
+class LossWithGradients(Function):
     """A loss whose gradients have already been computed."""
 
     @staticmethod
@@ -117,21 +141,26 @@ class Handed(Function):
 class RecordedStep:
     """A step as a graph from parameters, buffers and a batch to the loss, its terms and its gradients.
 
+    On CUDA, the graph is launched at once, and its results have fixed addresses. If it cannot be, and on all other
+    devices, its operators run one after the other.
+
     Args:
         objective: objective of the step.
         call: model and guide with the batch for recording. Recording also takes the step.
-        inputs: tensors of the step that a replay may replace by others.
+        inputs: tensors of the step that a replay may replace by others; the batch comes last.
         kl_weight: the KL weight, which is also an input.
+        num_fed: number of tensors of the batch.
         assuming: True to let the graph rely on conditions that hold in this step, which shortens the computation.
-        compiled: True to compile the graph.
+        pool: memory pool of CUDA graphs.
 
     Attributes:
         outcome: outcome of the step that was recorded.
         operators: the graph.
         assumes: True if the graph relies on conditions; a replay in which they fail is void.
         problem: why the step cannot be replayed; None if it can be. The step was taken in either case.
-        found: tensors that the step uses but that are not inputs, with their versions; if one of them changes, the
-            recording becomes invalid.
+        found: tensors that the step uses but that are not inputs; if the version of one of them changes, the recording
+            becomes invalid.
+        is_launched: True if replays are launches.
     """
 
     def __init__(
@@ -140,9 +169,10 @@ class RecordedStep:
         call: Call,
         inputs: list[Tensor],
         kl_weight: Tensor,
+        num_fed: int,
         *,
         assuming: bool = True,
-        compiled: bool = False,
+        pool: Any = None,
     ) -> None:
         self._leaves = [k for k, t in enumerate(inputs) if t.requires_grad and t.is_leaf]
         drawn = python_generators()
@@ -157,7 +187,11 @@ class RecordedStep:
             self.outcome = Outcome.of(objective, call, terms, [*leaves, *unknown])
             # The scalars of a model may be on the CPU even if its data are on another device.
             conditions = [c.to(kl_weight.device) for c in (*(recorder.assumptions or []), *checks.passed)]
-            holds = torch.stack(conditions).all() if conditions else torch.ones((), dtype=torch.bool)
+            holds = torch.stack(conditions).all() if conditions else torch.ones_like(kl_weight)
+            self._names = ["loss", *(name for name in self.outcome.terms if name != "loss")]
+            report = torch.stack(
+                [term.to(terms["loss"]) for term in (holds, *map(self.outcome.terms.get, self._names))]  # type: ignore[union-attr]
+            )
         self.problem = None
         if unknown:
             self.problem = "the loss has a gradient with respect to a tensor that belongs to no module"
@@ -167,13 +201,11 @@ class RecordedStep:
             self.problem = "the step writes to a parameter"
         elif not all(g is None or is_strided(g) for g in self.outcome.gradients):
             self.problem = "a gradient is sparse"
-        left, self._structure = tree_flatten(self.outcome.left)
+        record, self._structure = tree_flatten(self.outcome.record)
         self.assumes = bool(recorder.assumptions)
-        self._left = [_TENSOR if isinstance(value, Tensor) else value for value in left]
-        self._names = list(terms)
+        self._record = [_TENSOR if isinstance(value, Tensor) else value for value in record]
         self._has_gradient = [gradient is not None for gradient in self.outcome.gradients]
-        results = [holds, *self.outcome.terms.values()]
-        results += [value for value in left if isinstance(value, Tensor)]
+        results = [report, *(value for value in record if isinstance(value, Tensor))]
         gradients = [gradient for gradient in self.outcome.gradients if gradient is not None]
         try:
             self.operators = recorder.module(results, [] if self.problem else gradients)
@@ -183,15 +215,19 @@ class RecordedStep:
             self.problem = self.problem or "an argument of a torch operator cannot be stored in a graph"
         if self.problem is not None:
             return
-        self.found = recorder.found
+        self.found = [tensor for tensor, _ in recorder.found]
+        self._versions = [version for _, version in recorder.found]
         self._draws = any(map(draws, self.operators.graph.nodes))
-        self._written = {k for k, tensor in enumerate(inputs) if recorder.writes(tensor)}
-        self._rounding = recorder.coarsest**0.5
+        self.written = {k for k, tensor in enumerate(inputs) if recorder.writes(tensor)}
         self._casting = [kind for kind in KINDS if torch.is_autocast_enabled(kind)]
-        self._ways: list[Any] = [fx.GraphModule(self.operators, quickly_called(self.operators.graph)).forward]
-        if compiled:  # the compiled graph comes first, because replays use the first way
-            with self._operators_only():
-                self._ways.insert(0, _compiled(self.operators, [*inputs, kl_weight]))
+        self._run = fx.GraphModule(self.operators, quickly_called(self.operators.graph)).forward
+        self._device, self._fed, self._pool = report.device, range(len(inputs) - num_fed, len(inputs)), pool
+        self.is_launched = self._device.type in LAUNCHING
+        self._launch: Launch | None = None
+
+    def is_current(self) -> bool:
+        """Return True if the other tensors that the step uses are unchanged."""
+        return [tensor._version for tensor in self.found] == self._versions
 
     @contextmanager
     def _operators_only(self) -> Iterator[None]:
@@ -202,84 +238,51 @@ class RecordedStep:
                 without.enter_context(torch.autocast(kind, enabled=False))
             yield
 
-    def replay(self, inputs: list[Tensor], kl_weight: Tensor, way: int = 0) -> Outcome:
-        """Take a step with other inputs; it changes buffers and random states as the recorded step did."""
+    def replay(self, inputs: list[Tensor], kl_weight: Tensor) -> Outcome:
+        """Take a step with other inputs; it changes buffers and random states as the recorded step did.
+
+        The outcome may state that a condition has failed; the replay is then void.
+        """
         with self._operators_only():
-            holds, *found = self._ways[way](*inputs, kl_weight)
-        if not holds:
-            raise VoidReplayError
-        results = iter(found)
-        terms = {name: next(results) for name in self._names}
-        left = [next(results) if value is _TENSOR else value for value in self._left]
+            found = self._results([*inputs, kl_weight])
+        report, *rest = found
+        is_launched = self.is_launched
+        report = report.clone() if is_launched else report
+        results = iter(rest)
+        record = [next(results) if value is _TENSOR else value for value in self._record]
         gradients = [next(results) if has else None for has in self._has_gradient]
         return Outcome(
-            terms, [inputs[k] for k in self._leaves], gradients, tree_unflatten(left, self._structure)
+            dict(zip(self._names, report.unbind()[1:], strict=True)),
+            [inputs[k] for k in self._leaves],
+            gradients,
+            tree_unflatten(record, self._structure),
+            report,
+            is_launched,
         )
+
+    def _results(self, inputs: list[Tensor]) -> Sequence[Tensor]:
+        if self.is_launched and (self._launch is None or not self._launch.fits(inputs)):
+            self._launch = None  # before the next one, so that both do not need memory
+            try:
+                self._launch = Launch(
+                    self.operators, inputs, self._fed, self.written, self._device, self._pool
+                )
+            except UnsupportedError:
+                self.is_launched = False
+        if self._launch is None:
+            found: Sequence[Tensor] = self._run(*inputs)
+            return found
+        # Gradients that the program has kept must not be overwritten.
+        gradients = iter(self._launch.results[len(self._launch.results) - sum(self._has_gradient) :])
+        for k, has_gradient in zip(self._leaves, self._has_gradient, strict=True):
+            if has_gradient and inputs[k].grad is next(gradients):
+                inputs[k].grad = inputs[k].grad.clone()  # type: ignore[union-attr]
+        return self._launch(inputs)
 
     def state(self, inputs: list[Tensor]) -> State | None:
         """Return the state that a replay changes; None if it changes nothing."""
-        written = [inputs[k] for k in self._written]
+        written = [inputs[k] for k in self.written]
         return State(written) if written or self._draws else None
-
-    def trials(self, inputs: list[Tensor], kl_weight: Tensor) -> list[Trial]:
-        """Replay on copies of buffers, with the compiled and the plain graph, and restore random states."""
-        found = []
-        for way in range(len(self._ways)):
-            copies = [t.clone() if k in self._written else t for k, t in enumerate(inputs)]
-            with forked(*accelerators()):
-                start = time.thread_time()
-                outcome = self.replay(copies, kl_weight, way)
-                seconds = time.thread_time() - start
-                rounding = self._rounding if way < len(self._ways) - 1 else 0.0
-                versions = [tensor._version for tensor in copies]
-                found.append(Trial(outcome, copies, versions, _random_states(), rounding, seconds))
-        return found
-
-
-@dataclass
-class Trial:
-    """A replay that will be compared with an ordinary step from the same state.
-
-    Attributes:
-        outcome: outcome of the replay.
-        inputs: inputs after the replay; inputs that the replay writes to are copies.
-        versions: versions of these inputs.
-        random_states: random states after the replay.
-        rounding: relative error that is allowed, because the compiler may have fused operators.
-        seconds: duration of the replay.
-    """
-
-    outcome: Outcome
-    inputs: list[Tensor]
-    versions: list[int]
-    random_states: list[Tensor]
-    rounding: float
-    seconds: float
-
-    def disagreement(self, ordinary: Outcome, inputs: list[Tensor]) -> str | None:
-        """Return how the replay differs from an ordinary step, which has changed ``inputs``; None if it does not."""
-        mine, known = self.outcome, {id(leaf) for leaf in self.outcome.leaves}
-        if any(id(leaf) not in known for leaf in ordinary.leaves):
-            return "a new parameter appears"
-        versions = zip(self.inputs, inputs, self.versions, strict=True)
-        if any(a is b and a._version != version for a, b, version in versions):
-            return "a buffer differs in a replay"
-        by_leaf = {id(leaf): g for leaf, g in zip(ordinary.leaves, ordinary.gradients, strict=True)}
-        gradients = [by_leaf.get(id(leaf)) for leaf in mine.leaves]
-        pairs = [
-            *((name, mine.terms.get(name), term) for name, term in ordinary.terms.items()),
-            *(("a gradient", a, b) for a, b in zip(mine.gradients, gradients, strict=True)),
-            *(("a buffer", a, b) for a, b in zip(self.inputs, inputs, strict=True)),
-            *(("the random state", a, b) for a, b in zip(self.random_states, _random_states(), strict=True)),
-        ]
-        left, structure = tree_flatten(mine.left)
-        again, other = tree_flatten(ordinary.left)
-        if structure != other:
-            return "measurements differ in a replay"
-        pairs += [("a measurement", a, b) for a, b in zip(left, again, strict=True)]
-        sizes = [float(g.detach().norm()) for g in (*gradients, *ordinary.terms.values()) if g is not None]
-        differs = (what for what, a, b in pairs if not _agree(a, b, self.rounding, max(sizes)))
-        return next((f"{what} differs in a replay" for what in differs), None)
 
 
 class State:
@@ -292,7 +295,7 @@ class State:
 
     def __init__(self, inputs: Sequence[Tensor], python: bool = False) -> None:
         self._tensors = [(t, t.clone()) for t in inputs if not t.requires_grad]
-        self._random = _random_states()
+        self._random = random_states()
         self._python = python_generators() if python else None
 
     def restore(self) -> None:
@@ -330,37 +333,6 @@ def _devices() -> list[torch.device]:
     return [torch.device("cpu"), *accelerators()]
 
 
-def _random_states() -> list[Tensor]:
+def random_states() -> list[Tensor]:
+    """Return the states of torch's generators."""
     return [state_of(device)[0]() for device in _devices()]
-
-
-def _agree(one: Any, other: Any, rounding: float, largest: float) -> bool:
-    """Return True if two results are equal: bitwise on the CPU, or up to rounding where sums have no fixed order.
-
-    Args:
-        one: a result.
-        other: the other result.
-        rounding: relative error that is allowed even on the CPU.
-        largest: norm of the largest gradient or term; results that are tiny relative to it may be rounding errors.
-    """
-    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
-        return one is other or bool(one == other)
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    if not one.is_floating_point() or (one.device.type == "cpu" and not rounding):
-        return torch.equal(one, other)
-    one, other, eps = one.detach(), other.detach(), torch.finfo(one.dtype).eps
-    error, size = float((one - other).norm()), float(other.norm())
-    return error <= max(rounding, eps**0.5) * size + 10 * eps * largest
-
-
-def _compiled(operators: fx.GraphModule, inputs: list[Any]) -> Callable[..., Sequence[Tensor]]:
-    """Compile a graph with Inductor; TorchDynamo is not needed, because a graph contains no Python code."""
-    from torch import _inductor  # takes seconds to import
-
-    graphs = any(value.is_cuda for value in inputs)
-    options = {"fallback_random": True, "triton.cudagraphs": graphs}  # random numbers are drawn by torch
-    run = _inductor.compile(operators, inputs, options)
-    if not graphs:
-        return run
-    return lambda *arguments: [result.clone() for result in run(*arguments)]  # the next step overwrites them

@@ -1,20 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The surroundings of a step: the tensors and values that it may use besides its arguments."""
+"""The surroundings of a step: the tensors, and the plain attributes of modules, that it may use besides its arguments."""
+
+from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import pyro
+import torch
 from pyro.poutine.messenger import Messenger
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from pyro_dvi.objectives.reachable import INSIDE, Entry, Lookup, is_plain, reachable
+from pyro_dvi.core.batches import is_strided
+
+Entry = tuple[Callable[[Any], Any], Any, Any, str]  # function to look up a name, name, value, description
+
+# Parts of every module whose entries are compared one by one: submodules, hooks, priors.
+_CONTAINERS = frozenset(name for name in vars(nn.Module()) if "hook" in name and "state_dict" not in name) | {
+    "_modules",
+    "_pyro_samples",
+    "_pyro_params",
+}
+_TENSORS = ("_parameters", "_buffers")
+_COUNTED = {"_step", "kl_weight", "terms"}  # attributes of an objective that change in each step
+_ADDRESS, _REQUIRES_GRAD = operator.methodcaller("data_ptr"), operator.attrgetter("requires_grad")
 
 
-class Met(Messenger):
+class UsedParts(Messenger):
     """Record the modules that run in the context, and the names of parameters taken from Pyro's store."""
 
     def __init__(self) -> None:
@@ -35,88 +50,129 @@ class Met(Messenger):
             self.names[msg["name"]] = None
 
 
-class _Entries(list[Entry]):
-    """Places with their values, which are compared without a Python loop."""
-
-    @cached_property
-    def _columns(self) -> tuple[Any, ...]:
-        gets, names, values, _ = zip(*self, strict=True) if self else ((), (), (), ())
-        return gets, names, list(values), list(map(type, values))
-
-    def are_equal(self) -> bool:
-        """Return True if all values and their types are unchanged."""
-        gets, names, values, types = self._columns
-        now = list(map(operator.call, gets, names))
-        return now == values and list(map(type, now)) == types
-
-    def are_same(self) -> bool:
-        """Return True if all places contain the same objects as before."""
-        gets, names, values, _ = self._columns
-        return all(map(operator.is_, map(operator.call, gets, names), values))
-
-
 class Surroundings:
-    """Everything that a step may use besides its arguments, together with the places where it is stored.
+    """The modules, parameters and settings that a step may use besides its arguments.
 
-    Tensors are looked up anew for each step, so they may be loaded, moved or replaced between steps. Plain values and
-    objects are compared: if one of them has changed, the step needs another recording.
+    Tensors are looked up anew for each step, so they may be loaded, moved or replaced between steps. Plain attributes
+    of modules and of the objective, submodules, hooks and priors are compared: if one of them has changed, the step
+    needs another recording. Nothing else is compared.
 
     Args:
-        met: modules and parameter names that the step used.
+        used: modules and parameter names that a step used.
         functions: the model and the guide.
-        settings: additional values to compare, with the places where they are stored.
+        objective: the objective.
 
     Attributes:
         names: names of the parameters that the step takes from Pyro's store, in the order of their first use.
+        tensors: the tensors that were found at the last look.
     """
 
-    def __init__(self, met: Met, functions: Iterable[Callable], settings: Iterable[Entry]) -> None:
-        self.names = list(met.names)
-        self._numbers, self._objects, self._states = _Entries(), _Entries(), _Entries()
-        places: dict[int, list[tuple[Lookup, Any]]] = {}
-        for get, name, value, place in (*reachable([*functions, *met.modules]), *settings):
-            if isinstance(value, Tensor):
-                places.setdefault(id(value), []).append((get, name))
-            elif name is INSIDE:
-                self._states.append((get, name, value, place))
+    def __init__(self, used: UsedParts, functions: Iterable[Callable], objective: Any) -> None:
+        self.names = list(used.names)
+        owners = [getattr(function, "__self__", function) for function in functions]
+        roots = [owner for owner in (*owners, *used.modules) if isinstance(owner, nn.Module)]
+        modules = dict.fromkeys(module for root in roots for module in root.modules())
+        places: dict[int, list[Entry]] = {}
+        values: list[Entry] = []
+        for entry in (*_of_modules(modules), *_of_objective(objective)):
+            if isinstance(entry[2], Tensor) and is_strided(entry[2]):
+                places.setdefault(id(entry[2]), []).append(entry)
             else:
-                (self._numbers if is_plain(value) else self._objects).append((get, name, value, place))
+                values.append(entry)
         for name in self.names:
-            places.setdefault(id(stored(name)), []).append((stored, name))
-        self._places = list(places.values())
+            parameter = stored(name)
+            places.setdefault(id(parameter), []).append((stored, name, parameter, name))
+        self._gets, self._keys, self._values, self._labels = map(list, zip(*values, strict=True))
+        self._shared = list(places.values())
+        first = [entries[0] for entries in self._shared]
+        self._places = [entry[0] for entry in first], [entry[1] for entry in first]
+        self.tensors: list[Tensor] = [entry[2] for entry in first]
+        self._note()
 
-    def tensors(self) -> list[Tensor] | None:
-        """Return the current tensors; None if one is missing, or if places that shared a tensor no longer do."""
-        found = []
-        for (get, name), *others in self._places:
-            tensor = get(name)
-            if not isinstance(tensor, Tensor) or any(again(other) is not tensor for again, other in others):
-                return None
-            found.append(tensor)
-        return found
+    def _note(self) -> None:
+        self._metas = list(map(meta, self.tensors))
+        self._state = self._state_of(self.tensors)
+
+    @staticmethod
+    def _state_of(tensors: list[Tensor]) -> tuple[list[int], list[bool]]:
+        return list(map(_ADDRESS, tensors)), list(map(_REQUIRES_GRAD, tensors))
+
+    def look(self) -> bool:
+        """Look up the tensors; return False if a recording no longer fits.
+
+        It fits if values are unchanged, and if replaced tensors have the same shape, layout, dtype and device.
+        """
+        now: list[Any] = list(map(operator.call, *self._places))
+        if not all(map(operator.is_, now, self.tensors)) or self._state_of(now) != self._state:
+            for entries, tensor in zip(self._shared, now, strict=True):
+                if not isinstance(tensor, Tensor) or any(get(key) is not tensor for get, key, *_ in entries):
+                    return False
+            if list(map(meta, now)) != self._metas:
+                return False
+            self.tensors = now
+            self._note()
+        elif any(len(entries) > 1 and self._is_split(entries) for entries in self._shared):
+            return False
+        return self.changed() is None
+
+    @staticmethod
+    def _is_split(entries: list[Entry]) -> bool:
+        return any(get(key) is not entries[0][0](entries[0][1]) for get, key, *_ in entries[1:])
 
     def changed(self) -> str | None:
-        """Return a description of a value or object that has changed; None if nothing has changed."""
-        if self._numbers.are_equal() and self._objects.are_same() and self._states.are_equal():
+        """Return a description of a value that has changed; None if nothing has changed."""
+        now = list(map(operator.call, self._gets, self._keys))
+        if all(map(operator.is_, now, self._values)):
             return None
-        for get, name, value, place in self._numbers:
-            now = get(name)
-            if now is not value and (type(now) is not type(value) or now != value):
-                return f"`{place}` changes from {value!r} to {now!r}"
-        for get, name, value, place in self._objects:
-            if get(name) is not value:
-                return f"`{place}` is replaced in each step"
-        for get, name, value, place in self._states:
-            if get(name) != value:
-                return f"`{place}` changes its state in each step, like a random generator or an iterator"
+        for value, before, label in zip(now, self._values, self._labels, strict=True):
+            if value is before or (is_plain(value) and type(value) is type(before) and value == before):
+                continue
+            if is_plain(value) and is_plain(before):
+                return f"`{label}` changes from {before!r} to {value!r}"
+            return f"`{label}` is replaced in each step"
+        self._values = now  # equal, but other objects
         return None
 
-    def moved(self, tensors: list[Tensor]) -> str | None:
+    def moved(self) -> str | None:
         """Describe an assignment that a step has made and a replay would not repeat; None if there is none."""
-        now = self.tensors()
-        if now is None or any(a is not b for a, b in zip(now, tensors, strict=True)):
-            return "each step assigns a tensor to an attribute of a module or object"
-        return self.changed()
+        tensors = self.tensors
+        if not self.look() or any(map(operator.is_not, tensors, self.tensors)):
+            return self.changed() or "each step assigns a tensor to an attribute of a module"
+        return None
+
+
+def _of_modules(modules: Iterable[nn.Module]) -> Iterator[Entry]:
+    for module in modules:
+        own, place = vars(module), type(module).__name__
+        if isinstance(module, torch.jit.ScriptModule):  # has its tensors in C++
+            named = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+            get = partial(getattr, module)
+            yield from ((get, name, value, f"{place}.{name}") for name, value in named)
+            yield get, "training", module.training, f"{place}.training"
+            continue
+        yield len, own, len(own), f"the number of attributes of {place}"
+        for name, value in own.items():
+            if isinstance(value, (Tensor, tuple)) or is_plain(value) or callable(value):
+                yield own.get, name, value, f"{place}.{name}"
+            elif name in _CONTAINERS or name in _TENSORS:
+                yield len, value, len(value), f"the length of {place}.{name}"
+                # A parameter or buffer that is None is a value.
+                yield from ((value.get, key, entry, f"{place}.{key}") for key, entry in value.items())
+
+
+def _of_objective(objective: Any) -> Iterator[Entry]:
+    own = vars(objective)
+    for name in own.keys() - _COUNTED:
+        yield own.get, name, own[name], name
+        if type(own[name]).__module__.startswith("pyro_dvi."):
+            inside = getattr(own[name], "__dict__", {})
+            yield from ((inside.get, n, v, f"{name}.{n}") for n, v in inside.items() if is_plain(v))
+
+
+def is_plain(value: Any) -> bool:
+    """Return True if a value is compared as a whole."""
+    kinds = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+    return value is None or isinstance(value, kinds)
 
 
 def meta(tensor: Tensor) -> tuple[Any, ...]:
@@ -127,3 +183,4 @@ def meta(tensor: Tensor) -> tuple[Any, ...]:
 def stored(name: str) -> Tensor | None:
     """Return the unconstrained parameter with this name in Pyro's store."""
     return pyro.get_param_store()._params.get(name)
+

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from pyro_dvi.errors import ArgumentError, DataError, NonFiniteError, PyroDviError
 from pyro_dvi.objectives.objective import WrappedObjective
-from pyro_dvi.objectives.recorded_step import Handed
+from pyro_dvi.objectives.recorded_step import LossWithGradients
 from pyro_dvi.training.processes import (
     JointRun,
     create_parameters,
@@ -190,7 +190,7 @@ class DataParallel(WrappedObjective):
         with torch.no_grad():
             for statistic, total in zip(statistics, sums, strict=True):
                 statistic.copy_(total)
-        result: Tensor = Handed.apply(loss.new_tensor(value), gradients, *leaves)
+        result: Tensor = LossWithGradients.apply(loss.new_tensor(value), gradients, *leaves)
         self.elbo.returned(result, guide)
         return result
 

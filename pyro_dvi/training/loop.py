@@ -4,23 +4,20 @@
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from pyro.poutine.messenger import Messenger
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from pyro_dvi.core.arguments import check_choice, check_count
-from pyro_dvi.core.batches import arguments, check_loader, dataset_size, number_of_batches
+from pyro_dvi.core.batches import arguments, check_loader, number_of_batches
 from pyro_dvi.core.progress import progress_bar
 from pyro_dvi.errors import ArgumentError, DataError
 from pyro_dvi.runs.explained import explained_errors
 from pyro_dvi.runs.fingerprint import input_shapes
-from pyro_dvi.runs.observed import check_list, check_num_data, observation
-from pyro_dvi.runs.sites import is_data
 from pyro_dvi.runs.trained_for import check_trainable, note_trained_for
 from pyro_dvi.training.between_epochs import (
     EarlyStopping,
@@ -31,10 +28,14 @@ from pyro_dvi.training.between_epochs import (
     validation_metrics,
 )
 from pyro_dvi.training.checkpoint import save
+from pyro_dvi.training.first_step import informed
 from pyro_dvi.training.history import History, posterior_scale
-from pyro_dvi.training.parameter_checks import check_parameters, claim_parameters, warn_of_decaying_scales
+from pyro_dvi.training.known_code import runs_known_code
+from pyro_dvi.training.minibatches import Minibatches
+from pyro_dvi.training.parameter_checks import check_parameters, claim_parameters
 from pyro_dvi.training.rollback import Rollback
 from pyro_dvi.training.routes import Route, route_of
+from pyro_dvi.training.step_log import FailedStep, StepLog
 
 _CAPTURED_STEPS = (
     50  # fewest steps for which a call records; a recording takes as long as about ten ordinary steps
@@ -76,7 +77,8 @@ def fit(
     checkpoint: str | os.PathLike[str] | None = None,
     device: torch.device | str | None = None,
     history: History | None = None,
-    capture: bool = True,
+    capture: bool | None = None,
+    data_on_device: bool = False,
 ) -> History:
     r"""Train for a number of epochs, and return the history.
 
@@ -129,10 +131,14 @@ def fit(
         device: device to which model and guide are moved before training.
         history: the history of an earlier call, to continue it. To keep the record even if the model, a callback or the
             loader raises an error, pass your own ``History()``.
-        capture: True to replay the steps of an objective of this library from recordings, as
-            :class:`~pyro_dvi.objectives.Captured` does; model and guide are then called only occasionally. On the CPU,
-            results are bitwise equal to those of ordinary steps. If the call has few steps, all steps are ordinary;
-            with False, this holds for every call.
+        capture: True to replay the steps of an objective of this library from recordings, under the contract of
+            :class:`~pyro_dvi.objectives.Captured`; model and guide are then called only occasionally. On the CPU,
+            results are bitwise equal to those of ordinary steps; on CUDA, a step is one CUDA graph, and its loss is
+            read later. By default, steps are captured if the model was made by ``classifier`` or ``regressor`` from
+            modules of torch or torchvision, because only the code of other modules can break the contract. If the
+            call has few steps, all steps are ordinary; with False, this holds for every call.
+        data_on_device: True to copy the tensors of a ``TensorDataset`` to the device once, instead of copying each
+            minibatch.
 
     Returns:
         The history, ready to plot.
@@ -145,6 +151,7 @@ def fit(
         ArgumentError: if an option is out of range, or does not fit ``svi``.
         GuideError: if the optimizer lacks parameters, or if Pyro's store contains parameters of another model under the
             same names.
+        CaptureError: if captured steps have gone on with an outdated value that the model reads.
 
     Example:
         >>> import pyro, pyro.distributions as dist
@@ -182,7 +189,7 @@ def fit(
     schedule, history = Schedule(route, lr_schedule), History() if history is None else history
     place = None if device is None else torch.device(device)
     return _Run(
-        route, history, loader, validate, callbacks, schedule, early_stopping, checkpoint, place
+        route, history, loader, validate, callbacks, schedule, early_stopping, checkpoint, place, data_on_device
     ).train(epochs, progress, capture)
 
 
@@ -199,14 +206,20 @@ class _Run:
     early_stopping: EarlyStopping | None
     checkpoint: str | os.PathLike[str] | None
     device: torch.device | None
+    data_on_device: bool
 
     def __post_init__(self) -> None:
-        self.rollback = Rollback(self.route, self.history)
+        self.rollback = Rollback(self.route, self.history, self.loader)
+        self._minibatches = Minibatches(self.loader, self.data_on_device)
+        self._log = StepLog(self.route, self.history, self.rollback)
+        self._waits = True  # for the loss of each step
 
-    def train(self, epochs: int, progress: bool, capture: bool) -> History:
+    def train(self, epochs: int, progress: bool, capture: bool | None) -> History:
         """Train, save, and restore the best weights."""
         last = self.history.epoch + epochs
         steps = number_of_batches(self.loader)
+        if capture is None:
+            capture = runs_known_code(self.route.model, self.route.guide, self.route.elbo)
         if capture and (steps is None or epochs * steps >= _CAPTURED_STEPS):
             self.route.capture()
         if steps is not None:
@@ -216,7 +229,7 @@ class _Run:
                 self.route.steered.set_total_steps(last * steps)
         with (
             progress_bar(progress, None if steps is None else epochs * steps) as self._bar,
-            _informed(self.route, self.loader) as self._first_step,
+            informed(self.route, self.loader) as self._first_step,
             training_mode(self.route),
         ):
             self._train_until(last)
@@ -238,14 +251,24 @@ class _Run:
                         self._save()
         except KeyboardInterrupt:
             history.stopped = "interrupted"
+        finally:  # after an interruption or an error, steps may be unread
+            with suppress(FailedStep):
+                self._log.read()
         history.stopped = history.stopped or "epochs"
 
     def _epoch(self, epoch: int) -> str | None:
         """Train one epoch; return the reason to stop, if there is one."""
         started, first = time.perf_counter(), self.history.step
-        for batch in self.loader:
-            self._step(epoch, *arguments(batch, self._target_device()))
-            self._check_signals()
+        if self.callbacks or callable(self.validate):
+            self.route.doubt()  # this code may have changed the model
+        self.rollback.note_random_state()
+        try:
+            self._steps(epoch)
+        except FailedStep as failed:  # repeat the epoch, so that the error is that of the failed step
+            self._bar.update(-failed.undone)
+            self._waits = True
+            self._steps(epoch)
+        self._waits = not self.route.is_read_later()
         steps = self.history.step - first
         if not steps:
             raise DataError(f"The loader yielded no batch in epoch {epoch}. Can it be read more than once?")
@@ -262,6 +285,13 @@ class _Run:
         stopped = self._after_epoch(epoch)
         self._check_signals()
         return stopped
+
+    def _steps(self, epoch: int) -> None:
+        """Take the steps of an epoch."""
+        for batch in self._minibatches.of_epoch(self._target_device()):
+            self._step(epoch, *arguments(batch, self._target_device()))
+            self._check_signals()
+        self._log.read()
 
     def _validated(self) -> dict[str, float]:
         """Return the validation metrics as columns of the history."""
@@ -305,22 +335,17 @@ class _Run:
                 self._prepare(args, kwargs)
             check, self._first_step = self._first_step, nullcontext()
             with check:
-                loss = self.route.step(args, kwargs)
-            self.rollback.trust()
+                loss = self.route.step(args, kwargs, self._waits)
         except Exception as error:
+            self._log.read()  # an earlier step may be the cause
             diverged = self.rollback.after(error, epoch, args, kwargs)
             if diverged is None:
                 raise
             raise diverged from error
-        row = {"epoch": epoch, "step": self.history.step + 1, "loss": loss}
-        terms = getattr(self.route.elbo, "terms", {})
-        kinds = ("log_likelihood", "penalty", "kl", "kl_weight")
-        row |= {name: float(terms[name]) for name in kinds if name in terms}
-        row["lr"] = self.route.learning_rate()
-        self.history.steps.append(**row)
+        self._log.add(epoch, loss)
         self.schedule.after_step()
         self._bar.update()
-        self._bar.set_postfix(epoch=epoch, loss=f"{loss:.5g}", refresh=False)
+        self._bar.set_postfix(epoch=epoch, loss=f"{self._log.loss:.5g}", refresh=False)
 
     def _save(self) -> None:
         if self.checkpoint is not None:
@@ -329,56 +354,3 @@ class _Run:
 
     def _target_device(self) -> torch.device | None:
         return self.device or self.route.device()
-
-
-@contextmanager
-def _informed(route: Route, loader: Iterable[Any]) -> Iterator[Any]:
-    """Give the objective access to the optimizer and, during training, to the size of the data set.
-
-    Yields:
-        A context for the first step. It compares the size of the data set with the plate of the model if the objective
-        does not do so: for objectives without ``num_data``, and for lists of batches. If there are several processes,
-        the list of each may contain only its own part of the data.
-    """
-    elbo, size = route.elbo, dataset_size(loader)
-    check: Any = nullcontext()
-    told, known = hasattr(elbo, "num_data"), getattr(elbo, "num_data", None)
-    shared = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if size is not None and not told:
-        check = _SitesSeen(lambda seen: check_num_data([*map(observation, filter(is_data, seen))], size))
-    elif isinstance(loader, (list, tuple)) and not shared and known is None:
-        check = _SitesSeen(lambda seen: check_list(seen, loader, told))
-    if hasattr(elbo, "prepare"):
-        elbo.prepare(route.guide, route.steered)
-    if told and known is None:
-        elbo.num_data = size
-    try:
-        yield _checked(route, check)
-    finally:
-        if told:
-            elbo.num_data = known
-
-
-@contextmanager
-def _checked(route: Route, check: Any) -> Iterator[None]:
-    """Check the plates of the first step; after the step, check the optimizer's options, because it now has groups."""
-    with check:
-        yield
-    warn_of_decaying_scales(route)
-
-
-class _SitesSeen(Messenger):
-    """Collect the sites of a step, and check them afterwards."""
-
-    def __init__(self, check: Callable[[list[Any]], None]) -> None:
-        super().__init__()
-        self.check = check
-        self.seen: list[Any] = []
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        if error[0] is None:
-            self.check(self.seen)
-
-    def _pyro_post_sample(self, msg: Any) -> None:
-        self.seen.append(msg)

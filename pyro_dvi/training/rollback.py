@@ -15,7 +15,7 @@ from pyro_dvi.errors import NonFiniteError, PyroDviError
 from pyro_dvi.runs.explained import non_finite
 from pyro_dvi.training.checkpoint import first_line
 from pyro_dvi.training.history import History
-from pyro_dvi.training.random_state import preserve_random_state
+from pyro_dvi.training.random_state import preserve_random_state, random_state, restore_random_state
 from pyro_dvi.training.routes import Route
 
 _NUMERICAL = (ValueError, ArithmeticError, linalg.LinAlgError)  # type: ignore[attr-defined]
@@ -24,8 +24,8 @@ _NUMERICAL = (ValueError, ArithmeticError, linalg.LinAlgError)  # type: ignore[a
 class _Snapshot:
     """Weights, optimizer and ELBO at the end of an epoch; epoch 0 is the start of training."""
 
-    def __init__(self, route: Route, epoch: int) -> None:
-        self.epoch = epoch
+    def __init__(self, route: Route, history: History) -> None:
+        self.epoch, self.steps = history.epoch, history.steps.rows
         self.weights = route.weights()
         self._optimizer = copy.deepcopy(route.optimizer_state())
         self._elbo = copy.deepcopy(route.elbo.state_dict()) if hasattr(route.elbo, "state_dict") else None
@@ -46,19 +46,35 @@ class Rollback:
     Args:
         route: the training.
         history: the record of the training.
+        loader: the loader, whose generators are restored with the others.
     """
 
-    def __init__(self, route: Route, history: History) -> None:
-        self.route, self.history = route, history
+    def __init__(self, route: Route, history: History, loader: Any) -> None:
+        self.route, self.history, self.loader = route, history, loader
         self.snapshots: list[_Snapshot] = []
+        self._random: Any = None
 
     def remember(self) -> None:
         """Take a snapshot of the current state."""
-        self.snapshots = [_Snapshot(self.route, self.history.epoch), *self.snapshots[:1]]
+        self.snapshots = [_Snapshot(self.route, self.history), *self.snapshots[:1]]
 
     def trust(self) -> None:
         """Keep only the newest snapshot, because a step from its state has succeeded."""
         del self.snapshots[1:]
+
+    def note_random_state(self) -> None:
+        """Note the random states at the beginning of an epoch, for :meth:`rewind`."""
+        self._random = random_state(self.loader)
+
+    def rewind(self) -> int:
+        """Return to the beginning of the epoch, and return the number of steps that left the history."""
+        (snapshot, *_), steps = self.snapshots, self.history.steps
+        snapshot.restore(self.route)
+        restore_random_state(self._random, self.loader)
+        undone = steps.rows - snapshot.steps
+        for column in steps.values():
+            del column[snapshot.steps :]
+        return undone
 
     def after(
         self, error: Exception, epoch: int, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -6,7 +6,7 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any
 
@@ -23,8 +23,10 @@ from torch.optim import Optimizer
 from pyro_dvi.core.undisturbed import modules_met, preserve_buffers
 from pyro_dvi.errors import ArgumentError, GuideError, NonFiniteError, UnsupportedError
 from pyro_dvi.objectives import Captured, Objective
+from pyro_dvi.objectives.recorded_step import Outcome
 from pyro_dvi.optim.joint_optim import JointOptim, load_state, torch_optimizer
 from pyro_dvi.optim.learning_rates import SCALE_PATTERN, check_parts, is_uninitialised, parameter_names
+from pyro_dvi.runs.posterior_run import Call
 from pyro_dvi.training.random_state import preserve_random_state
 
 _SCALE = re.compile(SCALE_PATTERN)
@@ -61,9 +63,54 @@ class Route(ABC):
         if isinstance(self.elbo, Objective):
             self.captured = Captured(self.elbo)
 
+    def is_read_later(self) -> bool:
+        """Return True if training need not wait for the loss of each step: replays take place on another device."""
+        device = self.device()
+        return self.captured is not None and device is not None and device.type != "cpu"
+
+    def doubt(self) -> None:
+        """Compare captured steps with ordinary ones soon, because other code has run."""
+        if self.captured is not None:
+            self.captured.doubt()
+
+    def step(self, args: tuple[Any, ...], kwargs: dict[str, Any], wait: bool = True) -> float | Outcome:
+        """Take a training step, or raise :class:`NonFiniteError` before the update.
+
+        Args:
+            args: positional arguments of model and guide.
+            kwargs: keyword arguments of model and guide.
+            wait: False to take the update of a replayed step without waiting for its loss.
+
+        Returns:
+            The loss; or the outcome of a replayed step, whose loss is still to be read and checked.
+        """
+        outcome = None
+        if self.captured is not None and self._takes_outcomes():
+            outcome = self.captured.attempt(Call(self.model, self.guide, args, kwargs), wait)
+        if outcome is None:
+            return self._ordinary_step(args, kwargs)
+        is_unread = not wait and outcome.report is not None
+        value = math.nan if is_unread else _finite(outcome.value)
+        self._update(outcome)
+        return outcome if is_unread else value
+
     @abstractmethod
-    def step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-        """Take a training step, or raise :class:`NonFiniteError` before the update."""
+    def _takes_outcomes(self) -> bool:
+        """Return True if a step consists of the objective's gradients and an update, and nothing else."""
+
+    @abstractmethod
+    def _update(self, outcome: Outcome) -> None:
+        """Update the parameters with the gradients of a recorded or replayed step."""
+
+    @abstractmethod
+    def _ordinary_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+        """Take an ordinary step."""
+
+    def _observed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
+        """Return the context of an ordinary step, in which a recording is prepared."""
+        if self.captured is None or not self._takes_outcomes():
+            return nullcontext()
+        return self.captured.observing(Call(self.model, self.guide, args, kwargs))
 
     @abstractmethod
     def optimizer_state(self) -> dict[str, Any]:
@@ -210,7 +257,17 @@ class SVIRoute(Route):
         elbo = owner if isinstance(owner, ELBO) else None
         super().__init__(svi.model, svi.guide, elbo, svi.loss, svi.optim)
 
-    def step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    def _takes_outcomes(self) -> bool:
+        return type(self.svi).step is SVI.step and self.svi.loss_and_grads == self.elbo.loss_and_grads
+
+    def _update(self, outcome: Outcome) -> None:
+        outcome.hand_over()
+        store = pyro.get_param_store()
+        parameters = [store._params[name] for name in outcome.names]
+        self.svi.optim(parameters)
+        zero_grads(parameters)
+
+    def _ordinary_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
         """Take a step like ``svi.step``, but check the loss before the update.
 
         After the update, a NaN would have spread to all parameters, so its cause could not be reported.
@@ -218,11 +275,8 @@ class SVIRoute(Route):
         svi = self.svi
         if type(svi).step is not SVI.step:  # a subclass with its own steps
             return _finite(svi.step(*args, **kwargs))
-        loss_and_grads = svi.loss_and_grads
-        if self.captured is not None and loss_and_grads == self.elbo.loss_and_grads:
-            loss_and_grads = self.captured.loss_and_grads
-        with poutine.trace(param_only=True) as capture:
-            loss = loss_and_grads(svi.model, svi.guide, *args, **kwargs)
+        with poutine.trace(param_only=True) as capture, self._observed(args, kwargs):
+            loss = svi.loss_and_grads(svi.model, svi.guide, *args, **kwargs)
         # If a loss that is not an ELBO has a gradient, Pyro differentiates it; otherwise Pyro silently does nothing.
         by_pyro = getattr(svi.loss_and_grads, "__qualname__", "").startswith("SVI.")
         if by_pyro and not getattr(loss, "requires_grad", False):
@@ -299,14 +353,20 @@ class ModuleRoute(Route):
                 "with requires_grad_(False)."
             )
 
-    def step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    def _takes_outcomes(self) -> bool:
+        own = vars(self.module)
+        return not any(own[name] for name in own if name.endswith("hooks"))
+
+    def _update(self, outcome: Outcome) -> None:
+        self.steered.zero_grad(set_to_none=True)
+        outcome.hand_over()
+        self.steered.step()
+
+    def _ordinary_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
         """Take a training step in the usual torch way."""
         self.steered.zero_grad(set_to_none=True)
-        self.module.elbo = self.captured or self.elbo
-        try:
+        with self._observed(args, kwargs):
             loss = self.module(*args, **kwargs)
-        finally:
-            self.module.elbo = self.elbo
         value = _finite(loss)
         loss.backward()
         self.steered.step()

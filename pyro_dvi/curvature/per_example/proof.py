@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_dvi.core.recorder import is_looking, is_recording
+from pyro_dvi.core.recorder import is_comparing, is_recording
 from pyro_dvi.curvature.per_example.example_rules import Rows, Use, at_least_single
 from pyro_dvi.errors import ModelError, warn
 
@@ -274,7 +274,7 @@ class _Verdict:
         if is_recording():
             return False
         self.calls += 1
-        if is_looking():  # a replay of a recorded step, which must not read the result
+        if is_comparing():  # a replay of a recorded step, which must not read the result
             return True
         waiting = bool(self.known.unproven) and self.calls <= _AT_ONCE
         return waiting or self.calls & (self.calls - 1) == 0 or self.calls % _INTERVAL == 0
