@@ -55,10 +55,11 @@ def shifted_sobol(num_points: int, dimension: int, like: Tensor) -> Tensor:
     """Return Gaussian points ``[num_points, dimension]`` with a fresh shift from torch's global generator.
 
     The shift is digital: the same random bits are flipped in all points, which preserves their even spread and makes
-    every point uniform, so averages are unbiased. The shift costs one random number per dimension.
+    every point uniform, so averages are unbiased. The shift costs one random number per dimension. It is drawn on the
+    CPU, so that a seed gives the same numbers on every device.
     """
     integers = _sobol_integers(num_points, dimension, like.device)
-    shift = torch.randint(0, 2**_BITS, (dimension,), device=like.device)
+    shift = torch.randint(0, 2**_BITS, (dimension,)).to(like.device, non_blocking=True)
     return _gaussian(integers ^ shift, like.dtype)
 
 

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from pyro_dvi.core.arguments import check_count, check_positive, is_number
 from pyro_dvi.errors import ArgumentError, CheckpointError, GuideError
 from pyro_dvi.natural_gradients.estimates import Estimate, NaturalSite, NaturalStep, steps_of
+from pyro_dvi.optim.launched_updates import FixedUpdate
 
 Tensors = list[Tensor] | tuple[Tensor, ...]
 DEFAULTS: dict[str, Any] = {
@@ -224,11 +225,14 @@ class NaturalGradientOptimizer(Optimizer):
                 others[self._count(plain)].append(plain)
             for (step, count, _), part in parts.items():
                 self._update(step, count, group, part)
-            rate = group["deterministic_lr"] * group["lr"] / group["full_lr"]
             for count, rest in others.items():
-                memories = [self.state[p] for p in rest]
-                _adam(rest, memories, count, rate * cosine(count, self._length(group)))
+                _adam(rest, [self.state[p] for p in rest], count, self.deterministic_rate(count, group))
         return loss
+
+    def deterministic_rate(self, count: int, group: dict[str, Any]) -> float:
+        """Return the learning rate of deterministic parameters in a step."""
+        rate: float = group["deterministic_lr"] * group["lr"] / group["full_lr"]
+        return rate * cosine(count, self._length(group))
 
     def _count(self, parameter: Tensor) -> int:
         """Count a step of a parameter, and move its memory to the parameter's device and dtype."""
@@ -244,15 +248,23 @@ class NaturalGradientOptimizer(Optimizer):
 
     def _update(self, step: NaturalStep, count: int, group: dict[str, Any], sites: list[NaturalSite]) -> None:
         """Update the means of some sites, and set their precisions."""
-        total = self._length(group)
-        rise = warm_up(count, group["warmup_steps"], total)
-        self.rate_factor = cosine(count, total) * rise
-        tempering = rise if total is None or not group["warmup_steps"] else min(1.0, 2 * count / total) ** 2
+        self.rate_factor, tempering = self.factors(count, group)
         memories = [self.state[site.loc] for site in sites]
         self._move(Update(sites, memories, group, step, count, self.rate_factor, step.kl_weight * tempering))
         for site in sites:
             site.precision.grad = None
         step.wanted = self.wanted
+
+    def factors(self, count: int, group: dict[str, Any]) -> tuple[float, float]:
+        """Return the factors of the learning rate and of the KL weight in a step, from warm-up and cosine decay."""
+        total = self._length(group)
+        rise = warm_up(count, group["warmup_steps"], total)
+        tempering = rise if total is None or not group["warmup_steps"] else min(1.0, 2 * count / total) ** 2
+        return cosine(count, total) * rise, tempering
+
+    def fixed_update(self) -> FixedUpdate | None:
+        """Return the next update as operators on fixed memory, or None; see :class:`FixedUpdate`."""
+        return None
 
     @abstractmethod
     def _move(self, update: Update) -> None:

@@ -12,8 +12,10 @@ import torch
 from pyro_dvi.core.arguments import check_choice, check_count
 from pyro_dvi.errors import ArgumentError, UnsupportedError
 from pyro_dvi.natural_gradients.estimates import Estimate, NoiseProducts, Squares, steps_of
+from pyro_dvi.natural_gradients.fixed_update import LEAST_PRECISION, NaturalUpdate
 from pyro_dvi.natural_gradients.optimizer import DEFAULTS, NaturalGradientOptimizer, Tensors, Update
 from pyro_dvi.optim.joint_optim import JointOptim, Options, for_svi
+from pyro_dvi.optim.launched_updates import FixedUpdate
 
 
 class Formulation(ABC):
@@ -82,11 +84,17 @@ class Consistent(Formulation):
         torch._foreach_lerp_(update.momenta, update.gradients, 1 - beta)
         return 1 / (1 - beta**update.count)
 
+    def rate(self, group: dict[str, Any], measurements: int) -> float:
+        """Return the rate of the curvature after a number of measurements."""
+        least: float = 1 - group["betas"][1]
+        if group.get("initial_curvature") is not None:
+            return least
+        return max(least, (self.forgetting + 1) / (self.forgetting + measurements))
+
     def update_curvature(self, update: Update) -> None:
-        rate = 1 - update.group["betas"][1]
-        if not update.has_start:
-            rate = max(rate, (self.forgetting + 1) / (self.forgetting + update.measurements))
-        torch._foreach_lerp_(update.curvatures, update.measured, rate)
+        torch._foreach_lerp_(
+            update.curvatures, update.measured, self.rate(update.group, update.measurements)
+        )
 
     def set_precisions(self, update: Update, damped: Tensors) -> None:
         torch._foreach_mul_(update.precisions, update.inverse_temperature)
@@ -219,6 +227,17 @@ class VOGNOptimizer(NaturalGradientOptimizer):
     def _length(self, group: dict[str, Any]) -> int | None:
         return group["total_steps"] if self.formulation.constant_rate else super()._length(group)
 
+    def fixed_update(self) -> FixedUpdate | None:
+        formulation = self.formulation
+        if not isinstance(formulation, Consistent):
+            return None
+
+        def of_step(group: dict[str, Any], count: int) -> tuple[float, float, float]:
+            correction = 1 - group["betas"][0] ** count
+            return formulation.rate(group, count), correction, correction
+
+        return NaturalUpdate.of(self, of_step, ivon=False)
+
     def _move(self, update: Update) -> None:
         if update.count <= self.formulation.initial_batches:
             if not update.has_start:
@@ -251,9 +270,6 @@ class OGNOptimizer(VOGNOptimizer):
     """
 
     estimate = Squares(at_mean=True)
-
-
-_LEAST_PRECISION = 0.1  # least precision of IVON before an update, as a fraction of the prior precision
 
 
 class IVONOptimizer(NaturalGradientOptimizer):
@@ -300,11 +316,18 @@ class IVONOptimizer(NaturalGradientOptimizer):
         starts = any(group["initial_curvature"] is None for group in self.param_groups)
         return Squares() if starts and not self.steps_done else self.estimate
 
+    def fixed_update(self) -> FixedUpdate | None:
+        def of_step(group: dict[str, Any], count: int) -> tuple[float, float, float]:
+            beta1, beta2 = group["betas"]
+            return 1 - beta2, 1 - beta1**count, 1 - beta1**count
+
+        return NaturalUpdate.of(self, of_step, ivon=True)
+
     def _move(self, update: Update) -> None:
         beta1, beta2 = update.group["betas"]
         curvatures, measured = update.curvatures, update.measured
         torch._foreach_lerp_(update.momenta, update.gradients, 1 - beta1)
-        torch._foreach_maximum_(curvatures, torch._foreach_mul(update.priors, _LEAST_PRECISION - 1))
+        torch._foreach_maximum_(curvatures, torch._foreach_mul(update.priors, LEAST_PRECISION - 1))
         if update.is_new:
             torch._foreach_sub_(measured, curvatures)
             update.sum_into_precisions()

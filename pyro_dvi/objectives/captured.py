@@ -38,6 +38,7 @@ _STEPS = (
     Objective.loss_and_grads,
     Objective.differentiable_loss,
 )  # a subclass that overrides these methods takes ordinary steps
+_NO_OVERRIDE = torch._C._disabled_torch_function_impl
 _REPLAY_ERRORS = (RuntimeError, IndexError, ValueError, TypeError)
 
 
@@ -216,12 +217,12 @@ class Captured(WrappedObjective):
 
     def _key(self, call: Call) -> tuple[list[Tensor], Any]:
         """Return the tensors among the arguments, and a key of everything else that determines a step's operators."""
-        if not call.kwargs and all(type(value) is Tensor for value in call.args):
+        if not call.kwargs and all(map(_is_plain_tensor, call.args)):
             batch, rest = list(call.args), None
         else:
             leaves, structure = tree_flatten((call.args, call.kwargs))
-            batch = [leaf for leaf in leaves if type(leaf) is Tensor]
-            others = [leaf for leaf in leaves if type(leaf) is not Tensor]
+            batch = [leaf for leaf in leaves if _is_plain_tensor(leaf)]
+            others = [leaf for leaf in leaves if not _is_plain_tensor(leaf)]
             strange = next((type(leaf).__name__ for leaf in others if not isinstance(leaf, _PLAIN)), None)
             if strange is not None:
                 raise UnsupportedError(f"arguments of type {strange} cannot be recorded")
@@ -399,6 +400,12 @@ def _repetitions(batch: list[Tensor]) -> tuple[int, ...]:
     """Return the position of each tensor's first occurrence, because a recording merges repeated tensors."""
     identities = list(map(id, batch))
     return tuple(map(identities.index, identities))
+
+
+def _is_plain_tensor(value: Any) -> bool:
+    """Return True for a tensor that does not override torch's functions."""
+    kind = type(value)
+    return kind is Tensor or getattr(kind, "__torch_function__", None) is _NO_OVERRIDE
 
 
 def _sees_parameters_only(handler: Any) -> bool:

@@ -43,10 +43,12 @@ class Trial:
         with forked(*accelerators()), torch.no_grad():
             start = time.thread_time()
             if step.is_launched:  # writes to the inputs themselves
-                outcome = step.replay(inputs, kl_weight).kept()
-                after = [inputs[k].clone() if k in before else value for k, value in enumerate(inputs)]
-                for k, value in before.items():
-                    inputs[k].copy_(value)
+                try:
+                    outcome = step.replay(inputs, kl_weight).kept()
+                    after = [inputs[k].clone() if k in before else value for k, value in enumerate(inputs)]
+                finally:
+                    for k, value in before.items():
+                        inputs[k].copy_(value)
             else:
                 after = [before.get(k, value) for k, value in enumerate(inputs)]
                 outcome = step.replay(after, kl_weight)

@@ -236,6 +236,8 @@ class Objective(ELBO):
                 f"{type(self).__name__} differentiates the model: use torch.no_grad(), not torch.inference_mode()"
             )
         weight = self.current_kl_weight()
+        # A surrounding autocast context keeps low-precision copies of parameters, which the last step may have changed.
+        torch.clear_autocast_cache()
         with torch.enable_grad():
             terms = self.averaged(call, weight, training)
         kind = terms["loss"].device.type

@@ -189,9 +189,9 @@ class RecordedStep:
             conditions = [c.to(kl_weight.device) for c in (*(recorder.assumptions or []), *checks.passed)]
             holds = torch.stack(conditions).all() if conditions else torch.ones_like(kl_weight)
             self._names = ["loss", *(name for name in self.outcome.terms if name != "loss")]
-            report = torch.stack(
-                [term.to(terms["loss"]) for term in (holds, *map(self.outcome.terms.get, self._names))]  # type: ignore[union-attr]
-            )
+            found = [self.outcome.terms[name] for name in self._names]
+            report = torch.stack([term.to(terms["loss"]) for term in (holds, *found)])
+            self._dtypes = [term.dtype for term in found]
         self.problem = None
         if unknown:
             self.problem = "the loss has a gradient with respect to a tensor that belongs to no module"
@@ -251,8 +251,9 @@ class RecordedStep:
         results = iter(rest)
         record = [next(results) if value is _TENSOR else value for value in self._record]
         gradients = [next(results) if has else None for has in self._has_gradient]
+        _, *terms = report.unbind()
         return Outcome(
-            dict(zip(self._names, report.unbind()[1:], strict=True)),
+            {n: term.to(dtype) for n, term, dtype in zip(self._names, terms, self._dtypes, strict=True)},
             [inputs[k] for k in self._leaves],
             gradients,
             tree_unflatten(record, self._structure),

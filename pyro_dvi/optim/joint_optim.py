@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from pyro_dvi.core.arguments import misfit
 from pyro_dvi.errors import ArgumentError
+from pyro_dvi.optim.launched_updates import LaunchedUpdates
 from pyro_dvi.optim.learning_rates import LearningRates, learning_rates
 
 Options = dict[str, Any] | Callable[..., dict[str, Any]]
@@ -74,6 +75,7 @@ class JointOptim(PyroOptim):
         # One optimizer, or its scheduler, for each set of options and position in the schedule.
         self._shared: list[Any] = []
         self._places: dict[Tensor, tuple[Any, ...]] = {}
+        self._launches = LaunchedUpdates()
 
     def __call__(self, params: Iterable[Tensor], *args: Any, **kwargs: Any) -> None:
         """Update the parameters that have gradients, and set the gradients to None.
@@ -103,8 +105,10 @@ class JointOptim(PyroOptim):
         aside = {parameter: parameter.grad for parameter in others if parameter.grad is not None}
         for parameter in aside:
             parameter.grad = None
-        for held in dict.fromkeys(self.optim_objs[parameter] for parameter in params):
-            torch_optimizer(held).step(*args, **kwargs)
+        optimizers = [torch_optimizer(held) for held in dict.fromkeys(map(self.optim_objs.get, params))]
+        if args or kwargs or not self._launches.take(optimizers, params):
+            for optimizer in optimizers:
+                optimizer.step(*args, **kwargs)
         for parameter in params:
             parameter.grad = None
         for parameter, gradient in aside.items():

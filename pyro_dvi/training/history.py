@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import pyro
+import torch
 from torch import nn
 from torch.distributions import transform_to
 
 from pyro_dvi.core.table import InNotebook
+from pyro_dvi.core.undisturbed import widest
 from pyro_dvi.optim.learning_rates import SCALE_PATTERN
 
 if TYPE_CHECKING:
@@ -157,12 +159,15 @@ def posterior_scale(route: "Route") -> float | None:
     for module in nn.ModuleDict(route.modules()).modules():
         for name, (constraint, _) in getattr(module, "_pyro_params", {}).items():
             constraints[id(getattr(module, name + "_unconstrained"))] = constraint
-    total, count = 0.0, 0
+    sums, count = [], 0
     for name, parameter in route.parameters().items():
         is_precision = _PRECISION.search(name) is not None
         if is_precision or re.search(SCALE_PATTERN, name):
             constraint = constraints.get(id(parameter))
             value = (parameter if constraint is None else transform_to(constraint)(parameter)).detach()
-            total += float((value.rsqrt() if is_precision else value).sum())
+            sums.append((value.rsqrt() if is_precision else value).sum())
             count += parameter.numel()
-    return total / count if count else None
+    if not count:
+        return None
+    where = sums[0].device  # one read of the device for all of them
+    return float(torch.stack([one.to(where, widest(where)) for one in sums]).sum()) / count

@@ -41,7 +41,7 @@ def _parts_of(module: nn.Module) -> Iterator[Any]:
     """Yield a module, and its hooks, priors and functions, which may run in a step."""
     yield module
     for name, value in vars(module).items():
-        if "hook" in name and "state_dict" not in name:
+        if isinstance(value, dict) and "hook" in name and "state_dict" not in name:
             yield from value.values()
         elif name == "_pyro_samples":
             yield from (getattr(prior, "prior", prior) for prior in value.values())

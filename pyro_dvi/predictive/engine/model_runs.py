@@ -205,6 +205,7 @@ def _local(site: str, which: str) -> DataError:
 @contextmanager
 def evaluation_mode(*functions: Any) -> Iterator[None]:
     """Run modules in evaluation mode and without gradients; see :func:`~pyro_dvi.core.undisturbed.evaluating`."""
+    torch.clear_autocast_cache()  # a surrounding autocast context may keep copies of earlier parameters
     with evaluating(*functions), torch.no_grad():
         yield
 
