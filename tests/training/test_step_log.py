@@ -2,7 +2,6 @@
 """Losses that are read later: training does not wait for them, and nothing else differs from ordinary training."""
 
 import signal
-from functools import partial
 
 import pytest
 import torch
@@ -32,12 +31,14 @@ def _launching(monkeypatch):
     LAUNCHING.difference_update(["cpu", "emulated"])
 
 
-def made(guide=dvi.MeanFieldGuide, elbo=dvi.TaylorELBO, optimizer=None, device="cpu", x=X, y=Y):
+def made(
+    guide=dvi.MeanFieldGuide, elbo=dvi.TaylorELBO, optimizer=None, device="cpu", x=X, y=Y, prior_scale=1.0
+):
     """Return a fresh SVI and a loader of four batches, the last of which is smaller."""
     fresh_start()
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.SiLU(), nn.Linear(5, 2)).to(device)
-    model = dvi.classifier(dvi.to_bayesian_(net), num_data=NUM_DATA)
+    model = dvi.classifier(dvi.to_bayesian_(net, prior_scale), num_data=NUM_DATA)
     svi = SVI(model, guide(model), optimizer or dvi.optim.Adam(0.01), loss=elbo())
     return svi, DataLoader(TensorDataset(x, y), 11, shuffle=True)
 
@@ -155,7 +156,7 @@ def test_an_epoch_is_repeated_if_a_condition_fails(monkeypatch):
     results = []
     for capture in (False, True):
         x = X / 100
-        svi, loader = made(partial(dvi.MeanFieldGuide, init_scale=0.01), dvi.MomentPropagationELBO, x=x)
+        svi, loader = made(dvi.MeanFieldGuide, dvi.MomentPropagationELBO, x=x, prior_scale=0.1)
         svi.model.net[1] = nn.Identity()
 
         def enlarge(state, x=x):
