@@ -92,9 +92,7 @@ class Consistent(Formulation):
         return max(least, (self.forgetting + 1) / (self.forgetting + measurements))
 
     def update_curvature(self, update: Update) -> None:
-        torch._foreach_lerp_(
-            update.curvatures, update.measured, self.rate(update.group, update.measurements)
-        )
+        torch._foreach_lerp_(update.curvatures, update.measured, self.rate(update.group, update.measurements))
 
     def set_precisions(self, update: Update, damped: Tensors) -> None:
         torch._foreach_mul_(update.precisions, update.inverse_temperature)

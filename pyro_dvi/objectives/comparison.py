@@ -15,7 +15,9 @@ from torch.utils._pytree import tree_flatten
 from pyro_dvi.core.undisturbed import accelerators, forked
 from pyro_dvi.objectives.recorded_step import Outcome, RecordedStep, random_states
 
-_SPREADS = 5.0  # a replay may differ from an ordinary step by this many differences between two ordinary steps
+_SPREADS = (
+    5.0  # a replay may differ from an ordinary step by this many differences between two ordinary steps
+)
 
 
 @dataclass

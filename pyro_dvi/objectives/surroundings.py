@@ -183,4 +183,3 @@ def meta(tensor: Tensor) -> tuple[Any, ...]:
 def stored(name: str) -> Tensor | None:
     """Return the unconstrained parameter with this name in Pyro's store."""
     return pyro.get_param_store()._params.get(name)
-

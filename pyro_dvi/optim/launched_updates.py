@@ -121,7 +121,9 @@ class LaunchedUpdates:
         key = addresses, tuple(update.key for update in updates)
         found = self._captured.get(key)
         if found is None or not found[0].is_valid:
-            if key != self._last or key in self._captured:  # new addresses, or an update that cannot be captured
+            if (
+                key != self._last or key in self._captured
+            ):  # new addresses, or an update that cannot be captured
                 self._last = key
                 return False
             found = self._capture(updates, [t for t in tensors if t is not None])

@@ -10,7 +10,7 @@ from torch import nn
 
 from pyro_dvi.bayesian.likelihoods import LikelihoodModule
 
-_KNOWN = {"torch", "torchvision", "pyro", "pyro_dvi", "builtins", "abc", "typing"}
+_KNOWN = {"torch", "torchvision", "pyro", "pyro_dvi", "builtins", "abc", "collections", "typing"}
 
 
 def runs_known_code(model: Any, guide: Any, elbo: Any) -> bool:
@@ -44,7 +44,10 @@ def _parts_of(module: nn.Module) -> Iterator[Any]:
         if isinstance(value, dict) and "hook" in name and "state_dict" not in name:
             yield from value.values()
         elif name == "_pyro_samples":
-            yield from (getattr(prior, "prior", prior) for prior in value.values())
+            for sample in value.values():
+                prior = getattr(sample, "prior", sample)
+                yield prior
+                yield from getattr(prior, "__dict__", {}).values()
         elif isinstance(value, FunctionType | MethodType | partial):
             yield value
 

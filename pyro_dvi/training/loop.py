@@ -189,7 +189,16 @@ def fit(
     schedule, history = Schedule(route, lr_schedule), History() if history is None else history
     place = None if device is None else torch.device(device)
     return _Run(
-        route, history, loader, validate, callbacks, schedule, early_stopping, checkpoint, place, data_on_device
+        route,
+        history,
+        loader,
+        validate,
+        callbacks,
+        schedule,
+        early_stopping,
+        checkpoint,
+        place,
+        data_on_device,
     ).train(epochs, progress, capture)
 
 

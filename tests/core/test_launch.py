@@ -104,7 +104,10 @@ def test_a_capture_that_fails_leaves_everything_working():
     torch.manual_seed(3)
     expected = draw()[0].clone()
     before = launch._captures["failed"]
-    for function in (lambda: [torch.ones(3, device=device).nonzero()], lambda: [torch.randn(2, device=device).cpu()]):
+    for function in (
+        lambda: [torch.ones(3, device=device).nonzero()],
+        lambda: [torch.randn(2, device=device).cpu()],
+    ):
         with pytest.raises(UnsupportedError, match="waits for the device"):
             FixedCall(function, function, device)
     assert draw.is_valid and launch._captures["failed"] == before
@@ -114,6 +117,8 @@ def test_a_capture_that_fails_leaves_everything_working():
     assert not draw.is_valid
     torch.manual_seed(3)
     torch.testing.assert_close(torch.randn(4, device=device), expected)
-    again = FixedCall(lambda: [torch.randn(4, device=device)], lambda: [torch.randn(4, device=device)], device)
+    again = FixedCall(
+        lambda: [torch.randn(4, device=device)], lambda: [torch.randn(4, device=device)], device
+    )
     torch.manual_seed(3)
     torch.testing.assert_close(again()[0], expected)

@@ -4,7 +4,6 @@
 from collections import UserList
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import pyro
@@ -28,13 +27,10 @@ class Net(pyro.nn.PyroModule):
         self.net = dvi.to_bayesian_(net.to(dtype), exclude="0.*", prior_scale=prior_scale)
         self.runs: UserList[int] = UserList()
         self.temperature = 1.0
-        self.settings = {"temperature": 1.0}
-        self.configuration = SimpleNamespace(temperature=1.0)
 
     def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
         self.runs.append(len(x))
-        temperature = self.temperature * self.settings["temperature"] * self.configuration.temperature
-        logits = self.net(x) / temperature
+        logits = self.net(x) / self.temperature
         with pyro.plate("data", NUM_DATA, subsample_size=len(x)):
             return pyro.sample("y", dist.Categorical(logits=logits), obs=y)
 

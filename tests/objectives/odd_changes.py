@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What authors do between steps."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pyro
@@ -10,7 +9,6 @@ import torch
 from pyro.nn import PyroSample
 from torch import nn
 
-import pyro_dvi as dvi
 from pyro_dvi.curvature import EmpiricalFisher
 from tests.objectives.odd_statements import statements
 from tests.objectives.odd_training import Calls, Labels, Odd, labels, mlp, odd, rows
@@ -37,20 +35,6 @@ def attribute_changed():
     return labels(net, between=every(20, lambda k, elbo: setattr(net, "factor", net.factor / 2)))
 
 
-@odd(objectives="map")
-def entry_of_a_list_changed():
-    net = Calls(lambda net, x: net.first(x) * net.factors[0])
-    net.factors = [1.0]
-    return labels(net, between=every(17, lambda k, elbo: net.factors.__setitem__(0, 0.5)))
-
-
-@odd(objectives="map")
-def global_changed():
-    globals()["SCALE"] = 1.0
-    net = Calls(lambda net, x: net.first(x) * SCALE)
-    return labels(net, between=every(17, lambda k, elbo: globals().update(SCALE=0.5)))
-
-
 class Scaled(Labels):
     factor = 1.0
 
@@ -59,29 +43,6 @@ class Scaled(Labels):
 
     def features(self, x):
         return x * SCALE * self.factor
-
-
-@odd(objectives="map taylor")
-def global_of_a_method_changed():
-    globals()["SCALE"] = 1.0
-    net = mlp()
-    dvi.to_bayesian_(net)
-    return Odd(Scaled(net), rows(4), between=every(17, lambda k, elbo: globals().update(SCALE=0.5)))
-
-
-@odd(objectives="map")
-def attribute_of_the_class_changed():
-    globals()["SCALE"], Scaled.factor = 1.0, 1.0
-    net = mlp()
-    dvi.to_bayesian_(net)
-    return Odd(Scaled(net), rows(4), between=every(17, lambda k, elbo: setattr(Scaled, "factor", 0.5)))
-
-
-@odd(objectives="map")
-def object_changed():
-    settings = SimpleNamespace(factor=1.0)
-    net = Calls(lambda net, x: net.first(x) * settings.factor)
-    return labels(net, between=every(17, lambda k, elbo: setattr(settings, "factor", 0.5)))
 
 
 @odd(objectives="map taylor")
@@ -160,19 +121,6 @@ def parameter_data_replaced():
         net[0].weight.data = torch.randn(4, 4)
 
     return labels(net, between=every(15, replace), bayesian=net[2])
-
-
-@odd(objectives="map taylor")
-def late_parameter():
-    """A parameter that is there from step 25 on."""
-    late = SimpleNamespace(on=False)
-
-    def observe(f, y):
-        if late.on:
-            f = f + pyro.param("late", torch.tensor(0.1))
-        pyro.sample("y", dist.Normal(f, 0.3), obs=y)
-
-    return statements(observe, between=every(25, lambda k, elbo: setattr(late, "on", True)))
 
 
 @odd(objectives="map taylor")
@@ -268,20 +216,6 @@ def kl_weight_set():
     return labels(mlp(), between=lambda k, elbo, loss: setattr(elbo, "kl_weight", 0.1 + 0.01 * k))
 
 
-@odd(objectives="map taylor")
-def size_of_data_changed():
-    net = mlp()
-    dvi.to_bayesian_(net)
-    sizes = SimpleNamespace(num_data=60)
-
-    def model(x, y=None):
-        logits = net(x)
-        with pyro.plate("data", sizes.num_data, subsample_size=len(x)):
-            pyro.sample("y", dist.Categorical(logits=logits), obs=y)
-
-    return Odd(model, rows(4), between=every(17, lambda k, elbo: setattr(sizes, "num_data", 100)))
-
-
 @odd(objectives="taylor")
 def curvature_replaced():
     return labels(mlp(), between=every(17, lambda k, elbo: setattr(elbo, "curvature", EmpiricalFisher())))
@@ -327,37 +261,6 @@ def prior_replaced():
         net.weight = PyroSample(dist.Normal(torch.zeros(3, 4), 0.3).to_event(2))
 
     return Odd(Labels(net), rows(4), between=every(17, replace))
-
-
-@odd(objectives="map")
-def prior_of_a_distribution_changed():
-    net = pyro.nn.PyroModule[nn.Linear](4, 3)
-    prior = dist.Normal(torch.zeros(3, 4), 1.0)
-    net.weight = PyroSample(prior.to_event(2))
-    return Odd(
-        Labels(net),
-        rows(4),
-        between=every(17, lambda k, elbo: setattr(prior, "scale", torch.full((3, 4), 0.3))),
-    )
-
-
-@odd(objectives="map")
-def two_models_of_one_guide():
-    """With one objective, in turns."""
-    made, factor = (
-        statements(lambda f, y: pyro.sample("y", dist.Normal(f, 0.3), obs=y)),
-        SimpleNamespace(value=1.0),
-    )
-    other = statements(lambda f, y: pyro.sample("y", dist.Normal(f * factor.value, 0.3), obs=y)).model
-
-    def step(svi, elbo, x, y):
-        step.calls += 1
-        one = pyro.infer.SVI(other if step.calls % 2 else svi.model, svi.guide, svi.optim, loss=elbo)
-        return one.step(x, y)
-
-    step.calls = 0
-    made.step, made.between = step, every(17, lambda k, elbo: setattr(factor, "value", 0.5))
-    return made
 
 
 @odd(objectives="map")

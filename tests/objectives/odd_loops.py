@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Odd loops, handlers and places where a model keeps something."""
 
-import functools
-import itertools
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pyro
 import pyro.distributions as dist
 import torch
@@ -14,9 +11,8 @@ from pyro import poutine
 from torch import nn
 
 from tests.objectives.odd_changes import every
-from tests.objectives.odd_habits import ASSIGNS, CHANGES
 from tests.objectives.odd_statements import numbers, statements
-from tests.objectives.odd_training import NUM_DATA, Calls, Odd, labels, mlp, odd, rows
+from tests.objectives.odd_training import Calls, Odd, labels, mlp, odd, rows
 
 
 @dataclass(slots=True)
@@ -25,83 +21,10 @@ class Slots:
 
 
 @odd(objectives="map")
-def slots_changed():
-    slots = Slots()
-    net = Calls(lambda net, x: net.first(x) * slots.factor)
-    return labels(net, between=every(17, lambda k, elbo: setattr(slots, "factor", 0.5)))
-
-
-@odd(objectives="map")
-def array_changed():
-    table = np.ones(3)
-    net = Calls(lambda net, x: net.first(x) * float(table[0]))
-    return labels(net, between=every(17, lambda k, elbo: table.__setitem__(0, 0.5)))
-
-
-@odd(objectives="map")
 def forward_replaced():
     net = mlp()
     tanh = nn.Tanh()
     return labels(net, between=every(17, lambda k, elbo: setattr(net[1], "forward", tanh.forward)))
-
-
-@odd(objectives="map")
-def cached_function():
-    settings = {"factor": 1.0}
-
-    @functools.lru_cache
-    def factor(settings_number):
-        return settings["factor"]
-
-    net = Calls(lambda net, x: net.first(x) * factor(len(settings)))
-
-    def change(k, elbo):
-        settings["factor"] = 0.5
-        factor.cache_clear()
-
-    return labels(net, between=every(17, change))
-
-
-@odd("changes its state", objectives="map")
-def count_of_itertools():
-    calls = itertools.count(1)
-    return labels(Calls(lambda net, x: net.first(x) * (2.0 if next(calls) % 20 == 0 else 1.0)))
-
-
-@odd(CHANGES, objectives="map")
-def activations_kept_by_a_hook():
-    net, kept = mlp(), []
-    net[0].register_forward_hook(lambda module, given, out: kept.append(out.detach()))
-    return labels(net, left=lambda: kept)
-
-
-@odd(ASSIGNS, objectives="map")
-def last_activation_kept():
-    net, kept = mlp(), {"last": None}
-    net[0].register_forward_hook(lambda module, given, out: kept.update(last=out.detach()))
-    return labels(net, left=lambda: kept)
-
-
-@odd(objectives="map sampled")
-def conditioned():
-    """By a handler whose data change."""
-    data = {"z": torch.tensor(0.5)}
-
-    def model(x, y=None):
-        w = pyro.sample("w", dist.Normal(torch.zeros(4), 1.0).to_event(1))
-        z = pyro.sample("z", dist.Normal(0.0, 1.0))
-        with pyro.plate("data", NUM_DATA, subsample_size=len(x)):
-            pyro.sample("y", dist.Normal(x @ w + z, 0.3), obs=y)
-
-    conditioned = poutine.condition(model, data=data)
-    return Odd(conditioned, numbers(), between=every(17, lambda k, elbo: data.update(z=torch.tensor(-0.5))))
-
-
-@odd("is replaced in each step", objectives="sampled")
-def seeded_by_a_handler():
-    made = statements(lambda f, y: pyro.sample("y", dist.Normal(f + torch.randn(()), 0.3), obs=y))
-    made.model = poutine.seed(made.model, 7)
-    return made
 
 
 @odd(objectives="map sampled")

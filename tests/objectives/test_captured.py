@@ -16,7 +16,7 @@ from torch import nn
 import pyro_dvi as dvi
 from pyro_dvi.bayesian import LearnedScale, OptimalScale, init_to_module
 from pyro_dvi.curvature import EmpiricalFisher, Fisher, GGNDiagonal
-from pyro_dvi.errors import ArgumentError, DataError, NonFiniteError, UnsupportedError
+from pyro_dvi.errors import ArgumentError, CaptureError, DataError, NonFiniteError, UnsupportedError
 from pyro_dvi.natural_gradients import IVON, OGN, VOGN, NoisyKFAC
 from pyro_dvi.objectives import Captured, SampledELBO
 from pyro_dvi.objectives.schedules import LinearWarmup
@@ -343,17 +343,19 @@ def test_looks_come_after_1_2_4_and_so_on_steps():
     assert ran[3:] == [recorded + use for use in (1, 2, 4, 8, 16, 32) if recorded + use < 40]
 
 
-def test_a_wrong_replay_is_found_and_dropped():
+def test_a_wrong_replay_is_an_error_at_the_next_look():
     training = start(True, elbo=dvi.TaylorELBO)
     data = batches()[:1]
     steps(training, 12, data)  # the next of the looks comes after 16 steps that replay it
     (step,) = training.elbo.recordings
-    run = step._ways[0]
-    step._ways[0] = lambda *inputs: [r + 1 if r.is_floating_point() else r for r in run(*inputs)]
+    run = step._run
+    step._run = lambda *inputs: [r + 1 if r.is_floating_point() else r for r in run(*inputs)]
     steps(training, 1, data)
     assert training.elbo.recordings == [step]
-    steps(training, 20, data)
-    assert step not in training.elbo.recordings
+    with pytest.raises(CaptureError, match="since step 13 are void"):
+        steps(training, 20, data)
+    assert training.elbo.recordings == []
+    steps(training, 10, data)
     assert len(training.elbo.recordings) == 1  # the kind was recorded anew
 
 

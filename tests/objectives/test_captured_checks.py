@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replays fail where ordinary steps do, and follow what the model finds in classes, settings, sets and modules."""
+"""Replays fail where ordinary steps do."""
 
 import warnings
-from argparse import Namespace
-from collections import UserList
-from types import ModuleType
 
 import pyro
 import pyro.distributions as dist
@@ -16,7 +13,7 @@ from pyro.infer.autoguide import AutoDelta
 import pyro_dvi as dvi
 from pyro_dvi.errors import NonFiniteError
 from pyro_dvi.objectives import Captured
-from pyro_dvi.objectives.recorded_step import RecordedStep
+from pyro_dvi.objectives.comparison import Trial
 
 X = torch.linspace(-1, 1, 20)
 Y = 2 * X
@@ -66,80 +63,6 @@ def test_a_factorisation_that_fails_is_an_error(capture):
         losses_of(with_factorisation, [*good, (X - 2.0, Y), (X, Y)], capture)
 
 
-class Base:
-    factor = 1.0
-
-
-class Derived(Base):
-    pass
-
-
-def of_a_class():
-    return lambda: Derived.factor, lambda: setattr(Base, "factor", 0.3)
-
-
-def of_a_subclass():
-    return lambda: Derived.factor, lambda: setattr(Derived, "factor", 0.3)
-
-
-def of_arguments():
-    arguments = Namespace(factor=1.0)
-    return lambda: arguments.factor, lambda: setattr(arguments, "factor", 0.3)
-
-
-def of_a_set():
-    options = {"whole"}
-
-    def change():
-        options.clear()
-        options.add("part")
-
-    return lambda: 1.0 if "whole" in options else 0.3, change
-
-
-def of_a_module():
-    settings = ModuleType("settings")
-    settings.factor = 1.0
-    return lambda: settings.factor, lambda: setattr(settings, "factor", 0.3)
-
-
-def of_a_list():
-    class Options(list):
-        factor = 1.0
-
-    options = Options()
-    return lambda: options.factor, lambda: setattr(options, "factor", 0.3)
-
-
-def of_a_hidden_tensor():
-    hidden = UserList([torch.tensor(1.0)])  # into which no recording looks
-    return lambda: hidden[0], lambda: hidden[0].mul_(0.3)
-
-
-@pytest.mark.parametrize(
-    "place", [of_a_class, of_a_subclass, of_arguments, of_a_set, of_a_module, of_a_list, of_a_hidden_tensor]
-)
-def test_numbers_wherever_they_are_are_followed(place, monkeypatch):
-    monkeypatch.setattr(Base, "factor", 1.0)
-    found = []
-    for capture in (False, True):
-        Base.factor = 1.0
-        if "factor" in vars(Derived):
-            del Derived.factor
-        factor, change = place()
-
-        def model(x, y=None, factor=factor):
-            w = pyro.sample("w", dist.Normal(0.0, 1.0))
-            with pyro.plate("data", 20):
-                pyro.sample("y", dist.Normal(w * x * factor(), 0.5), obs=y)
-
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            found.append(losses_of(model, [(X, Y)], capture, epochs=70, change=change))
-    assert found[0] == found[1]
-    assert found[0][49] != found[0][50]
-
-
 def test_a_prior_that_was_made_before_and_validates_is_no_obstacle():
     prior = dist.LogNormal(torch.tensor(0.0), torch.tensor(1.0), validate_args=True)
 
@@ -173,15 +96,14 @@ def test_latents_that_may_be_any_number_are_not_checked():
 
 def test_replays_that_take_longer_than_ordinary_steps_are_dropped(monkeypatch):
     def slowly(*args):
-        trials = own(*args)
-        for trial in trials:
-            trial.seconds += 10
-        return trials
+        trial = own(*args)
+        trial.seconds += 10
+        return trial
 
-    own = RecordedStep.trials
+    own = Trial.of
     guide, elbo = AutoDelta(line), Captured(dvi.SampledELBO())
     svi = SVI(line, guide, dvi.optim.Adam({"lr": 0.05}), loss=elbo)
-    monkeypatch.setattr(RecordedStep, "trials", slowly)
+    monkeypatch.setattr(Trial, "of", slowly)
     kept = []
     with warnings.catch_warnings():
         warnings.simplefilter("error")

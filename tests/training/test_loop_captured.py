@@ -87,19 +87,19 @@ def test_numbers_are_those_of_ordinary_steps(kind):
 
 def test_the_model_runs_seldom():
     svi = counting_svi()
-    fit(svi, sequence(), EPOCHS, progress=False)
+    fit(svi, sequence(), EPOCHS, progress=False, capture=True)
     assert sum(svi.model.runs) < 20
     svi = counting_svi()
-    fit(svi, sequence(), EPOCHS, progress=False, capture=False)
+    fit(svi, sequence(), EPOCHS, progress=False)  # a model of one's own
     assert sum(svi.model.runs) > 3 * EPOCHS
 
 
 def test_short_trainings_take_ordinary_steps():
     epochs = (_CAPTURED_STEPS - 1) // 3
     svi = counting_svi()
-    history = fit(svi, sequence(), epochs, progress=False)
+    history = fit(svi, sequence(), epochs, progress=False, capture=True)
     for _ in range(2):
-        history = fit(svi, sequence(), epochs, progress=False, history=history)
+        history = fit(svi, sequence(), epochs, progress=False, history=history, capture=True)
     assert sum(svi.model.runs) > 9 * epochs
 
 
@@ -114,10 +114,17 @@ def test_the_user_sees_his_objective(monkeypatch):
     monkeypatch.setattr(routes, "Captured", Noted)
     elbo = dvi.TaylorELBO()
     svi, seen = counting_svi(elbo), []
-    fit(svi, sequence(), EPOCHS, progress=False, callbacks=[lambda state: seen.append(state.elbo)])
+    fit(
+        svi,
+        sequence(),
+        EPOCHS,
+        capture=True,
+        progress=False,
+        callbacks=[lambda state: seen.append(state.elbo)],
+    )
     module = dvi.TaylorELBO()(svi.model, svi.guide)
     inner, optimizer = module.elbo, torch.optim.Adam(module.parameters(), lr=0.01)
-    fit(module, sequence(), EPOCHS, optimizer=optimizer, progress=False)
+    fit(module, sequence(), EPOCHS, optimizer=optimizer, progress=False, capture=True)
     assert seen == [elbo] * EPOCHS
     assert svi.loss == elbo.loss and svi.loss_and_grads == elbo.loss_and_grads
     assert elbo.step == inner.step == 3 * EPOCHS
@@ -201,11 +208,12 @@ def test_what_takes_steps_of_its_own_is_left_alone():
             return super().step(*args, **kwargs)
 
     calls: list[str] = []
-    fit(counting_svi(OwnELBO()), sequence(), EPOCHS, progress=False)
+    fit(counting_svi(OwnELBO()), sequence(), EPOCHS, progress=False, capture=True)
     assert calls == ["elbo"] * 3 * EPOCHS
     calls.clear()
     svi = counting_svi()
-    fit(OwnSVI(svi.model, svi.guide, svi.optim, loss=dvi.TaylorELBO()), sequence(), EPOCHS, progress=False)
+    own_svi = OwnSVI(svi.model, svi.guide, svi.optim, loss=dvi.TaylorELBO())
+    fit(own_svi, sequence(), EPOCHS, progress=False, capture=True)
     assert calls == ["svi"] * 3 * EPOCHS
     calls.clear()
     svi, elbo = counting_svi(), dvi.TaylorELBO()
@@ -215,7 +223,7 @@ def test_what_takes_steps_of_its_own_is_left_alone():
         return elbo.loss_and_grads(*args)
 
     svi = SVI(svi.model, svi.guide, svi.optim, loss=elbo.loss, loss_and_grads=own)
-    fit(svi, sequence(), EPOCHS, progress=False)
+    fit(svi, sequence(), EPOCHS, progress=False, capture=True)
     assert calls == ["function"] * 3 * EPOCHS
 
 

@@ -74,7 +74,9 @@ class Own(TensorDataset):
     [
         [(torch.ones(2), torch.zeros(2))],
         DataLoader(Own(torch.arange(4)), 2),
-        DataLoader(TensorDataset(torch.arange(4)), 2, collate_fn=lambda rows: torch.stack([r[0] + 1 for r in rows])),
+        DataLoader(
+            TensorDataset(torch.arange(4)), 2, collate_fn=lambda rows: torch.stack([r[0] + 1 for r in rows])
+        ),
         DataLoader(TensorDataset(torch.arange(4)), None),
         DataLoader(range(4), 2),
         DataLoader(TensorDataset(torch.arange(4)), batch_sampler=[[0, 1], [3]]),
