@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Per-example gradients of convolutions, :math:`g_i = \sum_l \delta_{il} x_{i,l+k}`, over positions l.
 
-For the transposed convolution, x and :math:`\delta` exchange their roles.
+For the transposed convolution, x and :math:`\delta` exchange their roles. On a GPU, squares in float32 are computed by
+a Triton kernel; see :mod:`~pyro_dvi.curvature.per_example.convolution_kernel`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from pyro_dvi.curvature.per_example.broadcasting import over_positions
 from pyro_dvi.curvature.per_example.example_rules import Contribution, Outer, per_example_rule, summed_squares
+from pyro_dvi.errors import warn
 
 Size = int | Sequence[int]
 
@@ -36,6 +39,9 @@ class _Layer:
 
     def squares(self, x: Tensor, delta: Tensor) -> Tensor:
         """Return the sum of squares of per-example gradients."""
+        kernel = _kernel(x.device) if x.is_cuda and x.dtype == torch.float32 else None
+        if kernel is not None:
+            return kernel(self._windows(x.contiguous(), delta.shape[2:]), delta, self.groups)
         return summed_squares(self.gradients, x, delta, self.shape)
 
     def patches_of(self, x: Tensor) -> Tensor:
@@ -48,18 +54,37 @@ class _Layer:
         """Return the input of each of these positions, ``[M, channels * kernel, positions]``."""
         if x.requires_grad and len(positions) == 2:  # slower, but its derivative is faster
             return F.unfold(x, tuple(self.shape[2:]), self.dilation, self.padding, self.stride)
+        # A view that is copied by rows is several times faster than F.unfold.
+        return self._windows(x, positions).reshape(len(x), -1, positions.numel())
+
+    def _windows(self, x: Tensor, positions: torch.Size) -> Tensor:
+        """Return the input of each of these positions as a view, ``[M, channels, *kernel, *positions]``."""
         if any(self.padding):
             x = F.pad(x, [p for size in reversed(self.padding) for p in (size, size)])
-        # A view that is copied by rows is several times faster than F.unfold.
         batch, channel, *strides = x.stride()
         offsets = [stride * d for stride, d in zip(strides, self.dilation, strict=True)]
         steps = [stride * s for stride, s in zip(strides, self.stride, strict=True)]
-        windows = x.as_strided(
+        return x.as_strided(
             (*x.shape[:2], *self.shape[2:], *positions),
             (batch, channel, *offsets, *steps),
             x.storage_offset(),
         )
-        return windows.reshape(len(x), -1, positions.numel())
+
+
+@cache
+def _kernel(device: torch.device) -> Callable[[Tensor, Tensor, int], Tensor] | None:
+    """Return the kernel for sums of squares on a GPU; None if Triton is not installed, or does not work there."""
+    try:
+        from pyro_dvi.curvature.per_example.convolution_kernel import convolution_squares
+
+        tile = torch.zeros(1, 128, 1, 32, device=device)  # compiled as for large layers
+        convolution_squares(tile, tile[:, :, 0], 1)
+    except ImportError:
+        return None
+    except Exception as error:  # such as a missing C compiler
+        warn(f"Triton does not work on {device}, so squared gradients of convolutions are slower: {error}")
+        return None
+    return convolution_squares
 
 
 def per_dimension(value: Size, n: int) -> tuple[int, ...]:
