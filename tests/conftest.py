@@ -55,6 +55,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         "distributed": None if torch.distributed.is_available() else "torch was built without distributed",
     }
     for item in items:
+        if "device" in getattr(item, "fixturenames", ()):
+            item.add_marker("device")
         for marker, reason in missing.items():
             if reason is not None and item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))

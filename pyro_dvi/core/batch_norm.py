@@ -101,7 +101,7 @@ class _BatchNormBackward(Function):
         dg, *sums_of_a = _first_derivative(a, x, gamma, m, r, ctx.eps)
         q, g_bar, p, a_bar = (torch.stack([*sums, *sums_of_a]) / n).unbind()
         # With g in place of the input, the same kernel sums n r c for the weight, in one pass over a and g.
-        rc = _sums(a, g, g_bar, r, ctx.eps)[0] / n
+        rc = _sums(a, g, gamma, g_bar, r, ctx.eps)[0] / n
         d_gamma = torch.addcmul(rc, r * p, q, value=-1).mul_(n)
         # ∂x = constant − on_x x − on_a a + on_g g,   ∂g += t x + shift
         t, scale = a_gamma * r, gamma * r
@@ -138,7 +138,7 @@ def _first_derivative(g: Tensor, x: Tensor, gamma: Tensor, m: Tensor, r: Tensor,
         return torch.ops.aten.native_batch_norm_backward(
             g, x, gamma, None, None, m, r, True, eps, [True, True, True]
         )
-    sums = _sums(g, x, m, r, eps)
+    sums = _sums(g, x, gamma, m, r, eps)
     q, g_bar = (s / (x.numel() // x.shape[1]) for s in sums)
     return _INPUT_GRADIENT(g, x, *(v.view(-1, *[1] * (x.dim() - 2)) for v in (gamma, m, r, q, g_bar))), *sums
 
@@ -151,15 +151,15 @@ _INPUT_GRADIENT = Elementwise(
 )
 
 
-def _sums(g: Tensor, x: Tensor, m: Tensor, r: Tensor, eps: float) -> Any:
-    """Return the sums of g x̂ and g for each channel."""
+def _sums(g: Tensor, x: Tensor, gamma: Tensor, m: Tensor, r: Tensor, eps: float) -> Any:
+    """Return the sums of g x̂ and g for each channel. They do not depend on γ, but PyTorch's kernels on a GPU need one."""
     parts = _parts(g, x)
     if parts > 1:  # the channels of each part follow one another in memory
         shape = (len(x) // parts, parts * x.shape[1], -1)
-        g, x, m, r = g.view(shape), x.view(shape), m.repeat(parts), r.repeat(parts)
-    # In place of γ, which these sums do not depend on, any vector will do.
+        g, x, m = g.view(shape), x.view(shape), m.repeat(parts)
+        gamma = r = r.repeat(parts)
     sums = torch.ops.aten.native_batch_norm_backward(
-        g, x, r, None, None, m, r, True, eps, [False, True, True]
+        g, x, gamma, None, None, m, r, True, eps, [False, True, True]
     )[1:]
     return [s.view(parts, -1).sum(0) for s in sums] if parts > 1 else sums
 

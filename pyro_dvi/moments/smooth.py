@@ -97,7 +97,7 @@ class Smooth:
             constants(1.0, mu), mu
         ).neg_()  # used as a factor, because torch.where is slow on CPU
         block = _Block(mu * side, variance, side, slopes)
-        table = self._tables[mu.dtype is not torch.float64]
+        table = self._tables[0 if mu.dtype is torch.float64 else 1]
         return self._mirrored_back(block, self._chosen(table, block))
 
     def _chosen(self, table: "_Table", block: "_Block") -> list[Tensor]:
