@@ -152,7 +152,7 @@ _INPUT_GRADIENT = Elementwise(
 
 
 def _sums(g: Tensor, x: Tensor, gamma: Tensor, m: Tensor, r: Tensor, eps: float) -> Any:
-    """Return the sums of g x̂ and g for each channel. They do not depend on γ, but PyTorch's kernels on a GPU need one."""
+    """Return the sums of g x̂ and g for each channel, which do not depend on γ; PyTorch's kernels on a GPU need one."""
     parts = _parts(g, x)
     if parts > 1:  # the channels of each part follow one another in memory
         shape = (len(x) // parts, parts * x.shape[1], -1)
