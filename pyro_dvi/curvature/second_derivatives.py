@@ -3,9 +3,10 @@ r"""Convolution and batch normalisation with a fast second derivative.
 
 A squared-gradient penalty differentiates twice: once to obtain the gradient :math:`\tilde g`, and once through it.
 PyTorch composes the second derivative of a convolution from further convolutions with unusual strides and swapped axes.
-For a batch normalisation, it takes about twenty passes over the activations. The formulas below use only the kernels of
-an ordinary forward and backward pass. Inside :class:`FastSecondDerivatives`, every ``conv1d/2d/3d`` and training-mode
-``batch_norm`` of unmodified user code uses these formulas; values and derivatives are the same up to rounding.
+For a batch normalisation, it takes about twenty passes over the activations. The formulas here, and those of
+:class:`~pyro_dvi.core.batch_norm.BatchNorm`, use only the kernels of an ordinary forward and backward pass. Inside
+:class:`FastSecondDerivatives`, every ``conv1d/2d/3d`` and training-mode ``batch_norm`` of unmodified user code uses
+these formulas, and on a GPU ``softplus`` as well; values and derivatives are the same up to rounding.
 
 To add a function, write its backward pass as a second :class:`torch.autograd.Function`, and add a wrapper to the table
 at the end. The wrapper returns ``NotImplemented`` for arguments that PyTorch should handle.
@@ -20,8 +21,9 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
+from pyro_dvi.core.batch_norm import BatchNorm
+from pyro_dvi.core.elementwise import Elementwise, fuses
 from pyro_dvi.curvature.per_example.convolution import per_dimension
-from pyro_dvi.errors import UnsupportedError
 
 
 class FastSecondDerivatives(TorchFunctionMode):
@@ -116,96 +118,37 @@ def _convolution(
     return _Convolution.apply(input, weight, bias, geometry)
 
 
+# Softplus on a GPU, where PyTorch takes eight passes over the activations for the derivative of its derivative ------
+
+_SLOPE = "T z = exp(x < 0 ? x : -x), s = 1 / (1 + z), slope = x > 20 ? T(1) : x < 0 ? z * s : s;"
+_SOFTPLUS = Elementwise(
+    "softplus",
+    "y",
+    "y = x > 20 ? x : log1p(exp(x));",
+    lambda x: F.softplus(x),
+    Elementwise(
+        "softplus_backward",
+        "gx",
+        _SLOPE + "gx = g * slope;",
+        lambda g, x: torch.ops.aten.softplus_backward(g, x, 1, 20),
+        Elementwise(
+            "softplus_double_backward",
+            "gg, gx",
+            _SLOPE + "gg = a * slope; gx = x > 20 ? T(0) : a * g * z * s * s;",
+            lambda a, g, x: (
+                torch.ops.aten.softplus_backward(a, x, 1, 20),
+                torch.where(x > 20, 0.0, a * g * torch.sigmoid(x) * torch.sigmoid(-x)),
+            ),
+        ),
+    ),
+)
+
+
+def _softplus(input: Tensor, beta: float = 1, threshold: float = 20) -> Any:
+    return _SOFTPLUS(input) if (beta, threshold) == (1, 20) and fuses(input) else NotImplemented
+
+
 # Batch normalisation in training mode --------------------------------------------------------------------------
-# With x̂ = (x − m) r, r = (var + ε)^(−1/2) and means over all but the channel axis, the first backward is
-#   gx = γ r (g − ḡ − x̂ q),  q = mean(g x̂).
-# For a cotangent a of gx let p = mean(a x̂) and c = mean(a g) − ā ḡ. Then <a, gx> = n γ r (c − p q), whence
-#   ∂g = γ r (a − ā − x̂ p)                     the first backward again, applied to a
-#   ∂γ = n r (c − p q)
-#   ∂x = γ r² [(3 p q − c) x̂ − q (a − ā) − p (g − ḡ)].
-# If γ and β are latent weights as well, cotangents a_γ and a_β of sum(g x̂) and sum(g) add
-#   ∂g += a_γ x̂ + a_β,   ∂x += a_γ r (g − ḡ − x̂ q).
-# Sums of g and g x̂ (and of a, a x̂) are by-products of the fused first backward. The rest are combinations of
-# x, a and g with coefficients per channel.
-
-
-class _BatchNorm(Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        gamma: Tensor,
-        beta: Tensor,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        momentum: float,
-        eps: float,
-    ) -> Tensor:
-        y, mean, inv_std = torch.ops.aten.native_batch_norm(
-            x, gamma, beta, running_mean, running_var, True, momentum, eps
-        )
-        ctx.save_for_backward(x, gamma, mean, inv_std)
-        ctx.eps = eps
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple:
-        gx, g_gamma, g_beta = _BatchNormBackward.apply(g, *ctx.saved_tensors, ctx.eps)
-        return gx, g_gamma, g_beta, None, None, None, None
-
-
-class _BatchNormBackward(Function):
-    @staticmethod
-    def forward(
-        ctx: Any, g: Tensor, x: Tensor, gamma: Tensor, mean: Tensor, inv_std: Tensor, eps: float
-    ) -> tuple:
-        gx, sum_g_xhat, sum_g = _fused_backward(g, x, gamma, mean, inv_std, eps)
-        ctx.save_for_backward(g, x, gamma, mean, inv_std, sum_g_xhat, sum_g)
-        ctx.eps = eps
-        ctx.set_materialize_grads(False)
-        return gx, sum_g_xhat, sum_g
-
-    @staticmethod
-    def backward(ctx: Any, a: Tensor | None, a_gamma: Tensor | None, a_beta: Tensor | None) -> tuple:
-        if torch.is_grad_enabled():  # m and r below are constants, so a third derivative would be wrong
-            raise UnsupportedError(
-                "batch_norm has no third derivative, neither here nor in PyTorch: do not use create_graph=True for "
-                "the gradient of a squared-gradient penalty, or use batch normalisation in evaluation mode"
-            )
-        g, x, gamma, m, r, *sums = ctx.saved_tensors
-        n = x.numel() // x.shape[1]
-        latent = a_gamma is not None or a_beta is not None
-        a = torch.zeros_like(g) if a is None else a
-        a_gamma = torch.zeros_like(m) if a_gamma is None else a_gamma
-        a_beta = torch.zeros_like(m) if a_beta is None else a_beta
-        dg, *sums_of_a = _fused_backward(a, x, gamma, m, r, ctx.eps)
-        q, g_bar, p, a_bar = (torch.stack([*sums, *sums_of_a]) / n).unbind()
-        # With g in place of the input, the same kernel sums n r c for the weight, in one pass over a and g.
-        rc = _fused_backward(a, g, gamma, g_bar, r, ctx.eps, input_too=False)[1] / n
-        d_gamma = torch.addcmul(rc, r * p, q, value=-1).mul_(n)
-        # ∂x = constant − on_x x − on_a a + on_g g,   ∂g += t x + shift
-        t, scale = a_gamma * r, gamma * r
-        k = scale * r
-        on_a = k * q
-        on_g = torch.addcmul(t, k, p, value=-1)
-        on_x = (scale * rc).addcmul_(on_g, q).addcmul_(on_a, p, value=-2).mul_(r)
-        constant = (on_x * m).addcmul_(on_a, a_bar).addcmul_(on_g, g_bar, value=-1)
-        shift = torch.addcmul(a_beta, t, m, value=-1)
-        wide = torch.stack([on_x, on_a, on_g, constant, t, shift]).view(6, -1, *[1] * (x.dim() - 2))
-        on_x, on_a, on_g, constant, t, shift = wide.unbind()
-        dx = torch.addcmul(constant, x, on_x, value=-1).addcmul_(a, on_a, value=-1).addcmul_(g, on_g)
-        if latent:
-            dg.addcmul_(x, t).add_(shift)
-        return dg, dx, d_gamma, None, None, None
-
-
-def _fused_backward(
-    g: Tensor, x: Tensor, gamma: Tensor, m: Tensor, r: Tensor, eps: float, *, input_too: bool = True
-) -> Any:
-    """Return gx, and the sums of g x̂ and g for each channel. Kernels of some devices need gamma even for sums alone."""
-    return torch.ops.aten.native_batch_norm_backward(
-        g, x, gamma, None, None, m, r, True, eps, [input_too, True, True]
-    )
 
 
 def _batch_norm(
@@ -221,10 +164,11 @@ def _batch_norm(
     mixed = weight is None or bias is None or weight.dtype != input.dtype
     if not training or mixed or input.numel() == input.shape[1]:
         return NotImplemented
-    return _BatchNorm.apply(input, weight, bias, running_mean, running_var, momentum, eps)
+    return BatchNorm.apply(input, weight, bias, running_mean, running_var, momentum, eps)[0]
 
 
 _REPLACED: dict[Callable, Callable] = {
     **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), _convolution),
+    F.softplus: _softplus,
     F.batch_norm: _batch_norm,
 }

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_dvi.core.elementwise import Elementwise, fuses
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.moments.full_covariance import are_followed, full_product
 from pyro_dvi.moments.shared_noise import JointMoments, joint_product
@@ -104,14 +105,21 @@ def bilinear_moments(
     noisy = alpha is not None and isinstance(weight, MultiplicativeMoments) and isinstance(x, GaussianMoments)
     variance = None if noisy else variance_of(weight)
     shift, spread = (() if bias is None else (bias,) for bias in (loc_of(bias), variance_of(bias)))
-    mean, w = loc_of(x), loc_of(weight)
-    loc, x_variance = product(mean, w, *shift), variance_of(x)
+    mean, w, x_variance = loc_of(x), loc_of(weight), variance_of(x)
+    inputs = second = None
+    if noisy and fuses(mean, x_variance, alpha):
+        mean, inputs = _NOISY(mean, x_variance, alpha)
+    elif x_variance is not None and variance is not None and fuses(mean, x_variance):
+        mean, x_variance, second = _SECOND(mean, x_variance)
+    loc = product(mean, w, *shift)
     if x_variance is None:
         return GaussianMoments(loc, product(_square(mean, loc), variance, *spread))
     if variance is None:
-        inputs = _noisy(mean, x_variance, alpha) if noisy else x_variance
+        if inputs is None:
+            inputs = _NOISY.plain(mean, x_variance, alpha) if noisy else x_variance
         return GaussianMoments(loc, product(inputs, _square(w, loc), *spread))
-    of_weights = product(torch.addcmul(x_variance, mean, mean), variance, *spread)
+    second = _SECOND.plain(mean, x_variance) if second is None else second
+    of_weights = product(second, variance, *spread)
     return GaussianMoments(loc, of_weights + product(x_variance, w * w))
 
 
@@ -121,6 +129,35 @@ def _square(certain: Tensor, like: Tensor) -> Tensor:
     return certain * certain
 
 
-def _noisy(x: Tensor, variance: Tensor, alpha: Any) -> Tensor:
-    r"""Variance of x multiplied by noise of mean 1 and relative variance α, :math:`\alpha(m^2 + v) + v`."""
-    return torch.addcmul(variance, alpha, torch.addcmul(variance, x, x))
+# The variance of x multiplied by noise of mean 1 and relative variance α, and the second moment of x. On a GPU, x goes
+# through the kernels, which add their gradients of x to the gradient of E[y].
+_NOISY = Elementwise(
+    "noisy",
+    "y",
+    "y = alpha * (x * x + variance) + variance;",
+    lambda x, variance, alpha: torch.addcmul(variance, alpha, torch.addcmul(variance, x, x)),
+    Elementwise(
+        "noisy_backward",
+        "g_x, g_variance, g_alpha",
+        "T g = g_y * alpha; g_x = g_mean + 2 * x * g; g_variance = g_y + g; g_alpha = g_y * (x * x + variance);",
+        lambda g_mean, g_y, x, variance, alpha: (
+            g_mean + 2 * x * (g_y * alpha),
+            g_y + g_y * alpha,
+            g_y * (x * x + variance),
+        ),
+    ),
+    unchanged=1,
+)
+_SECOND = Elementwise(
+    "second_moment",
+    "y",
+    "y = x * x + variance;",
+    lambda x, variance: torch.addcmul(variance, x, x),
+    Elementwise(
+        "second_moment_backward",
+        "g_x, g_v",
+        "g_x = g_mean + 2 * x * g_y; g_v = g_variance + g_y;",
+        lambda g_mean, g_variance, g_y, x, variance: (g_mean + 2 * x * g_y, g_variance + g_y),
+    ),
+    unchanged=2,
+)

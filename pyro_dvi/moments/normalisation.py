@@ -34,6 +34,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pyro_dvi.core.batch_norm import BatchNorm
+from pyro_dvi.core.elementwise import fuses
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.moments.rules import moment_rule
 from pyro_dvi.moments.value import GaussianMoments, loc_of, variance_of
@@ -69,9 +71,12 @@ def batch_norm(
     loc, shape = loc_of(input), (input.shape[1], *[1] * (input.dim() - 2))
     certain_scale = not isinstance(weight, GaussianMoments) and not isinstance(bias, GaussianMoments)
     affine = (weight, bias) if certain_scale else (None, None)
-    loc, _, inverse = torch.native_batch_norm(  # type: ignore[call-arg]  # torch's stub lacks arguments
-        loc, *affine, running_mean, running_var, training, momentum, eps
-    )
+    if training and affine[0] is not None and affine[1] is not None and fuses(loc, *affine):
+        loc, inverse = BatchNorm.apply(loc, *affine, running_mean, running_var, momentum, eps)
+    else:
+        loc, _, inverse = torch.native_batch_norm(  # type: ignore[call-arg]  # torch's stub lacks arguments
+            loc, *affine, running_mean, running_var, training, momentum, eps
+        )
     variance = variance_of(input)
     if variance is not None:
         factor = inverse if training else torch.rsqrt(running_var + eps)  # type: ignore[arg-type, operator]

@@ -35,6 +35,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from pyro_dvi.core.elementwise import Elementwise
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.moments.dispatch import Kind
 from pyro_dvi.moments.quadrature import DENSITY, ROOT_HALF, constants, elementwise_rule, from_scores, through
@@ -57,7 +58,7 @@ def relu(input: GaussianMoments) -> GaussianMoments:
         >>> relu(GaussianMoments(torch.zeros(1), torch.ones(1))).loc
         tensor([0.3989])
     """
-    return GaussianMoments(*_Rectifier.apply(input.loc, raised(input.variance)))
+    return GaussianMoments(*_RECTIFY(input.loc, raised(input.variance)))
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Leaky:
     def __call__(self, mu: Tensor, variance: Tensor, slopes: bool) -> list[Tensor]:
         """Return mean and variance, and their slopes."""
         a, b = self.negative_slope, 1 - self.negative_slope
-        m, v, p, density = _rectified(mu, variance)
+        m, p, density, v = _rectified(mu, variance)
         mean, spread = (a * mu).add_(m, alpha=b), (a * a * variance).add_(v, alpha=b * b)
         spread.addcmul_(variance, p, value=2 * a * b)
         if not slopes:
@@ -89,7 +90,7 @@ class Leaky:
 
 
 def _rectified(mu: Tensor, variance: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    r"""Return m, v, Φ(α) and φ(α)/σ in few passes over memory, mostly in place.
+    r"""Return m, Φ(α), φ(α)/σ and v in few passes over memory, mostly in place.
 
     Activations are larger than any cache, and allocating memory costs more than the arithmetic.
     """
@@ -99,7 +100,7 @@ def _rectified(mu: Tensor, variance: Tensor) -> tuple[Tensor, Tensor, Tensor, Te
     p = torch.special.erfc(z).mul_(0.5)  # with erfc: 1 + erf cancels in the left tail
     slope = torch.addcmul(constants(_LOG_DENSITY, mu), z, z, value=-1, out=z).exp_().mul_(inverse)
     mean = torch.mul(variance, slope, out=inverse).addcmul_(mu, p).clamp_min_(0)
-    return mean, torch.sub(mu, mean).mul_(mean).addcmul_(variance, p).clamp_min_(0), p, slope
+    return mean, p, slope, torch.sub(mu, mean).mul_(mean).addcmul_(variance, p).clamp_min_(0)
 
 
 class _Rectifier(Function):
@@ -108,21 +109,52 @@ class _Rectifier(Function):
     @staticmethod
     def forward(ctx: Any, mu: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
         # The floor is used only in the slopes, so the derivative needs no mask.
-        mean, spread, p, slope = _rectified(mu, variance)
+        mean, p, slope, spread = _rectified(mu, variance)
         ctx.save_for_backward(mean, p, slope)
         return mean, spread
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g_mean: Tensor, g_spread: Tensor) -> tuple[Tensor, Tensor]:
-        mean, p, slope = ctx.saved_tensors
-        zero = constants(0.0, mean)
-        product = torch.addcmul(
-            zero, g_spread, mean, value=2
-        )  # with a single rounding, because the terms cancel far to the right
-        rest = torch.sub(g_mean, product)
-        g_mu = product.addcmul_(rest, p)
-        return g_mu, torch.addcmul(zero, rest, slope, value=0.5, out=rest).addcmul_(g_spread, p)
+        return _gradients(g_mean, g_spread, *ctx.saved_tensors)
+
+
+def _gradients(
+    g_mean: Tensor, g_spread: Tensor, mean: Tensor, p: Tensor, slope: Tensor
+) -> tuple[Tensor, Tensor]:
+    zero = constants(0.0, mean)
+    product = torch.addcmul(
+        zero, g_spread, mean, value=2
+    )  # with a single rounding, because the terms cancel far to the right
+    rest = torch.sub(g_mean, product)
+    g_mu = product.addcmul_(rest, p)
+    return g_mu, torch.addcmul(zero, rest, slope, value=0.5, out=rest).addcmul_(g_spread, p)
+
+
+# On a GPU, the backward pass computes all terms anew from the input, because memory is slower than arithmetic there.
+_TERMS = f"""
+    T tiny = sizeof(T) == 8 ? T({tiny_variance(torch.float64)}) : T({tiny_variance(torch.float32)});
+    T inverse = rsqrt(variance < tiny ? tiny : variance);
+    T z = mu * inverse * T({ROOT_HALF}), far = z < 0 ? -z : z;
+    far = far > {_FAR} ? T({_FAR}) : far;
+    T tail = T(0.5) * erfc(far), slope = exp(T({_LOG_DENSITY}) - far * far) * inverse;
+    T p = z < 0 ? tail : 1 - tail, q = z < 0 ? 1 - tail : tail;
+    T m = variance * slope + mu * p;
+    m = m < 0 ? T(0) : m;
+"""
+_RECTIFY = Elementwise(
+    "rectify",
+    "mean, spread",
+    f"{_TERMS} mean = m; m = (mu - m) * m + variance * p; spread = m < 0 ? T(0) : m;",
+    lambda mu, variance: _Rectifier.apply(mu, variance),
+    Elementwise(
+        "rectify_backward",
+        "g_mu, g_v",
+        f"{_TERMS} g_mu = g_mean * p + 2 * g_spread * m * q;"
+        "g_v = T(0.5) * (g_mean - 2 * g_spread * m) * slope + g_spread * p;",
+        lambda g_mean, g_spread, mu, variance: _gradients(g_mean, g_spread, *_rectified(mu, variance)[:3]),
+    ),
+)
 
 
 elementwise_rule(Leaky(-1.0), torch.abs, torch.absolute)
