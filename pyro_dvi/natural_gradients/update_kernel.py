@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""The updates of VOGN, OGN and IVON on a GPU, with one pass over the tensors of a site.
 
-The equations are those of :mod:`pyro_dvi.natural_gradients.updates`, with the formulation ``Consistent()``. Numbers that
-change from step to step are read from the device, so that a CUDA graph can contain the update.
+The equations are those of :mod:`pyro_dvi.natural_gradients.updates`, with the formulation ``Consistent()``. Numbers
+that change from step to step are read from the device, so that a CUDA graph can contain the update.
 """
 
 import torch

@@ -15,30 +15,23 @@ import torch
 from pyro.poutine.runtime import _PYRO_STACK
 from pyro.poutine.trace_messenger import TraceMessenger
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
 
 from pyro_dvi.core.arguments import check_choice, check_count
 from pyro_dvi.core.autograd_graph import leaves_of
-from pyro_dvi.core.batches import is_strided
 from pyro_dvi.core.recorder import comparing
 from pyro_dvi.core.undisturbed import widest
 from pyro_dvi.curvature.linearisation import twice_differentiated
 from pyro_dvi.errors import CaptureError, UnsupportedError, warn
 from pyro_dvi.objectives.comparison import Trial
 from pyro_dvi.objectives.objective import Objective, WrappedObjective
-from pyro_dvi.objectives.recorded_step import KINDS, LossWithGradients, Outcome, RecordedStep, State
-from pyro_dvi.objectives.recordings import Recording
-from pyro_dvi.objectives.surroundings import Surroundings, UsedParts, meta, stored
+from pyro_dvi.objectives.recorded_step import LossWithGradients, Outcome, RecordedStep, State
+from pyro_dvi.objectives.recordings import Recording, key_of
+from pyro_dvi.objectives.surroundings import Surroundings, UsedParts, stored
 from pyro_dvi.runs.posterior_run import Call
 
 _ATTEMPTS = 3  # failed recordings before capture is abandoned
 _KINDS_OF_STEPS = 100  # number of kinds of steps after which capture is abandoned, because no kind recurs
-_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
-_STEPS = (
-    Objective.loss_and_grads,
-    Objective.differentiable_loss,
-)  # a subclass that overrides these methods takes ordinary steps
-_NO_OVERRIDE = torch._C._disabled_torch_function_impl
+_STEPS = (Objective.loss_and_grads, Objective.differentiable_loss)
 _REPLAY_ERRORS = (RuntimeError, IndexError, ValueError, TypeError)
 
 
@@ -121,7 +114,8 @@ class Captured(WrappedObjective):
         self._varied: set[Any] = set()  # kinds of steps in which an assumption has failed
         self._failures = 0
         self._pool: Any = None  # memory that all CUDA graphs of this objective share
-        self._given_up = (type(self.elbo).loss_and_grads, type(self.elbo).differentiable_loss) != _STEPS
+        kind = type(self.elbo)  # a subclass with steps of its own takes ordinary steps
+        self._given_up = (kind.loss_and_grads, kind.differentiable_loss) != _STEPS
 
     @property
     def recordings(self) -> list[RecordedStep]:
@@ -176,7 +170,7 @@ class Captured(WrappedObjective):
         if self._given_up or not torch.is_grad_enabled() or not all(map(_sees_parameters_only, _PYRO_STACK)):
             return None
         try:
-            batch, key = self._key(call)
+            batch, key = key_of(call, self.elbo)
             recording = next((one for one in self._recordings if one.fits(key, batch)), None)
             if recording is None and not self._is_time(key):
                 return None
@@ -214,25 +208,6 @@ class Captured(WrappedObjective):
         if key not in self._seen:
             self._to_see = key
         return key in self._seen
-
-    def _key(self, call: Call) -> tuple[list[Tensor], Any]:
-        """Return the tensors among the arguments, and a key of everything else that determines a step's operators."""
-        if not call.kwargs and all(map(_is_plain_tensor, call.args)):
-            batch, rest = list(call.args), None
-        else:
-            leaves, structure = tree_flatten((call.args, call.kwargs))
-            batch = [leaf for leaf in leaves if _is_plain_tensor(leaf)]
-            others = [leaf for leaf in leaves if not _is_plain_tensor(leaf)]
-            strange = next((type(leaf).__name__ for leaf in others if not isinstance(leaf, _PLAIN)), None)
-            if strange is not None:
-                raise UnsupportedError(f"arguments of type {strange} cannot be recorded")
-            rest = (structure, tuple(map(repr, others)))
-        if not all(map(is_strided, batch)):
-            raise UnsupportedError("sparse and nested tensors as arguments cannot be recorded")
-        casts = tuple(torch.get_autocast_dtype(kind) for kind in KINDS if torch.is_autocast_enabled(kind))
-        metas = tuple(map(meta, batch))
-        who = _identity(call.model), _identity(call.guide), _repetitions(batch)
-        return batch, (who, metas, rest, casts, torch.get_default_dtype(), self.elbo.recorded_for(call.guide))
 
     def _recorded(self, call: Call, key: Any, batch: list[Tensor]) -> Outcome:
         surroundings = self._seen.pop(key)
@@ -389,23 +364,6 @@ def _broken(problem: str, step: int, first: int) -> str:
         "plain attributes, hooks and submodules of modules: store what changes there (a buffer, an argument, an "
         "attribute of a module), or train with capture=False and without Captured"
     )
-
-
-def _identity(function: Any) -> tuple[int, Any]:
-    """Return a key that is equal for two accesses of the same bound method."""
-    return id(getattr(function, "__self__", function)), getattr(function, "__func__", None)
-
-
-def _repetitions(batch: list[Tensor]) -> tuple[int, ...]:
-    """Return the position of each tensor's first occurrence, because a recording merges repeated tensors."""
-    identities = list(map(id, batch))
-    return tuple(map(identities.index, identities))
-
-
-def _is_plain_tensor(value: Any) -> bool:
-    """Return True for a tensor that does not override torch's functions."""
-    kind = type(value)
-    return kind is Tensor or getattr(kind, "__torch_function__", None) is _NO_OVERRIDE
 
 
 def _sees_parameters_only(handler: Any) -> bool:

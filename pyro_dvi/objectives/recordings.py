@@ -1,17 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A recorded step with its surroundings, and the decision whether to compare it with an ordinary step."""
+"""A recorded step with its key and surroundings, and the decision whether to compare it with an ordinary step."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten
 
-from pyro_dvi.objectives.recorded_step import RecordedStep
-from pyro_dvi.objectives.surroundings import Surroundings
+from pyro_dvi.core.batches import is_strided
+from pyro_dvi.errors import UnsupportedError
+from pyro_dvi.objectives.recorded_step import KINDS, RecordedStep
+from pyro_dvi.objectives.surroundings import Surroundings, meta
+from pyro_dvi.runs.posterior_run import Call
 
 _INTERVAL = 1000  # number of replays between two comparisons, once training is long
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
+_NO_OVERRIDE = torch._C._disabled_torch_function_impl
 
 
 @dataclass(eq=False)
@@ -67,3 +74,40 @@ class Recording:
         """Record that a comparison found no difference."""
         self.unproven, self.is_doubtful, self._last = 0, False, self.surroundings.tensors
         self.elsewhere = self.elsewhere or self.batch != list(map(id, batch))
+
+
+def key_of(call: Call, objective: Any) -> tuple[list[Tensor], Any]:
+    """Return the tensors among the arguments, and a key of everything else that determines a step's operators.
+
+    Raises:
+        UnsupportedError: if a step with these arguments cannot be recorded.
+    """
+    if not call.kwargs and all(map(_is_plain_tensor, call.args)):
+        batch, rest = list(call.args), None
+    else:
+        leaves, structure = tree_flatten((call.args, call.kwargs))
+        batch = [leaf for leaf in leaves if _is_plain_tensor(leaf)]
+        others = [leaf for leaf in leaves if not _is_plain_tensor(leaf)]
+        strange = next((type(leaf).__name__ for leaf in others if not isinstance(leaf, _PLAIN)), None)
+        if strange is not None:
+            raise UnsupportedError(f"arguments of type {strange} cannot be recorded")
+        rest = (structure, tuple(map(repr, others)))
+    if not all(map(is_strided, batch)):
+        raise UnsupportedError("sparse and nested tensors as arguments cannot be recorded")
+    casts = tuple(torch.get_autocast_dtype(kind) for kind in KINDS if torch.is_autocast_enabled(kind))
+    identities = list(map(id, batch))
+    repeated = tuple(map(identities.index, identities))  # a recording merges repeated tensors
+    who = _identity(call.model), _identity(call.guide), repeated
+    metas, recorded_for = tuple(map(meta, batch)), objective.recorded_for(call.guide)
+    return batch, (who, metas, rest, casts, torch.get_default_dtype(), recorded_for)
+
+
+def _is_plain_tensor(value: Any) -> bool:
+    """Return True for a tensor that does not override torch's functions."""
+    kind = type(value)
+    return kind is Tensor or getattr(kind, "__torch_function__", None) is _NO_OVERRIDE
+
+
+def _identity(function: Any) -> tuple[int, Any]:
+    """Return a key that is equal for two accesses of the same bound method."""
+    return id(getattr(function, "__self__", function)), getattr(function, "__func__", None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The surroundings of a step: the tensors, and the plain attributes of modules, that it may use besides its arguments."""
+"""The surroundings of a step: tensors and plain attributes of modules that it may use besides its arguments."""
 
 from __future__ import annotations
 

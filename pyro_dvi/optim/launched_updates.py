@@ -43,7 +43,7 @@ class FixedUpdate(ABC):
     def run(self, numbers: Tensor) -> None:
         """Run the operators with these numbers, which are on the device."""
 
-    def finish(self) -> None:
+    def finish(self) -> None:  # noqa: B027 (most updates leave nothing behind)
         """Clean up after a step."""
 
 

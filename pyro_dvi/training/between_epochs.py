@@ -19,7 +19,8 @@ from pyro_dvi.core.batches import arguments, with_rows
 from pyro_dvi.errors import ArgumentError, DataError
 from pyro_dvi.training.history import History
 from pyro_dvi.training.random_state import preserve_random_state
-from pyro_dvi.training.routes import Route, SVIRoute
+from pyro_dvi.training.routes import Route
+from pyro_dvi.training.targets import SVIRoute
 
 
 def validation_metrics(

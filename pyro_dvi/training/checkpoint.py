@@ -28,7 +28,8 @@ from pyro_dvi.training.random_state import (
     random_state,
     restore_random_state,
 )
-from pyro_dvi.training.routes import Route, route_of
+from pyro_dvi.training.routes import Route
+from pyro_dvi.training.targets import route_of
 
 _FORMAT = "pyro_dvi checkpoint"
 

@@ -3,8 +3,8 @@
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,8 +34,9 @@ from pyro_dvi.training.known_code import runs_known_code
 from pyro_dvi.training.minibatches import Minibatches
 from pyro_dvi.training.parameter_checks import check_parameters, claim_parameters
 from pyro_dvi.training.rollback import Rollback
-from pyro_dvi.training.routes import Route, route_of
+from pyro_dvi.training.routes import Route
 from pyro_dvi.training.step_log import FailedStep, StepLog
+from pyro_dvi.training.targets import route_of
 
 _CAPTURED_STEPS = (
     50  # fewest steps for which a call records; a recording takes as long as about ten ordinary steps

@@ -24,7 +24,7 @@ from pyro_dvi.objectives.schedules import LinearWarmup
 from pyro_dvi.optim import learning_rates
 from pyro_dvi.training import fit
 from pyro_dvi.training.between_epochs import EveryStep, validation_metrics
-from pyro_dvi.training.routes import route_of
+from pyro_dvi.training.targets import route_of
 from pyro_dvi.variational_laplace.taylor import TaylorELBO
 from tests.training.problems import (
     BATCH,
