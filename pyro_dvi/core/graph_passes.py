@@ -84,10 +84,13 @@ def own_memory(graph: fx.Graph, start: int) -> None:
     output.args = (results,)
 
 
-def quickly_called(graph: fx.Graph) -> fx.Graph:
-    """Return a graph that calls operators as torch functions where these exist; such calls take half the time."""
+def called_quickly(module: fx.GraphModule) -> Callable[..., Any]:
+    """Return a function of the module's operators that calls them as torch functions where these exist.
+
+    Such calls take half the time. Constants are attributes of the object, which Python finds before it asks the module.
+    """
     copy = fx.Graph()
-    copy.output(copy.graph_copy(graph, {}))
+    copy.output(copy.graph_copy(module.graph, {}))
     for node in copy.nodes:
         packet = getattr(node.target, "overloadpacket", None)
         name = "" if packet is None else packet.__name__
@@ -97,7 +100,9 @@ def quickly_called(graph: fx.Graph) -> fx.Graph:
             node.op == "call_function" and name not in _UNLIKE and hasattr(torch._C._VariableFunctions, name)
         ):
             node.target = getattr(torch, name)
-    return copy
+    made = fx.GraphModule(module, copy)
+    vars(made).update(made._buffers)
+    return made.forward  # type: ignore[no-any-return]
 
 
 def has_effect(node: fx.Node) -> bool:

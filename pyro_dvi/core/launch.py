@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operators with arguments and results at fixed addresses, which CUDA runs with a single launch.
+"""Callable[..., Sequence[Tensor]] with arguments and results at fixed addresses, which CUDA runs with a single launch.
 
 For small networks, a GPU spends more time waiting for the launch of each operator than computing. A CUDA graph stores
 all launches of a step together with the addresses that they read and write. Arguments that change must therefore be
@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from pyro_dvi.core.graph_passes import has_effect, quickly_called
+from pyro_dvi.core.graph_passes import called_quickly, has_effect
 from pyro_dvi.core.undisturbed import accelerators, forked
 from pyro_dvi.errors import UnsupportedError
 
+Run = Callable[..., Sequence[Tensor]]
 LAUNCHING = {"cuda"}  # types of devices on which recorded operators are launched together
 _captures = {"failed": 0}  # captures that have failed since the start of the process
 
@@ -174,10 +175,7 @@ class Launch:
         return self._call()
 
 
-Operators = Callable[..., Sequence[Tensor]]
-
-
-def _parts(operators: fx.GraphModule, device: torch.device) -> tuple[fx.GraphModule, Operators, list[bool]]:
+def _parts(operators: fx.GraphModule, device: torch.device) -> tuple[fx.GraphModule, Run, list[bool]]:
     """Separate the operators on the host, whose results the others take as further arguments.
 
     Returns:
@@ -188,7 +186,7 @@ def _parts(operators: fx.GraphModule, device: torch.device) -> tuple[fx.GraphMod
         for node in operators.graph.find_nodes(op="placeholder"):
             none.placeholder(node.name)
         none.output([])
-        return fx.GraphModule({}, none), _called(operators, operators.graph), []
+        return fx.GraphModule({}, none), called_quickly(operators), []
     host, main = fx.Graph(), fx.Graph()
     in_host: dict[fx.Node, fx.Node] = {}
     in_main: dict[fx.Node, fx.Node] = {}
@@ -227,19 +225,15 @@ def _parts(operators: fx.GraphModule, device: torch.device) -> tuple[fx.GraphMod
         else:
             in_main[node] = main.node_copy(node, received)
     host.output([in_host[node] for node in passed])
-    return fx.GraphModule(operators, host), _called(operators, main), [n not in varying for n in passed]
+    on_device = called_quickly(fx.GraphModule(operators, main))
+    return fx.GraphModule(operators, host), on_device, [node not in varying for node in passed]
 
 
-def _without(on_host: fx.GraphModule, constant: list[bool]) -> Operators | None:
+def _without(on_host: fx.GraphModule, constant: list[bool]) -> Run | None:
     """Return the operators on the host that have to run before each launch; None if there are none."""
     graph = fx.Graph()
     results: Any = graph.graph_copy(on_host.graph, {})
     graph.output([result for result, fixed in zip(results, constant, strict=True) if not fixed])
     graph.eliminate_dead_code(has_effect)
     runs = any(node.op == "call_function" for node in graph.nodes) or not all(constant)
-    return _called(on_host, graph) if runs else None
-
-
-def _called(root: fx.GraphModule, graph: fx.Graph) -> Operators:
-    run: Operators = fx.GraphModule(root, quickly_called(graph)).forward
-    return run
+    return called_quickly(fx.GraphModule(on_host, graph)) if runs else None

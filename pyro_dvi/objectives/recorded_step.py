@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyro
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch.autograd import Function
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pyro_dvi.core.autograd_graph import leaves_of
 from pyro_dvi.core.batches import is_strided
-from pyro_dvi.core.graph_passes import quickly_called
+from pyro_dvi.core.graph_passes import called_quickly
 from pyro_dvi.core.launch import LAUNCHING, Launch
 from pyro_dvi.core.reads import Reads
 from pyro_dvi.core.recorder import Recorder, draws
@@ -220,7 +220,7 @@ class RecordedStep:
         self._draws = any(map(draws, self.operators.graph.nodes))
         self.written = {k for k, tensor in enumerate(inputs) if recorder.writes(tensor)}
         self._casting = [kind for kind in KINDS if torch.is_autocast_enabled(kind)]
-        self._run = fx.GraphModule(self.operators, quickly_called(self.operators.graph)).forward
+        self._run = called_quickly(self.operators)
         self._device, self._fed, self._pool = report.device, range(len(inputs) - num_fed, len(inputs)), pool
         self.is_launched = self._device.type in LAUNCHING
         self._launch: Launch | None = None

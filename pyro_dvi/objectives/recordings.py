@@ -68,7 +68,7 @@ class Recording:
     def is_slower(self) -> bool:
         """Return True if the fastest replay takes clearly longer than the fastest ordinary step."""
         replays, ordinary = zip(*self.seconds, strict=True)
-        return len(replays) > 4 and min(replays) > 1.1 * min(ordinary)
+        return len(replays) > 4 and min(replays) > 1.25 * min(ordinary)
 
     def trust(self, batch: list[Tensor]) -> None:
         """Record that a comparison found no difference."""

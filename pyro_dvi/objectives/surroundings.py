@@ -84,6 +84,7 @@ class Surroundings:
             places.setdefault(id(parameter), []).append((stored, name, parameter, name))
         self._gets, self._keys, self._values, self._labels = map(list, zip(*values, strict=True))
         self._shared = list(places.values())
+        self._tied = [entries for entries in self._shared if len(entries) > 1]
         first = [entries[0] for entries in self._shared]
         self._places = [entry[0] for entry in first], [entry[1] for entry in first]
         self.tensors: list[Tensor] = [entry[2] for entry in first]
@@ -111,7 +112,7 @@ class Surroundings:
                 return False
             self.tensors = now
             self._note()
-        elif any(len(entries) > 1 and self._is_split(entries) for entries in self._shared):
+        elif any(map(self._is_split, self._tied)):
             return False
         return self.changed() is None
 
