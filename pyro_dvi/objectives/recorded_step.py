@@ -295,15 +295,22 @@ class State:
     """
 
     def __init__(self, inputs: Sequence[Tensor], python: bool = False) -> None:
-        self._tensors = [(t, t.clone()) for t in inputs if not t.requires_grad]
+        kinds: dict[Any, list[Tensor]] = {}
+        for tensor in inputs:
+            if not tensor.requires_grad:
+                kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+        # Copies of one kind take a single launch.
+        self._copies = [(some, list(map(torch.empty_like, some))) for some in kinds.values()]
+        for some, copies in self._copies:
+            torch._foreach_copy_(copies, some)
         self._random = random_states()
         self._python = python_generators() if python else None
 
     def restore(self) -> None:
         """Restore the state."""
         with torch.no_grad():
-            for tensor, before in self._tensors:
-                tensor.copy_(before)
+            for some, copies in self._copies:
+                torch._foreach_copy_(some, copies)
         for device, state in zip(_devices(), self._random, strict=True):
             state_of(device)[1](state)
         if self._python is not None:
