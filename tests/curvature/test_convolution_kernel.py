@@ -74,7 +74,7 @@ def test_squares_on_a_device(name, channels_last, device):
     if channels_last and x.dim() == 4:
         x = x.to(memory_format=torch.channels_last)
     for tf32, tolerance in ((False, 1e-5), (True, 5e-3)):
-        with torch.backends.cudnn.flags(allow_tf32=tf32):
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=tf32):
             assert error(squares(x.to(device), weight.to(device), options), exact) < tolerance
 
 

@@ -18,6 +18,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # A page whose first block goes on where another page ended says so there: "<!-- continues laplace.md -->".
 CONTINUES = re.compile(r"^<!-- continues (\S+) -->$", re.MULTILINE)
 MODULES = ["pyro_dvi", *(m.name for m in pkgutil.walk_packages(pyro_dvi.__path__, "pyro_dvi."))]
+MODULES = [name for name in MODULES if not name.endswith("_kernel")]  # needs Triton
 
 
 def docstring_examples() -> list[doctest.DocTest]:

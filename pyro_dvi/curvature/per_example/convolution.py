@@ -32,17 +32,25 @@ class _Layer:
 
     def gradients(self, x: Tensor, delta: Tensor) -> Tensor:
         """Return per-example gradients ``[M, *shape]``."""
-        patches = self._patches(x, delta.shape[2:])
-        patches = patches.reshape(len(x), self.groups, -1, patches.shape[-1])
-        delta = delta.reshape(len(x), self.groups, -1, patches.shape[-1])
-        return (delta @ patches.mT).reshape(len(x), *self.shape)
+        inputs = self._by_group(self._patches(x, delta.shape[2:])).mT
+        return (self._by_group(delta.flatten(2)) @ inputs).reshape(len(x), *self.shape)
 
     def squares(self, x: Tensor, delta: Tensor) -> Tensor:
         """Return the sum of squares of per-example gradients."""
         kernel = _kernel(x.device) if x.is_cuda and x.dtype == torch.float32 else None
         if kernel is not None:
             return kernel(self._windows(x.contiguous(), delta.shape[2:]), delta, self.groups)
-        return summed_squares(self.gradients, x, delta, self.shape)
+        left = self._by_group(delta.flatten(2))
+        shape = torch.Size((*left.shape[1:-1], self.shape[1:].numel()))
+
+        def inputs(windows: Tensor) -> Tensor:
+            return self._by_group(windows.reshape(len(windows), -1, left.shape[-1])).mT
+
+        return summed_squares(left, self._windows(x, delta.shape[2:]), inputs, shape).view(self.shape)
+
+    def _by_group(self, x: Tensor) -> Tensor:
+        """Return ``[M, channels, positions]`` as ``[M, groups, channels / groups, positions]`` if there are groups."""
+        return x if self.groups == 1 else x.unflatten(1, (self.groups, -1))
 
     def patches_of(self, x: Tensor) -> Tensor:
         """Return the input of each position of the output, ``[M, channels * kernel, positions]``."""

@@ -96,7 +96,7 @@ def convolution_squares(windows: Tensor, delta: Tensor, groups: int) -> Tensor:
     tiles = ceil(outputs / rows) * ceil(inputs / columns)
     each = _examples_each(tiles * groups, examples, prod(positions))
     sums = delta.new_empty(ceil(examples / each), channels, inputs)
-    rounds = _rounds_to_tf32()
+    precision, warps = ("tf32", 4) if _rounds_to_tf32() else ("tf32x3", 8)
     with torch.cuda.device_of(delta):
         _add_squares[(tiles, groups, len(sums))](
             windows,
@@ -112,8 +112,8 @@ def convolution_squares(windows: Tensor, delta: Tensor, groups: int) -> Tensor:
             rows,
             columns,
             min(32, _power_of_two(prod(positions))),
-            "tf32" if rounds else "tf32x3",
-            num_warps=4 if rounds else 8,
+            precision,
+            num_warps=warps,
             num_stages=3,
         )
     return sums.sum(0).view(channels, -1, *kernel)
@@ -126,7 +126,7 @@ def _(windows: Tensor, delta: Tensor, groups: int) -> Tensor:
 
 
 def _power_of_two(size: int) -> int:
-    return max(16, triton.next_power_of_2(size))  # the least size of a product in Triton
+    return 1 << (max(size, 16) - 1).bit_length()  # 16 is the least size of a product in Triton
 
 
 def _tile(outputs: int, inputs: int) -> tuple[int, int]:
@@ -148,5 +148,5 @@ def _examples_each(tiles: int, examples: int, positions: int) -> int:
 
 def _rounds_to_tf32() -> bool:
     """Return whether convolutions may round to TF32."""
-    cudnn = torch.backends.cudnn
-    return cudnn.conv.fp32_precision == "tf32" if hasattr(cudnn, "conv") else cudnn.allow_tf32  # torch 2.8
+    convolutions = getattr(torch.backends.cudnn, "conv", None)  # None before torch 2.9
+    return torch.backends.cudnn.allow_tf32 if convolutions is None else convolutions.fp32_precision == "tf32"

@@ -42,7 +42,7 @@ def summed_outer_squares(left: Tensor, right: Tensor) -> Tensor:
         a = (left[:, first] * left[:, second] * twice).flatten(0, 1)
         return a.mT @ (right[:, first] * right[:, second]).flatten(0, 1)
     shape = torch.Size((left.shape[-1], right.shape[-1]))
-    return summed_squares(lambda a, b: torch.bmm(a.mT, b), left, right, shape)
+    return summed_squares(left.mT, right, lambda part: part, shape)
 
 
 def _products(x: Tensor, inputs_first: bool = False) -> Contribution:

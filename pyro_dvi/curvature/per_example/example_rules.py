@@ -91,26 +91,26 @@ class Contribution:
         return self.outer.inputs(*self.part(part).operands)
 
 
-def summed_squares(
-    gradients: Callable[[Tensor, Tensor], Tensor], x: Tensor, delta: Tensor, shape: torch.Size
-) -> Tensor:
-    """Return the sum of squares of gradients, formed for as many examples at a time as fill a processor's cache.
+def summed_squares(left: Tensor, x: Tensor, right: Callable[[Tensor], Tensor], shape: torch.Size) -> Tensor:
+    r"""Return the sum of squares of gradients :math:`\sum_t a_{it} b_{it}^\top`, formed in parts that fit into a cache.
 
     Args:
-        gradients: function from x and delta of m examples to their gradients ``[m, *shape]``.
-        x: inputs, with the examples in the first dimension.
-        delta: output gradients, with the examples in the first dimension.
-        shape: shape of a gradient.
+        left: a, of shape ``[M, *groups, p, T]``.
+        x: tensor from which b is computed, with the examples in the first dimension.
+        right: function from x of m examples to b, of shape ``[m, *groups, T, q]``.
+        shape: shape of a gradient, ``[*groups, p, q]``.
     """
-    count = max(1, (_BUDGET if x.device.type == "cpu" else 128 * _BUDGET) // shape.numel())
-    total = delta.new_zeros(shape)
-    for part, delta_of_part in zip(x.split(count), delta.split(count), strict=True):
-        found = gradients(part, delta_of_part)
-        if count == 1:
-            one = found[0]
-            total.addcmul_(one, one)
-        else:
-            total += found.square_().sum(0)
+    budget, row = _BUDGET if x.device.type == "cpu" else 128 * _BUDGET, shape.numel() // shape[-2]
+    count, rows = max(1, budget // (row * max(shape[-2], left.shape[-1]))), max(1, budget // row)
+    total = left.new_zeros(shape)
+    for some, part in zip(left.split(count), x.split(count), strict=True):
+        inputs = right(part)
+        for block, sums in zip(some.split(rows, -2), total.split(rows, -2), strict=True):
+            if count == 1:
+                one = block[0] @ inputs[0]
+                sums.addcmul_(one, one)
+            else:
+                sums += (block @ inputs).square_().sum(0)
     return total
 
 
