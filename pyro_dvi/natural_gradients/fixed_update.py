@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from pyro_dvi.errors import warn
+from pyro_dvi.core.triton_kernels import triton_kernel
+from pyro_dvi.core.undisturbed import widest
 from pyro_dvi.natural_gradients.estimates import NaturalSite, NaturalStep, steps_of
 from pyro_dvi.optim.launched_updates import FixedUpdate
 
@@ -65,7 +65,7 @@ class NaturalUpdate(FixedUpdate):
             (k, p) for k, g in enumerate(optimizer.param_groups) for p in g["params"] if p.grad is not None
         ]
         steps = steps_of(p for _, p in indexed)
-        if len(steps) != 1 or steps[0].measured != optimizer.wanted or _kernel(indexed[0][1].device) is None:
+        if len(steps) != 1 or steps[0].measured != optimizer.wanted:
             return None
         site_of = {id(site.loc): site for site in steps[0].sites}
         precisions = {id(site.precision) for site in steps[0].sites}
@@ -124,8 +124,7 @@ class NaturalUpdate(FixedUpdate):
             self._optimizer.state[parameter]["step"] = count
 
     def run(self, numbers: Tensor) -> None:
-        kernel = _kernel(numbers.device)
-        assert kernel is not None
+        kernel = _kernel_on(numbers.device)
         parts = iter(numbers.split([_PER_SITES] * len(self._sites) + [_PER_OTHERS] * len(self._others)))
         for part in self._sites.values():
             own = next(parts)
@@ -157,19 +156,44 @@ def _is_plain(site: NaturalSite, memory: dict[str, Any]) -> bool:
     return all(tensor.numel() in (1, loc.numel()) for tensor in prior)
 
 
-@cache
-def _kernel(device: torch.device) -> Callable[[list[Tensor], Tensor, float, bool], None] | None:
-    """Return the kernel of updates on a GPU; None if Triton is not installed, or does not work there."""
-    if device.type != "cuda":
-        return None
-    try:
-        from pyro_dvi.natural_gradients.update_kernel import update
+def updated(tensors: list[Any], numbers: Tensor, unit: float, ivon: bool) -> None:
+    """Update the tensors of a site in place with torch functions, as ``update_kernel.update`` does with one kernel."""
+    loc, precision, gradient, measured, momentum, curvature, prior_loc, prior_precision = tensors
+    given = numbers.to(loc.dtype).unbind()
+    forget, rate, temper, prior, damping, correction, bound, step, kept = given
+    delta = prior * prior_precision
+    pull = delta * (loc - prior_loc)
+    if ivon:
+        momentum += forget * (gradient - momentum)
+        curvature.copy_(torch.maximum(curvature, -kept * delta))
+        change = measured - curvature
+        curvature += rate * change + 0.5 * rate * rate * change * change / (curvature + delta)
+        direction = momentum + correction * pull
+    else:
+        curvature += rate * (measured - curvature)
+        momentum += forget * (gradient + pull - momentum)
+        direction = momentum
+    total, limit = curvature + delta, bound * unit
+    loc -= step * torch.minimum(torch.maximum(direction / (total + damping), -limit), limit)
+    precision.copy_(total * temper)
 
-        tensors = [torch.ones(2, device=device) for _ in range(8)]
-        update(tensors, torch.ones(_PER_SITES, device=device, dtype=torch.float64), 1.0, False)
-    except ImportError:
-        return None
-    except Exception as error:  # such as a missing C compiler
-        warn(f"Triton does not work on {device}, so updates of natural gradients are slower: {error}")
-        return None
-    return update
+
+def _kernel_on(device: torch.device) -> Callable[[list[Any], Tensor, float, bool], None]:
+    """Return the kernel of updates on a GPU, or its equivalent in torch functions."""
+    if device.type != "cuda":
+        return updated
+    path = "pyro_dvi.natural_gradients.update_kernel:update"
+    kernel = triton_kernel(path, device, lambda found: _checked(found, device))
+    return updated if kernel is None else kernel  # type: ignore[no-any-return]
+
+
+def _checked(kernel: Any, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return tensors that a kernel has updated, and those that torch functions have updated."""
+    numbers = torch.tensor([0.1, 0.3, 2.0, 0.7, 0.2, 0.9, 0.4, 0.5, 0.9], dtype=widest(device), device=device)
+    results = []
+    for update in (kernel, updated):
+        tensors = list(torch.linspace(0.1, 3, 14 * 1100, device=device).sin().abs().view(14, 1100).clone())
+        for ivon, some in ((False, tensors[:8]), (True, [*tensors[8:], *tensors[6:8]])):
+            update(some, numbers, 0.8, ivon)
+        results.append(torch.stack(tensors))
+    return results[0], results[1]

@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_dvi.core.recorder import Recorder
+from pyro_dvi.core.triton_kernels import triton_kernel
 from pyro_dvi.curvature.per_example import convolution
 from pyro_dvi.curvature.squared_gradients import SquaredGradients
-from pyro_dvi.errors import DviWarning
 
 NAME = "pyro_dvi.curvature.per_example.convolution_kernel"
 CONVOLUTIONS = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}
@@ -101,33 +100,10 @@ def test_squares_in_the_interpreter():
     assert done.returncode == 0, done.stderr
 
 
-@pytest.fixture
-def without_kernel(monkeypatch):
-    convolution._kernel.cache_clear()
-    yield monkeypatch
-    convolution._kernel.cache_clear()
-
-
-def test_plain_squares_without_triton(without_kernel):
-    without_kernel.setitem(sys.modules, NAME, None)
-    assert convolution._kernel(torch.device("cpu")) is None
-
-
-def test_plain_squares_where_triton_does_not_compile(without_kernel):
-    def fails(*arguments: Any) -> None:
-        raise RuntimeError("Failed to find C compiler")
-
-    module = ModuleType(NAME)
-    module.convolution_squares = fails
-    without_kernel.setitem(sys.modules, NAME, module)
-    with pytest.warns(DviWarning, match="Triton does not work on cpu, .*: Failed to find C compiler"):
-        assert convolution._kernel(torch.device("cpu")) is None
-    assert convolution._kernel(torch.device("cpu")) is None  # without a second warning
-
-
 def check_in_the_interpreter() -> None:
     """Compare the kernel with the loop; in a process of its own, because Triton reads the variable when imported."""
-    kernel = convolution._kernel(torch.device("cpu"))
+    device = torch.device("cpu")
+    kernel = triton_kernel(convolution.KERNEL, device, lambda found: convolution._checked(found, device))
     assert kernel is not None
 
     def by_kernel(self: Any, x: Tensor, delta: Tensor) -> Tensor:

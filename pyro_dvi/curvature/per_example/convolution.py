@@ -7,17 +7,17 @@ a Triton kernel; see :mod:`~pyro_dvi.curvature.per_example.convolution_kernel`.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pyro_dvi.core.triton_kernels import triton_kernel
 from pyro_dvi.curvature.per_example.broadcasting import over_positions
 from pyro_dvi.curvature.per_example.example_rules import Contribution, Outer, per_example_rule, summed_squares
-from pyro_dvi.errors import warn
 
 Size = int | Sequence[int]
+KERNEL = "pyro_dvi.curvature.per_example.convolution_kernel:convolution_squares"
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,9 @@ class _Layer:
 
     def squares(self, x: Tensor, delta: Tensor) -> Tensor:
         """Return the sum of squares of per-example gradients."""
-        kernel = _kernel(x.device) if x.is_cuda and x.dtype == torch.float32 else None
+        kernel = None
+        if x.is_cuda and x.dtype == torch.float32:
+            kernel = triton_kernel(KERNEL, x.device, lambda found: _checked(found, x.device))
         if kernel is not None:
             return kernel(self._windows(x.contiguous(), delta.shape[2:]), delta, self.groups)
         left = self._by_group(delta.flatten(2))
@@ -79,20 +81,10 @@ class _Layer:
         )
 
 
-@cache
-def _kernel(device: torch.device) -> Callable[[Tensor, Tensor, int], Tensor] | None:
-    """Return the kernel for sums of squares on a GPU; None if Triton is not installed, or does not work there."""
-    try:
-        from pyro_dvi.curvature.per_example.convolution_kernel import convolution_squares
-
-        tile = torch.zeros(1, 128, 1, 32, device=device)  # compiled as for large layers
-        convolution_squares(tile, tile[:, :, 0], 1)
-    except ImportError:
-        return None
-    except Exception as error:  # such as a missing C compiler
-        warn(f"Triton does not work on {device}, so squared gradients of convolutions are slower: {error}")
-        return None
-    return convolution_squares
+def _checked(kernel: Callable[[Tensor, Tensor, int], Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return sums of squares of a kernel, in a tile of large layers, and of torch functions."""
+    x, delta = torch.linspace(-3, 4, 2 * 3 * 128 * 32, device=device).sin().view(2, 3, 128, 32)
+    return kernel(x.unsqueeze(2), delta, 1).squeeze(-1), (delta @ x.mT).square().sum(0)
 
 
 def per_dimension(value: Size, n: int) -> tuple[int, ...]:
