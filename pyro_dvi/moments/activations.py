@@ -96,8 +96,11 @@ def _normal(x: Tensor) -> tuple[Tensor, Tensor]:
     return distribution(x), (x * x).mul_(-0.5).exp_().mul_(DENSITY)
 
 
-_STEP, _NORMAL_STEP = Smooth(_sigmoid, ramp=False), Smooth(_normal, ramp=False, steep=True)
-_RAMP = Smooth(_softplus, ramp=True)
+_STEP = Smooth(_sigmoid, False, "f = 1 / (1 + exp(-x)); slope = f - f * f;")
+_NORMAL_IN_CPP = f"f = T(0.5) * erfc(x * T(-{ROOT_HALF})); slope = exp(T(-0.5) * x * x) * T({DENSITY});"
+_NORMAL_STEP = Smooth(_normal, False, _NORMAL_IN_CPP, steep=True)
+_RAMP = Smooth(_softplus, True, "f = log1p(exp(x)); slope = 1 / (1 + exp(-x));")
+_SILU = Smooth(_silu, True, "slope = 1 / (1 + exp(-x)); f = x * slope; slope += f - f * slope;")
 
 sigmoid = elementwise_rule(Rescaled(torch.sigmoid, _STEP), F.sigmoid, torch.sigmoid, torch.special.expit)
 elementwise_rule(Rescaled(torch.tanh, _STEP, inner=2.0, outer=2.0), F.tanh, torch.tanh)
@@ -105,9 +108,11 @@ elementwise_rule(
     Rescaled(torch.erf, _NORMAL_STEP, inner=math.sqrt(2), outer=2.0), torch.erf, torch.special.erf
 )
 elementwise_rule(Rescaled(F.logsigmoid, _RAMP, inner=-1.0, outer=-1.0), F.logsigmoid)
-elementwise_rule(Rescaled(F.silu, Smooth(_silu, ramp=True)), F.silu)
+elementwise_rule(Rescaled(F.silu, _SILU), F.silu)
 
-_GELU_TANH = Rescaled(partial(F.gelu, approximate="tanh"), Smooth(_gelu_tanh, ramp=True, steep=True))
+_GELU_IN_CPP = f"""f = T({_RATE * _CUBIC}) * x * x; slope = 1 / (1 + exp(-x * (f + T({_RATE}))));
+    third = 3 * f + T({_RATE}); f = x * slope; slope += f * third * (1 - slope);"""
+_GELU_TANH = Rescaled(partial(F.gelu, approximate="tanh"), Smooth(_gelu_tanh, True, _GELU_IN_CPP, steep=True))
 
 
 @moment_rule(F.softplus, kind=Kind.ELEMENTWISE)

@@ -29,6 +29,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _disable_current_modes
 
+from pyro_dvi.core.elementwise import Elementwise, fuses
 from pyro_dvi.core.recorder import is_for_any_rows, is_recording
 from pyro_dvi.moments.dispatch import Kind
 from pyro_dvi.moments.rules import moment_rule
@@ -134,10 +135,18 @@ class _Through(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g_mean: Tensor, g_spread: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        mean_mu, mean_variance, spread_mu, spread_variance = ctx.saved_tensors
-        by_mu = torch.addcmul(g_mean * mean_mu, g_spread, spread_mu)
-        by_variance = torch.addcmul(g_mean * mean_variance, g_spread, spread_variance)
-        return by_mu, by_variance, None, None
+        return *_CHAIN(g_mean, g_spread, *ctx.saved_tensors), None, None
+
+
+_CHAIN = Elementwise(
+    "chain",
+    "g_mu, g_v",
+    "g_mu = g_mean * mean_mu + g_spread * spread_mu; g_v = g_mean * mean_v + g_spread * spread_v;",
+    lambda g_mean, g_spread, mean_mu, mean_v, spread_mu, spread_v: (
+        torch.addcmul(g_mean * mean_mu, g_spread, spread_mu),
+        torch.addcmul(g_mean * mean_v, g_spread, spread_v),
+    ),
+)
 
 
 def _in_blocks(compute: Compute, mu: Tensor, variance: Tensor, slopes: bool) -> list[Tensor]:
@@ -146,7 +155,7 @@ def _in_blocks(compute: Compute, mu: Tensor, variance: Tensor, slopes: bool) -> 
     on_cpu = mu.device.type == "cpu"
     block = getattr(compute, "block", _BLOCK) if on_cpu else _ACCELERATED_BLOCK
     together = torch.compiler.is_compiling() or is_for_any_rows() or (is_recording() and not on_cpu)
-    if together or mu.numel() <= block:
+    if together or mu.numel() <= block or (hasattr(compute, "one_kernel") and fuses(mu, variance)):
         parts = compute(mu, variance, slopes)
     else:
         pairs = zip(mu.split(block), variance.split(block), strict=True)

@@ -10,9 +10,20 @@ import torch
 from pyro_dvi.core import batch_norm, elementwise
 from pyro_dvi.core.elementwise import Elementwise
 from pyro_dvi.curvature import second_derivatives
-from pyro_dvi.moments import bilinear, normalisation, piecewise
+from pyro_dvi.moments import activations, bilinear, normalisation, piecewise, quadrature, smooth
+from pyro_dvi.moments.smooth import Rescaled, Smooth
 
-MODULES = (elementwise, batch_norm, second_derivatives, bilinear, normalisation, piecewise)
+MODULES = (
+    elementwise,
+    batch_norm,
+    second_derivatives,
+    bilinear,
+    normalisation,
+    piecewise,
+    quadrature,
+    smooth,
+    activations,
+)
 
 
 def name_of(function: Elementwise) -> str:
@@ -22,6 +33,8 @@ def name_of(function: Elementwise) -> str:
 def _collect() -> Iterator[Elementwise]:
     for module in MODULES:
         for function in vars(module).values():
+            function = function.smooth if isinstance(function, Rescaled) else function
+            function = function.kernel if isinstance(function, Smooth) else function
             while isinstance(function, Elementwise):
                 yield function
                 function = function.gradient

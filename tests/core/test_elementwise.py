@@ -10,15 +10,17 @@ from typing import Any
 import pyro
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import gradcheck, gradgradcheck
 
 import pyro_dvi as dvi
-from pyro_dvi.core import batch_norm
+from pyro_dvi.core import batch_norm, elementwise
 from pyro_dvi.core.elementwise import Elementwise, fuses
 from pyro_dvi.errors import DviWarning
-from pyro_dvi.moments import piecewise
+from pyro_dvi.moments import GaussianMoments, piecewise
+from pyro_dvi.moments.value import tiny_variance
 from pyro_dvi.objectives import Captured
 from tests.core.kernels import FUNCTIONS, kernels_on_cpu
 
@@ -124,6 +126,18 @@ def test_moments_of_relu_far_from_the_kink(dtype, in_cpp):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name.startswith("moments_of")])
+def test_moments_of_smooth_functions_at_any_scale(name, dtype, in_cpp):
+    mu, variance = wide_range(dtype)
+    mu, variance = mu[variance < 1e12], variance[variance < 1e12].clamp_min(tiny_variance(dtype))
+    sigma, one = variance.sqrt(), torch.ones_like(mu)
+    sizes = [sigma, variance, one, 1 / sigma, sigma, one]
+    expected = FUNCTIONS[name].plain(mu, variance)
+    for value, right, size in zip(in_cpp(name, [mu, variance]), expected, sizes, strict=True):
+        assert ((value - right).abs() <= 256 * torch.finfo(dtype).eps * size).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["rectify", "softplus", "softplus_backward", "softplus_double_backward"])
 def test_infinities_and_nan_are_those_of_torch(name, dtype, in_cpp):
     values = torch.tensor(
@@ -158,12 +172,31 @@ def test_gradients(name):
         torch.testing.assert_close(value, right)
 
 
+def test_every_operator_is_tested():
+    assert {f"pyro_dvi::{name}" for name in FUNCTIONS} == elementwise._LIBRARY._op_defs
+
+
 def test_arguments_without_a_gradient():
     x, variance, alpha = (t.requires_grad_() for t in drawn("noisy", (4, 3)))
     with kernels_on_cpu():
         _, y = FUNCTIONS["noisy"](x.detach(), variance, alpha.detach())
     y.sum().backward()
     torch.testing.assert_close(variance.grad, alpha.detach() + 1)
+
+
+@pytest.mark.parametrize("function", [torch.sigmoid, torch.tanh, torch.erf, F.softplus, F.silu])
+def test_moments_of_activations(function, double):
+    x = GaussianMoments(3 * torch.randn(200), torch.randn(200).exp())
+
+    def results() -> list[Tensor]:
+        given = GaussianMoments(x.loc.requires_grad_(), x.variance.requires_grad_())
+        y = function(given)
+        return [y.loc, y.variance, *torch.autograd.grad((y.loc - y.variance).sum(), (x.loc, x.variance))]
+
+    expected = results()
+    with kernels_on_cpu():
+        found = results()
+    torch.testing.assert_close(found, expected)
 
 
 # Layers and objectives ----------------------------------------------------------------------------------------------
@@ -331,6 +364,16 @@ def test_torch_functions_stand_in_where_nothing_compiles(monkeypatch):
     torch.testing.assert_close([first, function._run(*given)], [function.plain(*given)] * 2)
 
 
+def test_torch_functions_stand_in_where_a_kernel_is_wrong(monkeypatch):
+    function, given = FUNCTIONS["combined"], drawn("combined", (2, 3))
+    monkeypatch.setattr(Elementwise, "_compiles", True)
+    monkeypatch.setattr(function, "_checked", set())
+    monkeypatch.setitem(vars(function), "_kernel", lambda *tensors: 1.1 * function.plain(*tensors))
+    with pytest.warns(DviWarning, match="a kernel gives wrong results"):
+        first = function._run(*given)
+    torch.testing.assert_close([first, function._run(*given)], [function.plain(*given)] * 2)
+
+
 def test_a_lack_of_memory_is_reported(monkeypatch):
     def fail(*tensors: Tensor) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -346,7 +389,9 @@ def test_a_lack_of_memory_is_reported(monkeypatch):
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_on_a_device(name, layout, dtype, device):
     given = [t.contiguous(memory_format=layout) for t in drawn(name, (2, 3, 4, 5), dtype)]
-    if "rectify" not in name:
+    if name.startswith("moments_of"):
+        given = [t.reshape(-1) for t in given]
+    elif "rectify" not in name:
         given[-1] = given[-1][:1, :, :1, :1]  # broadcast
     function, moved = FUNCTIONS[name], [t.to(device) for t in given]
     found, expected = several(function(*moved)), several(function.plain(*given))
