@@ -93,7 +93,9 @@ class Elementwise:
         if Elementwise._compiles:
             try:
                 found = self._kernel(*tensors)
-                if tensors[0].dtype not in self._checked:  # at the first call, with values that occur in practice
+                if (
+                    tensors[0].dtype not in self._checked
+                ):  # at the first call, with values that occur in practice
                     self._checked.add(tensors[0].dtype)
                     self._check(_several(found), _several(self.plain(*tensors)))
                 return found

@@ -132,10 +132,10 @@ class NaturalUpdate(FixedUpdate):
                 kernel(self._of_site(site), own, self._optimizer.state[site.loc]["unit"], self._ivon)
         for rest in self._others.values():
             count, rate = next(parts).to(torch.float32).unbind()
-            tensors = zip(*map(self._of_other, rest), strict=True)
-            options: dict[str, Any] = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0}
-            options |= {"amsgrad": False, "maximize": False, "lr": rate}
-            torch._fused_adam_(*map(list, tensors), [], [count] * len(rest), **options)
+            options: Any = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0, "lr": rate}
+            options |= {"amsgrad": False, "maximize": False}
+            tensors: Any = map(list, zip(*map(self._of_other, rest), strict=True))
+            torch._fused_adam_(*tensors, [], [count] * len(rest), **options)
 
     def finish(self) -> None:
         for part in self._sites.values():

@@ -111,9 +111,9 @@ def test_a_capture_that_fails_leaves_everything_working():
         with pytest.raises(UnsupportedError, match="waits for the device"):
             FixedCall(function, function, device)
     assert draw.is_valid and launch._captures["failed"] == before
-    rehearsed = []
+    rehearsed: list[torch.Tensor] = []
     with pytest.raises(UnsupportedError, match="cannot be captured"):
-        FixedCall(lambda: [torch.randn(2, device=device).sum().item()], lambda: rehearsed, device)
+        FixedCall(lambda: [torch.randn(2, device=device).cpu()], lambda: rehearsed, device)
     assert not draw.is_valid
     torch.manual_seed(3)
     torch.testing.assert_close(torch.randn(4, device=device), expected)

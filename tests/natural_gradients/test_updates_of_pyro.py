@@ -41,7 +41,7 @@ def test_states_of_pyro_optimizers_go_on_bit_by_bit(optimizer, stepped):
     svi.guide.initialize(*data[0])
     if stepped:
         svi.step(*data[0])
-        dvi.training.routes.SVIRoute(svi).load_optimizer_state(saved[2])  # as dvi.load does
+        dvi.training.targets.SVIRoute(svi).load_optimizer_state(saved[2])  # as dvi.load does
     else:
         svi.optim.set_state(saved[2])
         svi.loss.__self__.prepare(

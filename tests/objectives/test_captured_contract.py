@@ -90,7 +90,8 @@ def test_the_error_names_the_first_void_step(place):
     losses = []
     for elbo in (SampledELBO(), Captured(SampledELBO())):
         factor, change = place()
-        svi, found = svi_of(line(factor), elbo), []
+        svi = svi_of(line(factor), elbo)
+        found: list[float] = []
         losses.append(found)
         for k in range(60):
             if k == 30:
