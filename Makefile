@@ -2,7 +2,7 @@
 # Run inside an environment made by `python -m pip install -e ".[dev]"`.
 
 .DEFAULT_GOAL := help
-.PHONY: help format lint types imports test soak matrix package doctest docs notebooks bench quickstart
+.PHONY: help format lint types imports test gpu soak matrix package doctest docs notebooks bench quickstart
 
 help:  ## list these targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -26,6 +26,9 @@ imports:  ## check that chapters import only from earlier chapters
 
 test:  ## run the tests, those that `pytest -n 2` leaves out as slow included
 	python -m pytest -n 2 -m "not soak"
+
+gpu:  ## run the tests that take a device on a CUDA device
+	python -m pytest -n 4 --device cuda -m "(device or cuda) and not soak"
 
 soak:  ## run the long checks that `make test` leaves out
 	python -m pytest -n 2 -m soak

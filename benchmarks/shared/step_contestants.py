@@ -6,7 +6,7 @@ import resource
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +33,7 @@ __all__ = ["BEFORE", "CASES", "PACKAGES", "WARM_UP", "contestants", "ordinary", 
 
 NUM_DATA, LR = 50_000, 1e-4
 WARM_UP = 12  # steps before the first turn; what is captured or compiled is so by then
+IN_FIT = 8  # turns in an epoch of fit
 Net = Callable[[], nn.Module]
 Step = Callable[[Tensor, Tensor], object]
 
@@ -62,14 +63,39 @@ CASES = {
 }
 
 
-def bare(net: nn.Module, compiled: bool = False, **options: Any) -> Step:
-    """A step in torch alone; compiled are forward pass and loss, and so their backward pass, not the optimizer."""
-
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        return cross_entropy(net(x), y)
-
+def bare(net: nn.Module, **options: Any) -> Step:
+    """A step in torch alone."""
     optimizer = torch.optim.Adam(net.parameters(), LR, **options)
-    return steps_of(torch.compile(loss_of) if compiled else loss_of, optimizer, nullcontext)
+    return steps_of(lambda x, y: cross_entropy(net(x), y), optimizer, nullcontext)
+
+
+def bare_graph(net: nn.Module) -> Step:
+    """A step in torch alone, captured as one CUDA graph with its optimizer."""
+    optimizer = torch.optim.Adam(net.parameters(), LR, fused=True, capturable=True)
+    captured: dict[str, Any] = {}
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        loss = cross_entropy(net(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    def replay(x: Tensor, y: Tensor) -> object:
+        if not captured:
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(3):
+                    step(x, y)
+            torch.cuda.current_stream().wait_stream(stream)
+            captured["graph"] = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(captured["graph"]):
+                captured["loss"] = step(x, y)
+        captured["graph"].replay()
+        return captured["loss"].item()
+
+    return replay
 
 
 def steps_of(loss_of: Callable[[Tensor, Tensor], Tensor], optimizer: Any, around: Callable[[], Any]) -> Step:
@@ -86,14 +112,39 @@ def steps_of(loss_of: Callable[[Tensor, Tensor], Tensor], optimizer: Any, around
     return step
 
 
-def svi(guide_of: Callable, loss: Callable, optimizer: Callable) -> Callable[[nn.Module], Step]:
+def training(guide_of: Callable, loss: Callable, optimizer: Callable, net: nn.Module) -> SVI:
+    model = classifier(dvi.to_bayesian_(net, prior_scale=1.0), num_data=NUM_DATA)
+    return SVI(model, guide_of(model), optimizer(), loss())
+
+
+def svi(*parts: Callable) -> Callable[[nn.Module], Step]:
     """A step of SVI."""
+    return lambda net: training(*parts, net).step
 
-    def make(net: nn.Module) -> Step:
-        model = classifier(dvi.to_bayesian_(net, prior_scale=1.0), num_data=NUM_DATA)
-        return SVI(model, guide_of(model), optimizer(), loss()).step
 
-    return make
+class InFit:
+    """Steps inside ``fit``, whose losses are read once an epoch; an epoch begins when it is asked for."""
+
+    def __init__(self, parts: tuple[Callable, ...], net: nn.Module) -> None:
+        self._svi = training(*parts, net)
+
+    def run(self, x: Tensor, y: Tensor, steps: int, turns: Iterator[Callable[[], object]]) -> None:
+        """Take so many steps for each turn; its function is called at the end of the steps."""
+
+        class Epochs:
+            def __len__(self) -> int:
+                return steps
+
+            def __iter__(self) -> Iterator[Any]:
+                end = next(turns, None)
+                if end is None:
+                    raise KeyboardInterrupt
+                yield from [(x, y)] * steps
+                if x.is_cuda:
+                    torch.cuda.synchronize()
+                end()
+
+        dvi.fit(self._svi, Epochs(), 10**6, progress=False)
 
 
 def delta(model: Any) -> Any:
@@ -119,18 +170,20 @@ def ivon_package(net: nn.Module) -> Step:
     )
 
 
-BEFORE, CAPTURED, COMPILED, JIT = ", before", ", captured", ", compiled", ", JitTrace_ELBO"
-Makers = dict[str, Callable[[nn.Module], Step]]
+BEFORE, CAPTURED, FIT, JIT = ", before", ", captured", ", in fit", ", JitTrace_ELBO"
+GRAPH = ", CUDA graph"
+Makers = dict[str, Callable[[nn.Module], Any]]
 
 
 def ours(name: str, guide_of: Callable, loss: Callable, optimizer: Callable = adam) -> Makers:
-    """Our objectives: of another version of this library, as they come, captured, and captured and compiled."""
+    """Our objectives: of another version of this library, as they come, captured, and inside ``fit``."""
 
-    def captured(compiled: bool) -> Any:
-        return dvi.objectives.Captured(loss(), compile=compiled)
+    def captured() -> Any:
+        return dvi.objectives.Captured(loss())
 
-    losses = {BEFORE: loss, "": loss, CAPTURED: partial(captured, False), COMPILED: partial(captured, True)}
-    return {name + form: svi(guide_of, each, optimizer) for form, each in losses.items()}
+    losses = {BEFORE: loss, "": loss, CAPTURED: captured}
+    made: Makers = {name + form: svi(guide_of, each, optimizer) for form, each in losses.items()}
+    return {**made, name + FIT: partial(InFit, (guide_of, loss, optimizer))}
 
 
 def natural(name: str) -> Makers:
@@ -158,7 +211,8 @@ CONTESTANTS: Makers = {
     UNIT: partial(bare, fused=True),
     SMOOTH: partial(bare, fused=True),
     "torch, plain Adam": bare,
-    UNIT + COMPILED: partial(bare, compiled=True, fused=True),
+    UNIT + GRAPH: bare_graph,
+    SMOOTH + GRAPH: bare_graph,
     **ours("MAP", delta, dvi.SampledELBO),
     **pyros(delta),
     **ours("sampled VI", dvi.MeanFieldGuide, dvi.SampledELBO),
@@ -183,8 +237,8 @@ def unit_of(contestant: str) -> str:
 
 
 def ordinary(contestant: str) -> str:
-    """The contestant that is neither captured nor compiled nor traced; itself, if it is none of these."""
-    for form in (CAPTURED, COMPILED, JIT):
+    """The contestant that is neither captured nor traced; itself, if it is none of these."""
+    for form in (CAPTURED, FIT, GRAPH, JIT):
         contestant = contestant.removesuffix(form)
     return contestant
 
@@ -192,11 +246,10 @@ def ordinary(contestant: str) -> str:
 def contestants(case: str, device: str, before: bool) -> list[str]:
     """Those that take part."""
     absent = tuple(name for name, package in PACKAGES.items() if find_spec(package) is None)
-    if "ResNet" in case or device == "cuda":  # written for sequential networks, and for JAX of the CPU
+    if "ResNet" in case:  # written for sequential networks
         absent += ("NumPyro",)
-    return [
-        name for name in CONTESTANTS if not name.startswith(absent) and (before or not name.endswith(BEFORE))
-    ]
+    forms = (*(() if before else (BEFORE,)), *(() if device == "cuda" else (GRAPH,)))
+    return [name for name in CONTESTANTS if not name.startswith(absent) and not name.endswith(forms)]
 
 
 def made(case: str, contestant: str, device: str) -> Step:
@@ -220,21 +273,34 @@ def take_steps(case: str, contestant: str, device: str) -> None:
     x, y = CASES[case].data(device)
     held = _memory(device, reset=True)
     start = _seconds(device)
-    step = made(case, contestant, device)
+    step, turn = made(case, contestant, device), CASES[case].turn
+
+    def tell(first_steps: int, calls: int | None) -> None:
+        found = {
+            "first_seconds": _seconds(device) - start,
+            "first_steps": first_steps,
+            "mebibytes": (_memory(device, peak=True) - held) / 2**20,
+            "calls": calls,
+        }
+        print(json.dumps(found), flush=True)
+
+    def turns(steps: int) -> Iterator[Callable[[], None]]:
+        yield lambda: tell(steps, None)  # the first epochs, in which steps are captured
+        for _ in sys.stdin:
+            began = _seconds(device)
+            yield lambda began=began: print((_seconds(device) - began) / steps, flush=True)  # type: ignore[misc]
+
+    if isinstance(step, InFit):
+        step.run(x, y, IN_FIT * turn, turns(IN_FIT * turn))
+        return
     for _ in range(WARM_UP):
         step(x, y)  # ends with the loss as a number, which waits for the device
-    found = {
-        "first_seconds": _seconds(device) - start,
-        "mebibytes": (_memory(device, peak=True) - held) / 2**20,
-        "calls": _calls(contestant, lambda: step(x, y)),
-    }
-    print(json.dumps(found), flush=True)
-    turn = CASES[case].turn
+    tell(WARM_UP, _calls(contestant, lambda: step(x, y)))
     for _ in sys.stdin:
-        start = _seconds(device)
+        began = _seconds(device)
         for _ in range(turn):
             step(x, y)
-        print((_seconds(device) - start) / turn, flush=True)
+        print((_seconds(device) - began) / turn, flush=True)
 
 
 def _seconds(device: str) -> float:
@@ -246,8 +312,8 @@ def _seconds(device: str) -> float:
 
 
 def _calls(contestant: str, step: Callable[[], object]) -> int | None:
-    """Operators that torch dispatches in a step; None where a compiler has merged them."""
-    if contestant.endswith(COMPILED) or contestant.startswith("NumPyro"):
+    """Operators that torch dispatches in a step; None where a graph or a compiler launches them together."""
+    if contestant.endswith(GRAPH) or contestant.startswith("NumPyro"):
         return None
     numbers = []
     for _ in range(

@@ -18,7 +18,7 @@ def numpyro_step(guide: str, num_data: int, lr: float) -> Callable[[nn.Module], 
         from numpyro import distributions as dist
         from numpyro.infer import SVI, Trace_ELBO, autoguide, init_to_value
 
-        weights = {name: jax.numpy.asarray(p.detach().numpy()) for name, p in net.named_parameters()}
+        weights = {name: jax.numpy.asarray(p.detach().cpu().numpy()) for name, p in net.named_parameters()}
 
         def model(x: Any, y: Any) -> None:
             drawn = {
@@ -36,7 +36,7 @@ def numpyro_step(guide: str, num_data: int, lr: float) -> Callable[[nn.Module], 
         def step(x: Tensor, y: Tensor) -> object:
             nonlocal state
             if state is None:
-                known["data"] = [jax.numpy.asarray(tensor.numpy()) for tensor in (x, y)]
+                known["data"] = [jax.numpy.asarray(tensor.cpu().numpy()) for tensor in (x, y)]
                 state = svi.init(jax.random.key(0), *known["data"])
             state, loss = update(state, *known["data"])
             return float(loss)  # when it is there, the weights are, too

@@ -69,8 +69,9 @@ def report(rows: list[Row], folder: Path) -> str:
     text = [
         provenance("step_speed", rows),
         "Times of training steps relative to a bare torch step with fused Adam; the steps of a group, which includes "
-        "the bare step, are measured alternately. Start: additional seconds of the first "
-        f"{WARM_UP} steps, in which a step is captured or compiled, compared with {WARM_UP} median steps. Pays after: "
+        "the bare step, are measured alternately. In fit: steps inside `fit`, on data that are on the device. Start: "
+        "additional seconds of the first steps, in which a step is captured or compiled, compared with as many median "
+        f"steps ({WARM_UP}, more inside `fit`). Pays after: "
         "the number of steps that make up for the longer start. Operator calls and peak memory are relative to the "
         "bare step.",
     ]
@@ -206,7 +207,7 @@ def _together(case: str, names: list[str]) -> dict[str, dict[str, Any]]:
             "time": round(middle, 4),
             "quartiles": [round(low, 4), round(high, 4)],
             "rounds": len(ratios),
-            "start_seconds": round(process.found["first_seconds"] - WARM_UP * median, 3),
+            "start_seconds": round(process.found["first_seconds"] - process.found["first_steps"] * median, 3),
             "calls": process.found["calls"],
             "mebibytes": round(process.found["mebibytes"], 2),
         }

@@ -298,9 +298,11 @@ class _Run:
 
     def _steps(self, epoch: int) -> None:
         """Take the steps of an epoch."""
-        for batch in self._minibatches.of_epoch(self._target_device()):
-            self._step(epoch, *arguments(batch, self._target_device()))
+        device = self._target_device()
+        for batch in self._minibatches.of_epoch(device):
+            self._step(epoch, *arguments(batch, device))
             self._check_signals()
+            device = device or self._target_device()  # some guides have no parameters before the first step
         self._log.read()
 
     def _validated(self) -> dict[str, float]:

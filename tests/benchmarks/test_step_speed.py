@@ -23,21 +23,22 @@ def test_every_variant_has_an_ordinary_form_and_a_unit():
     assert {ordinary(name) for name in CONTESTANTS} | {unit_of(name) for name in CONTESTANTS} <= set(
         CONTESTANTS
     )
-    assert ordinary("VL, compiled") == ordinary("VL, captured") == "VL"
-    assert ordinary("torch, compiled") == "torch"
-    assert unit_of("VL, compiled") == "torch, softplus"
+    assert ordinary("VL, in fit") == ordinary("VL, captured") == "VL"
+    assert ordinary("torch, CUDA graph") == "torch"
+    assert unit_of("VL, in fit") == "torch, softplus"
     assert unit_of("VOGN") == "torch"
 
 
 def test_those_who_cannot_take_part_are_left_out(monkeypatch):
     monkeypatch.setattr("benchmarks.shared.step_contestants.find_spec", lambda package: package)
-    everyone = contestants(MLP, "cpu", before=True)
+    everyone = contestants(MLP, "cuda", before=True)
     assert everyone == list(CONTESTANTS)
-    missing = set(everyone) - set(contestants(RESNET, "cpu", before=True))
+    graphs = {"torch, CUDA graph", "torch, softplus, CUDA graph"}
+    assert set(everyone) - set(contestants(MLP, "cpu", before=True)) == graphs
+    missing = set(everyone) - set(contestants(RESNET, "cuda", before=True))
     assert missing == {"NumPyro, AutoDelta", "NumPyro, AutoNormal"}
-    assert missing == set(everyone) - set(contestants(MLP, "cuda", before=True))
     monkeypatch.setattr("benchmarks.shared.step_contestants.find_spec", lambda package: None)
-    assert missing | {"ivon-opt, IVON"} == set(everyone) - set(contestants(MLP, "cpu", before=True))
+    assert missing | {"ivon-opt, IVON"} == set(everyone) - set(contestants(MLP, "cuda", before=True))
 
 
 def test_a_capture_pays_after_the_steps_that_save_its_time():
@@ -45,7 +46,7 @@ def test_a_capture_pays_after_the_steps_that_save_its_time():
     assert _pays_after(plain, plain) is None
     assert _pays_after(line("VL, captured", 8.0, 10.5), plain) == "5,000"  # 10 s at 2 ms a step
     assert _pays_after(line("VL, captured", 8.0, 0.4), plain) == "0"
-    assert _pays_after(line("VL, compiled", 10.0, 20.0), plain) == "never"
+    assert _pays_after(line("VL, in fit", 10.0, 20.0), plain) == "never"
 
 
 def test_the_table_has_new_lines_only_and_multiples_of_the_right_unit(tmp_path):
@@ -53,13 +54,13 @@ def test_the_table_has_new_lines_only_and_multiples_of_the_right_unit(tmp_path):
         line("torch", 2.0, 0.0),
         line("torch, softplus", 4.0, 0.0, calls=100, mebibytes=16.0),
         line("VL", 10.0, 0.5, time=2.5, calls=300, mebibytes=24.0),
-        line("VL, compiled", 8.0, 10.5, time=2.0, calls=None, mebibytes=32.0),
+        line("VL, in fit", 8.0, 10.5, time=2.0, calls=None, mebibytes=32.0),
     ]
     machine = {"torch": "2.15", "machine": "x86_64 CPU", "note": "Peers: none."}
     row = {"case": MLP, "device": "cpu", "clock": "processor", "steps": steps, "failed": ["IVON"], **machine}
     text = report([{"case": LENET, "device": "cpu", "threads": 1}, row], tmp_path)
     assert "| VL | 10.00 | 2.50 | 5.00 to 5.00 | 3.00 | 1.50 | 0.50 |  |" in text
-    assert "| VL, compiled | 8.00 | 2.00 | 4.00 to 4.00 |  | 2.00 | 10.50 | 5,000 |" in text
+    assert "| VL, in fit | 8.00 | 2.00 | 4.00 to 4.00 |  | 2.00 | 10.50 | 5,000 |" in text
     assert "Ended by an error: IVON." in text
     assert LENET not in text
 
