@@ -201,9 +201,8 @@ def _divided(x: Tensor, inputs: tuple[Tensor | None, ...], outputs: tuple[Tensor
         return None
     variance = x.detach().var([k for k in range(x.dim()) if k != 1], correction=0, keepdim=True)
     gradient = outputs[0].to(x.dtype) * (variance + 1e-5).rsqrt()
-    return gradient.to(inputs[0].dtype), *inputs[
-        1:
-    ]  # a hook must keep the dtype, which autocast may have lowered
+    # A hook must keep the dtype, which autocast may have lowered.
+    return gradient.to(inputs[0].dtype), *inputs[1:]
 
 
 # Without rules ---------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from pyro_dvi.curvature.per_example.proof import examined
 from pyro_dvi.curvature.products import LinearMap
 from pyro_dvi.curvature.squared_gradients import (
     SquaredGradients,
+    _divided,
     squares_without_rules,
 )
 from pyro_dvi.errors import UnsupportedError
@@ -214,6 +215,13 @@ def test_batch_norm_in_training_mode_counts_its_own_rows():
     recorder.watch(recorder.served(M), found.__setitem__)
     outputs.sum().backward()
     torch.testing.assert_close(found, {0: expected_w, 1: expected_a.detach()})
+
+
+def test_gradients_through_batch_norm_keep_their_dtype():
+    """On a GPU, ``rsqrt`` under autocast gives float32 for bfloat16, and a hook must return what it replaces."""
+    x, of_output = torch.randn(M, 2, dtype=torch.bfloat16), torch.randn(M, 2)
+    of_input, of_weight = _divided(x, (of_output.bfloat16(), torch.ones(2)), (of_output,))
+    assert of_input.dtype == torch.bfloat16 and of_weight.dtype == torch.float32
 
 
 def test_the_graph_is_freed_after_the_backward_pass():

@@ -98,6 +98,18 @@ READS: dict[str, Callable[[Tensor], object]] = {
 }
 
 
+def test_sums_of_batch_norm_alone_need_a_weight(device):
+    x, of_channel = torch.ones(2, 3, device=device), torch.ones(3, device=device)
+
+    def sums(weight: Tensor | None, with_input: bool) -> None:
+        statistics = (weight, None, None, of_channel, of_channel, True, 1e-5)
+        torch.ops.aten.native_batch_norm_backward(x, x, *statistics, [with_input, True, True])
+
+    sums(of_channel, False), sums(None, True)
+    with pytest.raises(RuntimeError, match="weight"):
+        sums(None, False)
+
+
 @pytest.mark.parametrize("read", READS.values(), ids=list(READS))
 def test_a_read_is_counted_once(read, device):
     x = torch.tensor([1.0, 2.0, 3.0], device=device)
