@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training under ``torch.autocast``: supported in bfloat16, refused by name where half precision would be wrong."""
 
+import contextlib
+
 import pyro
 import pytest
 import torch
@@ -8,7 +10,7 @@ import torch
 import pyro_dvi as dvi
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.laplace import Dense
-from tests.whole_package.methods import METHODS, classifier, images, laplace_guide
+from tests.whole_package.methods import METHODS, NUM_DATA, classifier, images, laplace_guide, small_net
 
 NAMES = [
     name for name in METHODS if name != "Taylor, Hessian"
@@ -43,6 +45,26 @@ def test_steps_in_bfloat16_reduce_the_loss(name):
     with torch.autocast("cpu", torch.bfloat16):
         losses = [svi.step(*images("cpu")) for _ in range(6)]
     assert losses[-1] < losses[0] and all(p.dtype == torch.float32 for p in svi.guide.parameters())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_context_for_training_is_one_for_each_step(name):
+    """Autocast keeps a copy of the last layer, which is no latent variable, until its context ends."""
+
+    def trained(outer: bool) -> dict[str, torch.Tensor]:
+        pyro.clear_param_store()
+        torch.manual_seed(0)
+        net = dvi.to_bayesian_(small_net(), exclude=["4.*"])
+        svi = METHODS[name](dvi.classifier(net, num_data=NUM_DATA))
+        with torch.autocast("cpu", torch.bfloat16) if outer else contextlib.nullcontext():
+            for _ in range(4):
+                with torch.autocast("cpu", torch.bfloat16):
+                    svi.step(*images("cpu"))
+        return {k: p.detach().clone() for k, p in pyro.get_param_store().items()}
+
+    expected = trained(False)
+    assert any("4.weight" in name for name in expected)
+    torch.testing.assert_close(trained(True), expected, rtol=0, atol=0)
 
 
 def test_the_likelihood_is_summed_in_float32():
