@@ -112,21 +112,21 @@ def steps_of(loss_of: Callable[[Tensor, Tensor], Tensor], optimizer: Any, around
     return step
 
 
-def training(guide_of: Callable, loss: Callable, optimizer: Callable, net: nn.Module) -> SVI:
+def training(net: nn.Module, guide_of: Callable, loss: Callable, optimizer: Callable) -> SVI:
     model = classifier(dvi.to_bayesian_(net, prior_scale=1.0), num_data=NUM_DATA)
     return SVI(model, guide_of(model), optimizer(), loss())
 
 
 def svi(*parts: Callable) -> Callable[[nn.Module], Step]:
     """A step of SVI."""
-    return lambda net: training(*parts, net).step
+    return lambda net: training(net, *parts).step
 
 
 class InFit:
     """Steps inside ``fit``, whose losses are read once an epoch; an epoch begins when it is asked for."""
 
     def __init__(self, parts: tuple[Callable, ...], net: nn.Module) -> None:
-        self._svi = training(*parts, net)
+        self._svi = training(net, *parts)
 
     def run(self, x: Tensor, y: Tensor, steps: int, turns: Iterator[Callable[[], object]]) -> None:
         """Take so many steps for each turn; its function is called at the end of the steps."""

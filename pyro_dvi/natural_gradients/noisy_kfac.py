@@ -12,7 +12,8 @@ from pyro_dvi.curvature.kronecker import damped_factors
 from pyro_dvi.errors import GuideError, NotPositiveDefiniteError
 from pyro_dvi.natural_gradients.estimates import Estimate
 from pyro_dvi.natural_gradients.kronecker_guide import LayerFisher, flattened, unflattened
-from pyro_dvi.natural_gradients.optimizer import DEFAULTS, Tensors, Update
+from pyro_dvi.natural_gradients.optimizer import DEFAULTS
+from pyro_dvi.natural_gradients.site_update import SiteUpdate, Tensors
 from pyro_dvi.natural_gradients.updates import Consistent, NaturalGradientOptim, VOGNOptimizer
 from pyro_dvi.optim.joint_optim import Options, for_svi
 
@@ -79,31 +80,40 @@ class NoisyKFACOptimizer(VOGNOptimizer):
         """The curvature to measure in the next step."""
         return replace(self.estimate, rest_only=self.steps_done % self.param_groups[0]["factor_interval"] > 0)
 
-    def _move(self, update: Update) -> None:
+    def _rates(self, update: SiteUpdate) -> tuple[float, float, float]:
         if update.is_layer:
-            (curvature,), p = update.curvatures, update.locs[0].shape[0]
+            update.measurements = 1 + (update.count - 1) // update.group["factor_interval"]
+        return super()._rates(update)
+
+    def _move(self, update: SiteUpdate) -> None:
+        if update.is_layer:
+            (curvature,), p = update.curvatures, update.parameters[0].shape[0]
             rows, columns = unflattened(curvature, p)
-            if update.locs[0].dim() < 2 or len(columns) != update.locs[0][0].numel() + len(update.locs) - 1:
+            if (
+                update.parameters[0].dim() < 2
+                or len(columns) != update.parameters[0][0].numel() + len(update.parameters) - 1
+            ):
                 raise GuideError(
                     "weight and bias of a layer have different options, or only one of them has a gradient. Give both "
                     "the same options, and freeze both or neither. Pyro's schedulers make one optimizer for each "
                     "parameter, which is not supported: use a torch scheduler with NoisyKFACOptimizer"
                 )
-            update.measurements = 1 + (update.count - 1) // update.group["factor_interval"]
             update.is_new &= not update.step.measured.rest_only
         super()._move(update)
 
-    def _preconditioned(self, update: Update) -> Tensors:
+    def _preconditioned(self, update: SiteUpdate) -> Tensors:
         if not update.is_layer:
             return super()._preconditioned(update)
-        weight, memory, p = update.locs[0], update.memories[0], update.locs[0].shape[0]
+        weight, memory, p = update.parameters[0], update.memories[0], update.parameters[0].shape[0]
         if (update.count - 1) % update.group["inverse_interval"] == 0:
             averages = unflattened(update.curvatures[0], p)
-            prior = _matrix([d.expand_as(loc) for d, loc in zip(update.priors, update.locs, strict=True)])
+            prior = _matrix(
+                [d.expand_as(loc) for d, loc in zip(update.priors, update.parameters, strict=True)]
+            )
             rows, columns = _inverse_roots(*damped_factors(*averages, prior))
-            update.precisions[0].copy_(flattened(rows, columns / update.inverse_temperature**0.5))
-            if damping := update.group["damping"] * update.step.num_data:
-                rows, columns = _inverse_roots(*damped_factors(*averages, prior + damping))
+            update.precisions[0].copy_(flattened(rows, columns / update.numbers.inverse_temperature**0.5))
+            if update.group["damping"]:
+                rows, columns = _inverse_roots(*damped_factors(*averages, prior + update.numbers.damping))
             memory["inverses"] = flattened(rows @ rows.mT, columns @ columns.mT)
         rows, columns = unflattened(memory["inverses"], p)
         step = rows @ _matrix(update.momenta) @ columns

@@ -12,9 +12,7 @@ factor :math:`\rho` and the prior precision :math:`\delta`, the scaled prior pre
 
 import math
 from abc import abstractmethod
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -22,11 +20,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from pyro_dvi.core.arguments import check_count, check_positive, is_number
-from pyro_dvi.errors import ArgumentError, CheckpointError, GuideError
-from pyro_dvi.natural_gradients.estimates import Estimate, NaturalSite, NaturalStep, steps_of
+from pyro_dvi.errors import ArgumentError, GuideError
+from pyro_dvi.natural_gradients.estimates import Estimate, steps_of
+from pyro_dvi.natural_gradients.natural_update import NaturalUpdate
+from pyro_dvi.natural_gradients.site_update import SiteUpdate
 from pyro_dvi.optim.launched_updates import FixedUpdate
 
-Tensors = list[Tensor] | tuple[Tensor, ...]
 DEFAULTS: dict[str, Any] = {
     "lr": 10.0,
     "betas": (0.9, 0.999),
@@ -40,101 +39,12 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-@dataclass
-class Update:
-    r"""One step of the means of several sites that have the same options; lists have one entry for each site.
-
-    Gradients and curvature are sums over the data, not means over examples. The number of examples N, which may vary
-    with padding and with the scales of examples, then cancels.
-
-    Attributes:
-        sites: the sites, with their parameters and priors.
-        memories: "step" (number of this step, from 1), "momentum" and "curvature" (:math:`Ns`), to be updated.
-        group: the options.
-        step: the measurements.
-        count: number of this step, from 1.
-        measurements: number of measurements of the curvature so far.
-        is_new: whether to include the curvature of this minibatch.
-        factor: factor of the learning rate, from the schedule.
-        kl_weight: current :math:`\beta`, which rises during warm-up.
-        is_layer: whether the sites are the tensors of a layer, which share Kronecker factors.
-        gradients: gradients of minus the log-likelihood with respect to the means; may be overwritten.
-        measured: the curvature of this minibatch; may be overwritten.
-        priors: :math:`\rho N\tilde\delta / \rho = \beta\delta / \rho`.
-    """
-
-    sites: list[NaturalSite]
-    memories: list[dict[str, Any]]
-    group: dict[str, Any]
-    step: NaturalStep
-    count: int
-    factor: float
-    kl_weight: float
-
-    def __post_init__(self) -> None:
-        self.locs = [site.loc for site in self.sites]
-        self.measurements = self.count
-        # The tensors of a layer share one memory.
-        self.precisions = list({id(site.precision): site.precision for site in self.sites}.values())
-        self.is_layer = self.sites[0].is_of_layer
-        self.gradients: Any = [loc.grad for loc in self.locs]
-        self.measured: Any = [precision.grad for precision in self.precisions]
-        data_augmentation = self.group["data_augmentation"]
-        self.inverse_temperature: float = data_augmentation / (self.kl_weight * self.step.temperature)
-        prior_precisions = [site.prior_precision for site in self.sites]
-        self.priors = torch._foreach_mul(prior_precisions, self.kl_weight / data_augmentation)
-        start = self.group.get("initial_curvature")
-        self.has_start = start is not None
-        # A curvature that is initialised with this minibatch must not include it again.
-        self.is_new = self.count > 1 or self.has_start
-        for site, memory in zip(self.sites, self.memories, strict=True):
-            if "momentum" not in memory:
-                memory["momentum"], memory["unit"] = torch.zeros_like(site.loc), _unit(site)
-            elif "unit" not in memory:
-                raise CheckpointError(
-                    "the optimizer's state was saved by another version of pyro-dvi: start with a new optimizer"
-                )
-        holders = self.memories[: len(self.measured)]
-        for memory, measured in zip(holders, self.measured, strict=True):
-            if "curvature" not in memory:
-                memory["curvature"] = measured.clone()
-                if start is not None:
-                    memory["curvature"].fill_(start * self.step.num_data)
-        self.momenta = [memory["momentum"] for memory in self.memories]
-        self.curvatures = [memory["curvature"] for memory in holders]
-
-    def add_priors(self, gradients: Tensors, factor: float = 1.0) -> None:
-        """Add the gradient of the prior, times a factor, in place."""
-        priors = torch._foreach_mul(self.priors, factor) if factor != 1.0 else self.priors
-        torch._foreach_addcmul_(gradients, self.locs, priors)
-        torch._foreach_sub_(gradients, torch._foreach_mul(priors, [site.prior_loc for site in self.sites]))
-
-    def sum_into_precisions(self) -> None:
-        r"""Write :math:`\rho N(s + \tilde\delta) / \rho` to the precisions."""
-        torch._foreach_copy_(self.precisions, self.curvatures)
-        torch._foreach_add_(self.precisions, self.priors)
-
-    def damped(self) -> Tensors:
-        """Return the precisions that :meth:`sum_into_precisions` wrote, with damping added."""
-        damping = self.group["damping"] * self.step.num_data
-        return torch._foreach_add(self.precisions, damping) if damping else self.precisions
-
-    def move_along(self, directions: Tensors, scale: float) -> None:
-        """Subtract preconditioned directions times a scale from the means, with steps of at most ``max_step`` units."""
-        if self.group["max_step"] is not None:
-            bound = self.group["max_step"] / self.group["full_lr"] / scale
-            bounds = [bound * memory["unit"] for memory in self.memories]
-            torch._foreach_clamp_max_(directions, bounds)
-            torch._foreach_clamp_min_(directions, [-bound for bound in bounds])
-        torch._foreach_add_(self.locs, directions, alpha=-self.factor * self.group["lr"] * scale)
-
-
 class NaturalGradientOptimizer(Optimizer):
     """Base class of torch optimizers that update means along the natural gradient and set posterior precisions.
 
     Parameters that are not the mean of a latent are updated with Adam.
 
-    To add a method, set ``estimate`` to the curvature to measure, and implement ``_move``.
+    To add a method, set ``estimate`` to the curvature to measure, and implement ``_rates`` and ``_move``.
 
     Attributes:
         estimate: the curvature to measure once the optimizer has started.
@@ -181,6 +91,14 @@ class NaturalGradientOptimizer(Optimizer):
         """
         self._told_steps = total_steps
 
+    def fixed_update(self) -> FixedUpdate | None:
+        """Return the next update if a launch can repeat it; by default, None.
+
+        A subclass may return ``NaturalUpdate.fixed(self)`` if it calls the same functions in each step, with no other
+        numbers than :class:`~pyro_dvi.natural_gradients.site_update.Numbers`.
+        """
+        return None
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Update every parameter that has a gradient.
@@ -212,48 +130,28 @@ class NaturalGradientOptimizer(Optimizer):
                 step.drop()
                 step.wanted = self.wanted
             return loss
-        held = {id(tensor) for _, site in sites for tensor in (site.loc, site.precision)}
-        for group in self.param_groups:
-            own = {id(p): p for p in group["params"] if p.grad is not None}
-            parts, others = defaultdict[Any, Any](list), defaultdict[int, list[Tensor]](list)
-            for step, site in sites:
-                if id(site.loc) in own:
-                    # The tensors of a layer share their factors and are updated together.
-                    layer = id(site.precision) if site.is_of_layer else None
-                    parts[step, self._count(site.loc), layer].append(site)
-            for plain in (p for key, p in own.items() if key not in held):
-                others[self._count(plain)].append(plain)
-            for (step, count, _), part in parts.items():
-                self._update(step, count, group, part)
-            for count, rest in others.items():
-                _adam(rest, [self.state[p] for p in rest], count, self.deterministic_rate(count, group))
+        self._bring_memories(moved)
+        update = NaturalUpdate(self)
+        update.numbers()
+        update.run()
+        update.finish()
         return loss
+
+    def _bring_memories(self, parameters: Iterable[Tensor]) -> None:
+        """Move the memories of parameters to their devices and dtypes."""
+        for parameter in parameters:
+            memory = self.state[parameter]
+            for name, value in memory.items():
+                if torch.is_tensor(value):
+                    memory[name] = value.to(parameter)
 
     def deterministic_rate(self, count: int, group: dict[str, Any]) -> float:
         """Return the learning rate of deterministic parameters in a step."""
         rate: float = group["deterministic_lr"] * group["lr"] / group["full_lr"]
         return rate * cosine(count, self._length(group))
 
-    def _count(self, parameter: Tensor) -> int:
-        """Count a step of a parameter, and move its memory to the parameter's device and dtype."""
-        memory = self.state[parameter]
-        for name, value in memory.items():
-            if torch.is_tensor(value):
-                memory[name] = value.to(parameter)
-        memory["step"] = memory.get("step", 0) + 1
-        return memory["step"]  # type: ignore[no-any-return]
-
     def _length(self, group: dict[str, Any]) -> int | None:
         return group["total_steps"] or self._told_steps
-
-    def _update(self, step: NaturalStep, count: int, group: dict[str, Any], sites: list[NaturalSite]) -> None:
-        """Update the means of some sites, and set their precisions."""
-        self.rate_factor, tempering = self.factors(count, group)
-        memories = [self.state[site.loc] for site in sites]
-        self._move(Update(sites, memories, group, step, count, self.rate_factor, step.kl_weight * tempering))
-        for site in sites:
-            site.precision.grad = None
-        step.wanted = self.wanted
 
     def factors(self, count: int, group: dict[str, Any]) -> tuple[float, float]:
         """Return the factors of the learning rate and of the KL weight in a step, from warm-up and cosine decay."""
@@ -262,25 +160,13 @@ class NaturalGradientOptimizer(Optimizer):
         tempering = rise if total is None or not group["warmup_steps"] else min(1.0, 2 * count / total) ** 2
         return cosine(count, total) * rise, tempering
 
-    def fixed_update(self) -> FixedUpdate | None:
-        """Return the next update as operators on fixed memory, or None; see :class:`FixedUpdate`."""
-        return None
+    @abstractmethod
+    def _rates(self, update: SiteUpdate) -> tuple[float, float, float]:
+        """Return the first three of the update's :class:`~pyro_dvi.natural_gradients.site_update.Numbers`."""
 
     @abstractmethod
-    def _move(self, update: Update) -> None:
+    def _move(self, update: SiteUpdate) -> None:
         """Update means and set posterior precisions, both in place."""
-
-
-def _unit(site: NaturalSite) -> float:
-    """Return the unit of a site's steps: the initial standard deviation of its means, or a minimum if that is larger.
-
-    The minimum is a tenth of the prior standard deviation, divided by the square root of a layer's number of inputs. It
-    applies, for example, to means that are all equal, which do not show the size of the final means.
-    """
-    loc = site.loc.detach()
-    fan_in = loc.numel() / loc.shape[0] if loc.dim() > 1 else 1.0
-    least = 0.1 * float(site.prior_precision.pow(-0.5).mean()) / math.sqrt(fan_in)
-    return max(float(loc.std(correction=0)), least)
 
 
 def _check_options(optimizer: str, options: Mapping[str, Any], known: Mapping[str, Any]) -> None:
@@ -336,22 +222,6 @@ def wanted_by(optimizer: Any) -> Estimate:
         if not first.steps_done:
             first.load_state_dict(state.get("optimizer", state))
     return first.wanted
-
-
-def _adam(parameters: list[Tensor], memories: list[dict[str, Any]], count: int, lr: float) -> None:
-    """Take a step of Adam (Kingma & Ba, 2015) with the usual constants."""
-    for memory, parameter in zip(memories, parameters, strict=True):
-        if "mean" not in memory:
-            memory["mean"], memory["square"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
-    gradients: Any = [parameter.grad for parameter in parameters]
-    means, squares = ([memory[name] for memory in memories] for name in ("mean", "square"))
-    torch._foreach_lerp_(means, gradients, 0.1)
-    torch._foreach_mul_(squares, 0.999)
-    torch._foreach_addcmul_(squares, gradients, gradients, value=0.001)
-    scales = torch._foreach_div(squares, 1 - 0.999**count)
-    torch._foreach_sqrt_(scales)
-    torch._foreach_add_(scales, 1e-8)
-    torch._foreach_addcdiv_(parameters, means, scales, value=-lr / (1 - 0.9**count))
 
 
 def cosine(step: int, total_steps: int | None) -> float:

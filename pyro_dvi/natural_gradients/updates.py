@@ -12,10 +12,13 @@ import torch
 from pyro_dvi.core.arguments import check_choice, check_count
 from pyro_dvi.errors import ArgumentError, UnsupportedError
 from pyro_dvi.natural_gradients.estimates import Estimate, NoiseProducts, Squares, steps_of
-from pyro_dvi.natural_gradients.fixed_update import LEAST_PRECISION, NaturalUpdate
-from pyro_dvi.natural_gradients.optimizer import DEFAULTS, NaturalGradientOptimizer, Tensors, Update
+from pyro_dvi.natural_gradients.natural_update import NaturalUpdate
+from pyro_dvi.natural_gradients.optimizer import DEFAULTS, NaturalGradientOptimizer
+from pyro_dvi.natural_gradients.site_update import SiteUpdate, Tensors
 from pyro_dvi.optim.joint_optim import JointOptim, Options, for_svi
 from pyro_dvi.optim.launched_updates import FixedUpdate
+
+_LEAST_PRECISION = 0.1  # least precision of IVON before an update, as a fraction of the prior precision
 
 
 class Formulation(ABC):
@@ -32,15 +35,15 @@ class Formulation(ABC):
     constant_rate: ClassVar[bool] = False
 
     @abstractmethod
-    def update_momentum(self, update: Update) -> float:
-        """Update momenta in place with gradients that include the prior; return the factor of momenta in the step."""
+    def rates(self, update: SiteUpdate) -> tuple[float, float, float]:
+        """Return the first three of the update's numbers."""
 
     @abstractmethod
-    def update_curvature(self, update: Update) -> None:
-        """Update curvatures in place with the measured curvatures."""
+    def update_momentum(self, update: SiteUpdate) -> None:
+        """Update momenta in place with gradients that include the prior."""
 
     @abstractmethod
-    def set_precisions(self, update: Update, damped: Tensors) -> None:
+    def set_precisions(self, update: SiteUpdate, damped: Tensors) -> None:
         r"""Replace :math:`N(s + \tilde\delta)` in place by posterior precisions; ``damped`` is the sum plus damping."""
 
 
@@ -79,23 +82,18 @@ class Consistent(Formulation):
         if not 0 <= self.forgetting < math.inf:
             raise ArgumentError(f"forgetting must be a finite, nonnegative number, got {self.forgetting}")
 
-    def update_momentum(self, update: Update) -> float:
-        beta = update.group["betas"][0]
-        torch._foreach_lerp_(update.momenta, update.gradients, 1 - beta)
-        return 1 / (1 - beta**update.count)
+    def rates(self, update: SiteUpdate) -> tuple[float, float, float]:
+        beta1, beta2 = update.group["betas"]
+        rate = 1 - beta2
+        if not update.has_start:
+            rate = max(rate, (self.forgetting + 1) / (self.forgetting + update.measurements))
+        return 1 - rate, rate, 1 - beta1**update.count
 
-    def rate(self, group: dict[str, Any], measurements: int) -> float:
-        """Return the rate of the curvature after a number of measurements."""
-        least: float = 1 - group["betas"][1]
-        if group.get("initial_curvature") is not None:
-            return least
-        return max(least, (self.forgetting + 1) / (self.forgetting + measurements))
+    def update_momentum(self, update: SiteUpdate) -> None:
+        torch._foreach_lerp_(update.momenta, update.gradients, 1 - update.group["betas"][0])
 
-    def update_curvature(self, update: Update) -> None:
-        torch._foreach_lerp_(update.curvatures, update.measured, self.rate(update.group, update.measurements))
-
-    def set_precisions(self, update: Update, damped: Tensors) -> None:
-        torch._foreach_mul_(update.precisions, update.inverse_temperature)
+    def set_precisions(self, update: SiteUpdate, damped: Tensors) -> None:
+        torch._foreach_mul_(update.precisions, update.numbers.inverse_temperature)
 
 
 @dataclass(frozen=True)
@@ -132,22 +130,20 @@ class AsPrinted(Formulation):
     def __post_init__(self) -> None:
         check_count("initial_batches", self.initial_batches, 1)
 
-    def update_momentum(self, update: Update) -> float:
-        torch._foreach_mul_(update.momenta, update.group["betas"][0])
-        torch._foreach_add_(update.momenta, update.gradients)
-        return 1.0
-
-    def update_curvature(self, update: Update) -> None:
-        rate = 1 - update.group["betas"][1]
-        torch._foreach_mul_(update.curvatures, 1 - update.kl_weight * rate)
-        torch._foreach_add_(update.curvatures, update.measured, alpha=rate)
-
-    def set_precisions(self, update: Update, damped: Tensors) -> None:
+    def rates(self, update: SiteUpdate) -> tuple[float, float, float]:
         if update.step.temperature != 1:
             raise UnsupportedError(
                 "AsPrinted() does not support temperature, because the temperature of the paper is kl_weight: leave "
                 "temperature at 1, or use Consistent()"
             )
+        rate = 1 - update.group["betas"][1]
+        return 1 - update.kl_weight * rate, rate, 1.0
+
+    def update_momentum(self, update: SiteUpdate) -> None:
+        torch._foreach_mul_(update.momenta, update.group["betas"][0])
+        torch._foreach_add_(update.momenta, update.gradients)
+
+    def set_precisions(self, update: SiteUpdate, damped: Tensors) -> None:
         torch._foreach_copy_(update.precisions, damped)
         torch._foreach_mul_(update.precisions, update.group["data_augmentation"])
 
@@ -226,29 +222,32 @@ class VOGNOptimizer(NaturalGradientOptimizer):
         return group["total_steps"] if self.formulation.constant_rate else super()._length(group)
 
     def fixed_update(self) -> FixedUpdate | None:
-        formulation = self.formulation
-        if not isinstance(formulation, Consistent):
-            return None
+        known = type(self) in (VOGNOptimizer, OGNOptimizer) and type(self.formulation) in (
+            Consistent,
+            AsPrinted,
+        )
+        return (
+            NaturalUpdate.fixed(self)
+            if known and self.steps_done >= self.formulation.initial_batches
+            else None
+        )
 
-        def of_step(group: dict[str, Any], count: int) -> tuple[float, float, float]:
-            correction = 1 - group["betas"][0] ** count
-            return formulation.rate(group, count), correction, correction
+    def _rates(self, update: SiteUpdate) -> tuple[float, float, float]:
+        return self.formulation.rates(update)
 
-        return NaturalUpdate.of(self, of_step, ivon=False)
-
-    def _move(self, update: Update) -> None:
+    def _move(self, update: SiteUpdate) -> None:
         if update.count <= self.formulation.initial_batches:
             if not update.has_start:
                 torch._foreach_lerp_(update.curvatures, update.measured, 1 / update.count)
             self._preconditioned(update)
             return
         if update.is_new:
-            self.formulation.update_curvature(update)
+            update.add_measured()
         update.add_priors(update.gradients)
-        scale = self.formulation.update_momentum(update)
-        update.move_along(self._preconditioned(update), scale)
+        self.formulation.update_momentum(update)
+        update.move_along(self._preconditioned(update))
 
-    def _preconditioned(self, update: Update) -> Tensors:
+    def _preconditioned(self, update: SiteUpdate) -> Tensors:
         """Return the directions for the means, and set the precisions."""
         update.sum_into_precisions()
         damped, directions = update.damped(), update.measured
@@ -315,30 +314,29 @@ class IVONOptimizer(NaturalGradientOptimizer):
         return Squares() if starts and not self.steps_done else self.estimate
 
     def fixed_update(self) -> FixedUpdate | None:
-        def of_step(group: dict[str, Any], count: int) -> tuple[float, float, float]:
-            beta1, beta2 = group["betas"]
-            return 1 - beta2, 1 - beta1**count, 1 - beta1**count
+        return NaturalUpdate.fixed(self) if type(self) is IVONOptimizer else None
 
-        return NaturalUpdate.of(self, of_step, ivon=True)
+    def _rates(self, update: SiteUpdate) -> tuple[float, float, float]:
+        beta1, beta2 = update.group["betas"]
+        return beta2, 1 - beta2, 1 - beta1**update.count
 
-    def _move(self, update: Update) -> None:
+    def _move(self, update: SiteUpdate) -> None:
         beta1, beta2 = update.group["betas"]
         curvatures, measured = update.curvatures, update.measured
         torch._foreach_lerp_(update.momenta, update.gradients, 1 - beta1)
-        torch._foreach_maximum_(curvatures, torch._foreach_mul(update.priors, LEAST_PRECISION - 1))
+        torch._foreach_maximum_(curvatures, torch._foreach_mul(update.priors, _LEAST_PRECISION - 1))
         if update.is_new:
             torch._foreach_sub_(measured, curvatures)
             update.sum_into_precisions()
             torch._foreach_add_(curvatures, measured, alpha=1 - beta2)
             torch._foreach_mul_(measured, measured)
             torch._foreach_addcdiv_(curvatures, measured, update.precisions, value=0.5 * (1 - beta2) ** 2)
-        correction = 1 - beta1**update.count
         torch._foreach_copy_(measured, update.momenta)
-        update.add_priors(measured, correction)
+        update.add_priors(measured, update.numbers.correction)
         update.sum_into_precisions()
         torch._foreach_div_(measured, update.damped())
-        update.move_along(measured, 1 / correction)
-        torch._foreach_mul_(update.precisions, update.inverse_temperature)
+        update.move_along(measured)
+        torch._foreach_mul_(update.precisions, update.numbers.inverse_temperature)
 
 
 # For pyro.infer.SVI ----------------------------------------------------------------------------------------------

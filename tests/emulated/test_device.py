@@ -105,7 +105,8 @@ def test_sums_of_batch_norm_alone_need_a_weight(device):
         statistics = (weight, None, None, of_channel, of_channel, True, 1e-5)
         torch.ops.aten.native_batch_norm_backward(x, x, *statistics, [with_input, True, True])
 
-    sums(of_channel, False), sums(None, True)
+    sums(of_channel, False)
+    sums(None, True)
     with pytest.raises(RuntimeError, match="weight"):
         sums(None, False)
 

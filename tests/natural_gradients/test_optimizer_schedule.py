@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
 
 import pyro_dvi as dvi
-from pyro_dvi.natural_gradients.optimizer import Update
+from pyro_dvi.natural_gradients.site_update import SiteUpdate
 from pyro_dvi.natural_gradients.updates import IVON, OGN, VOGN, IVONOptimizer, VOGNOptimizer
 from pyro_dvi.training import EveryStep, fit
 
@@ -40,13 +40,14 @@ LOADER = [(X[::2], X[::2]), (X[1::2], X[1::2])]
 def rates(monkeypatch) -> list[float]:
     """What each step multiplied its direction with."""
     found: list[float] = []
-    move_along = Update.move_along
+    move_along = SiteUpdate.move_along
 
-    def noted(step: Update, *rest: Any) -> None:
-        found.append(step.factor * step.group["lr"])
+    def noted(step: SiteUpdate, *rest: Any) -> None:
+        numbers = step.numbers
+        found.append(numbers.length * numbers.inverse_bound * numbers.correction)
         move_along(step, *rest)
 
-    monkeypatch.setattr(Update, "move_along", noted)
+    monkeypatch.setattr(SiteUpdate, "move_along", noted)
     return found
 
 
@@ -93,13 +94,13 @@ def test_it_rises_first_over_at_most_a_quarter_of_training(rates):
 
 def test_the_temperature_rises_as_a_square_over_half_of_training(monkeypatch):
     found: list[float] = []
-    move_along = Update.move_along
+    move_along = SiteUpdate.move_along
 
-    def noted(step: Update, *rest: Any) -> None:
+    def noted(step: SiteUpdate, *rest: Any) -> None:
         found.append(step.kl_weight)
         move_along(step, *rest)
 
-    monkeypatch.setattr(Update, "move_along", noted)
+    monkeypatch.setattr(SiteUpdate, "move_along", noted)
     train_svi(VOGN({"total_steps": 8}))
     assert found == pytest.approx([1 / 16, 1 / 4, 9 / 16, 1, 1, 1])
     found.clear()
