@@ -145,7 +145,6 @@ def test_a_network_of_modules():
 
 def test_a_guide_that_moved_to_another_device(device):
     from pyro_dvi.analysis.diagnostics import signal_to_noise
-    from pyro_dvi.analysis.diagnostics.model_checking import prior_predictive_check
 
     net = to_bayesian_(nn.Linear(3, 2))
     guide = MeanFieldGuide(net)
@@ -155,15 +154,6 @@ def test_a_guide_that_moved_to_another_device(device):
     report = scale_report(guide, earlier=earlier)
     assert all(row["change"] == pytest.approx(0, abs=1e-6) for row in report.rows)
     assert sum(map(len, signal_to_noise(guide).values())) == 4
-
-    def model(x, y=None):
-        mean = net(x)[:, 0]
-        with pyro.plate("data", len(x)):
-            return pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
-
-    x = torch.ones(5, 3, device=device)
-    check = prior_predictive_check(model, (x, x[:, 0]), num_samples=3)
-    assert "5 examples" in check.heading
 
 
 @pytest.mark.parametrize(
