@@ -95,8 +95,8 @@ for name, (make_guide, elbo) in METHODS.items():
     earlier = dvi.diagnostics.scale_snapshot(guide)
     dvi.fit(svi, [train], epochs=30, history=history, progress=False)
     fitted[name] = model, guide
-    verdict = dvi.diagnostics.scale_report(guide, earlier=earlier).verdict
-    print(textwrap.fill(f"{name}: {verdict}"), end="\n\n")
+    report = dvi.diagnostics.scale_report(guide, earlier=earlier)
+    print(f"{name}: {', '.join(report['state'])}")
 
 # %%
 # Predictions, each with the rule of its guide
