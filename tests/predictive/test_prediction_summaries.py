@@ -95,8 +95,7 @@ def test_arviz_gets_the_parts_of_events_that_count():
 
 def test_arviz_says_where_it_comes_from():
     attributes = predict(NUMBERS, guide, X, AtMean()).to_arviz(4, seed=3).attrs
-    assert attributes["inference_library"] == "pyro_dvi" and attributes["pyro_version"] == pyro.__version__
-    assert attributes["torch_version"] == str(torch.__version__) and "created_at" in attributes
+    assert attributes["inference_library"] == "pyro_dvi"
     assert attributes["site"] == "obs" and attributes["method"] == "AtMean()" and attributes["seed"] == 3
 
 

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Draws of every observed site, log densities of the observations, and the inputs, collected batch by batch."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pyro_dvi.analysis.arviz_export.groups import Group, as_array, joined, plate_names
+from pyro_dvi.analysis.arviz_export.groups import Group, Groups, as_array, plate_names
 from pyro_dvi.core.arguments import parameter_names
 from pyro_dvi.errors import DataError
 from pyro_dvi.predictive.components import Components
@@ -36,43 +36,30 @@ def choose_responses(
     return [choose_response(None, names)]
 
 
-def _observations(batch: Batch, sites: Sequence[str], nodes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sites that are observed in a run of :func:`~pyro_dvi.predictive.engine.model_runs.observed_run`.
+class ObservedSite:
+    r"""Draws of one observed site with one rule, and the log densities of its observations, batch by batch.
 
-    Raises:
-        DataError: if the data contain an observation, but a site is not observed.
-    """
-    found = {}
-    for name in sites:
-        node = nodes[name]
-        if node["is_observed"]:
-            found[name] = node
-        elif batch.observed is not None:
-            raise DataError(
-                f"site {name!r} is not observed when the model is called with these data. Name the argument that "
-                "contains the observations with observed=..., or choose another site with site=..."
-            )
-    return found
-
-
-class Predictions:
-    r"""Predictions of every observed site with one rule, batch by batch.
+    The dimension of draws comes first, and the dimension of examples second. The noise has its own seed, because
+    batches share the draws of the weights but not the noise.
 
     Args:
-        sites: the observed sites.
-        components: yields the predictive distributions of the sites.
+        name: name of the site.
+        components: yields the predictive distributions of the site.
         count: total number of draws.
-        noise_seed: seed of the noise of the first site; the other sites use the following integers.
-        are_scored: True to score observations; each site is then conditioned on the observations of the others. If one
-            site depends on another, the conditioning follows the order of the sites in the model, so that the product
-            of the densities of all sites is the likelihood.
+        seed: seed of the noise.
+        is_scored: True to score observations; the site is then conditioned on the observations of the other sites. If
+            one site depends on another, the conditioning follows the order of the sites in the model, so that the
+            product of the densities of all sites is the likelihood.
     """
 
     def __init__(
-        self, sites: Sequence[str], components: Components, count: int, noise_seed: int, *, are_scored: bool
+        self, name: str, components: Components, count: int, seed: int, *, is_scored: bool = False
     ) -> None:
-        self._sites = [_Site(name, components, count, noise_seed + s) for s, name in enumerate(sites)]
-        self._are_scored = are_scored
+        self.name, self.dims = name, list[str | None]()
+        self._components, self._count, self._is_scored = components, count, is_scored
+        self._seeds = torch.Generator().manual_seed(seed)
+        self._drawn: list[np.ndarray] = []
+        self._scores: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []  # log densities, values, and masks
 
     def add(self, batch: Batch, nodes: Mapping[str, Any], latents: Mapping[str, Tensor]) -> None:
         """Add a batch.
@@ -83,118 +70,64 @@ class Predictions:
             latents: the latent values of this run.
 
         Raises:
-            DataError: if only some batches contain observations, or if observations have the wrong shape or lie outside
-                the support.
+            DataError: if the data contain an observation, but not of this site, or if observations have the wrong shape
+                or lie outside the support.
             UnsupportedError: if a mask depends on the draw, or excludes parts of events.
         """
-        names = [own.name for own in self._sites]
-        found = _observations(batch, names, nodes) if self._are_scored else {}
-        observed = {name for name in responses(nodes, latents) if nodes[name]["is_observed"]}
-        for own in self._sites:
-            given = observed - {own.name} if self._are_scored else ()
-            others = {name: nodes[name]["value"] for name in given}
-            own.add(batch, nodes[own.name], found.get(own.name), others)
-
-    def groups(self) -> tuple[Group, Group, Group]:
-        """Return draws of the observations, log densities of the observed values, and the observed values."""
-        drawn, densities, observed = Group(), Group(), Group(sampled=False)
-        for own in self._sites:
-            own.predictive(drawn)
-            own.log_likelihood(densities, observed)
-        return drawn, densities, observed
-
-    @property
-    def rows(self) -> str | None:
-        """Name of the dimension of examples, if it belongs to a plate."""
-        return self._sites[0].dims[0]
-
-
-class _Site:
-    """Predictions of one site; the dimension of draws comes first, and the dimension of examples second.
-
-    The noise has its own seed, because batches share the draws of the weights but not the noise.
-    """
-
-    def __init__(self, name: str, components: Components, count: int, seed: int) -> None:
-        self.name = name
-        self.dims: list[str | None] = []
-        self._components, self._count = components, count
-        self._seeds = torch.Generator().manual_seed(seed)
-        self._drawn: list[np.ndarray] = []
-        self._log_probs: list[np.ndarray] = []
-        self._observed: list[np.ndarray] = []
-        self._cells: list[np.ndarray] = []
-
-    def add(self, batch: Batch, node: Any, observed: Any, others: Mapping[str, Tensor]) -> None:
-        if self._drawn and bool(self._log_probs) != (observed is not None):
+        given = [name for name in responses(nodes, latents) if nodes[name]["is_observed"] and self._is_scored]
+        if self._is_scored and batch.observed is not None and self.name not in given:
             raise DataError(
-                f"only some batches contain observations of site {self.name!r}: pass all observations, or inputs alone"
+                f"site {self.name!r} is not observed when the model is called with these data. Name the argument that "
+                "contains the observations with observed=..., or choose another site with site=..."
             )
+        node = nodes[self.name]
+        observed = node if self.name in given else None
         draws = ObservationDraws(self._count, self._components.count, self._seeds, observed)
+        others = {name: nodes[name]["value"] for name in given if name != self.name}
         self._components.read(draws, batch, self.name, others)
         fn, axis = draws.first.distribution, draws.first.axis
-        event_dim = len(fn.event_shape)
+        axis_of_value = axis - len(fn.event_shape)
         self._drawn.append(as_array(draws.values))
         self.dims = plate_names(node, fn.batch_shape + fn.event_shape)
-        self.dims.insert(0, self.dims.pop(axis - event_dim))
+        self.dims.insert(0, self.dims.pop(axis_of_value))
         if observed is not None:
             value = observed["value"]
             counts = torch.ones_like(value, dtype=torch.bool) if draws.counts is None else draws.counts
-            self._log_probs.append(as_array(draws.log_prob))
-            self._observed.append(as_array(value.movedim(axis - event_dim, 0)))
-            self._cells.append(as_array(counts.movedim(axis - event_dim, 0)) > 0)
+            observations, kept = (as_array(each.movedim(axis_of_value, 0)) for each in (value, counts))
+            self._scores.append((as_array(draws.log_prob), observations, kept))
 
-    def predictive(self, group: Group) -> None:
-        group.add(self.name, joined(self._drawn, 1), self.dims)
-
-    def log_likelihood(self, densities: Group, observed: Group) -> None:
-        """Add the log densities and the observed values, if there are any."""
-        if not self._log_probs:
+    def put_into(self, groups: Groups, predictive: str) -> None:
+        """Add the draws to the group ``predictive``, and log densities and observed values to theirs."""
+        groups[predictive].add(self.name, np.concatenate(self._drawn, 1), self.dims)
+        if not self._scores:
             return
-        log_probs, cells = joined(self._log_probs, 1), joined(self._cells, 0)
-        if len(log_probs) > 1:  # ArviZ cannot use a log-likelihood that is the same for every draw
-            share = self._count // len(log_probs)
-            log_probs = log_probs if share == 1 else log_probs.repeat(share, 0)
-            scored = np.asarray(cells.any(tuple(range(log_probs.ndim - 1, cells.ndim))))
-            densities.add(self.name, log_probs, self.dims, scored)
-        observed.add(self.name, joined(self._observed, 0), self.dims, cells)
+        log_probs, values, counts = zip(*self._scores, strict=True)
+        log_prob, kept = np.concatenate(log_probs, 1), np.concatenate(counts) > 0
+        if len(log_prob) > 1:  # ArviZ cannot use a log-likelihood that is the same for every draw
+            log_prob = log_prob.repeat(self._count // len(log_prob), 0)
+            scored = np.asarray(kept.any(tuple(range(log_prob.ndim - 1, kept.ndim))))
+            groups["log_likelihood"].add(self.name, log_prob, self.dims, scored)
+        groups["observed_data"].add(self.name, np.concatenate(values), self.dims, kept)
 
 
-def inputs_of(
-    model: Callable[..., Any], inputs: Sequence[tuple[Any, ...]], rows: str | None
-) -> tuple[Group, list[str]]:
-    """Join the inputs of all batches.
+def add_inputs(
+    group: Group, model: Callable[..., Any], inputs: Sequence[tuple[Any, ...]], rows: str | None
+) -> list[str]:
+    """Join the inputs of all batches, and return the names of inputs that are too big to copy or are not tensors.
 
     Args:
+        group: the group of the inputs.
         model: the Pyro model.
-        inputs: the model's arguments in every batch; a nested argument is named by its path, such as ``image.left``.
+        inputs: the model's arguments in every batch.
         rows: name of the dimension of examples, if known.
-
-    Returns:
-        The group, and the names of inputs that are too big to copy.
     """
-    names = parameter_names(model, len(inputs[0]))
-    pieces: dict[str, list[Tensor]] = {}
-    for arguments in inputs:
-        for name, argument in zip(names, arguments, strict=False):
-            for path, tensor in _tensors(name, argument):
-                pieces.setdefault(path, []).append(tensor)
-    group, left_out = Group(sampled=False), []
-    for path, tensors in pieces.items():
-        if sum(t.numel() for t in tensors) > MAX_INPUT_VALUES:
-            left_out.append(path)
-        elif len(tensors) == len(inputs):
-            group.add(path, joined([as_array(t) for t in tensors], 0), [rows])
-    return group, left_out
-
-
-def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    if torch.is_tensor(value):
-        if value.dim() > 0:
-            yield name, value
-    elif isinstance(value, dict):
-        for key, part in value.items():
-            yield from _tensors(f"{name}.{key}", part)
-    elif isinstance(value, (tuple, list)):
-        for i, part in enumerate(value):
-            yield from _tensors(f"{name}.{i}", part)
+    names, left_out = parameter_names(model, len(inputs[0])), []
+    for name, values in zip(names, zip(*inputs, strict=False), strict=False):
+        are_rows = all(torch.is_tensor(value) and value.dim() for value in values)
+        if are_rows and sum(value.numel() for value in values) <= MAX_INPUT_VALUES:
+            group.add(
+                name, np.concatenate([as_array(value) for value in values]), [None if rows in names else rows]
+            )
+        elif values[0] is not None:
+            left_out.append(name)
+    return left_out
