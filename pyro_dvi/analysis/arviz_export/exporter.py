@@ -10,16 +10,18 @@ from typing import Any
 
 import torch
 
-from pyro_dvi.analysis.arviz_export.groups import Groups, assemble
-from pyro_dvi.analysis.arviz_export.latent_draws import (
+from pyro_dvi.analysis.arviz_export.draws import (
     GivenSamples,
+    ObservedSite,
+    add_inputs,
     add_latents,
     add_log_prior,
     add_sample_stats,
+    choose_responses,
     chosen_sites,
     log_posterior,
 )
-from pyro_dvi.analysis.arviz_export.observed_draws import ObservedSite, add_inputs, choose_responses
+from pyro_dvi.analysis.arviz_export.groups import Groups, assemble
 from pyro_dvi.core.arguments import check_count
 from pyro_dvi.core.progress import progress_bar
 from pyro_dvi.core.undisturbed import device_of
