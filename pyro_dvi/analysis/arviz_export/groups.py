@@ -9,16 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from itertools import zip_longest
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pyro_dvi.predictive import Prediction
 from pyro_dvi.predictive.prediction_summaries import array_of
-from pyro_dvi.predictive.predictive_distribution import with_any
 
 _SAMPLE_DIMS = ["chain", "draw"]
 
@@ -116,8 +113,8 @@ def as_array(value: Tensor) -> np.ndarray:
 def assemble(
     groups: Groups,
     attributes: Mapping[str, Any],
-    coords: Mapping[Any, Any] = MappingProxyType({}),
-    dims: Mapping[Any, Sequence[Any]] = MappingProxyType({}),
+    coords: Mapping[Any, Any],
+    dims: Mapping[Any, Sequence[Any]],
 ) -> Any:
     """Return ``InferenceData`` with ArviZ 0.x, ``xarray.DataTree`` with ArviZ 1.x.
 
@@ -166,19 +163,3 @@ def assemble(
 
 def _is_tree(arviz: Any) -> bool:
     return int(arviz.__version__.split(".")[0]) >= 1
-
-
-@Prediction.exported_by
-def of_prediction(prediction: Prediction, num_samples: int, seed: int | None) -> Any:
-    """Return a prediction as an ArviZ object; see :meth:`~pyro_dvi.predictive.Prediction.to_arviz`."""
-    groups, site, values = Groups(), prediction.site, prediction.observed
-    groups["posterior_predictive"].add(site, as_array(prediction.sample(num_samples, seed=seed)))
-    if values is not None:
-        counts = torch.ones_like(values, dtype=torch.bool) if prediction.mask is None else prediction.mask
-        groups["observed_data"].add(site, as_array(values), (), as_array(counts) > 0)
-        own = prediction.draws.get("log_likelihood")
-        if own is not None and len(own) == num_samples:
-            scored = with_any(counts, values.dim() - prediction.log_likelihood().dim())
-            groups["log_likelihood"].add(site, as_array(own), (), as_array(scored) > 0)
-    attributes = {"method": repr(prediction.method), "site": site, **({} if seed is None else {"seed": seed})}
-    return assemble(groups, attributes)
