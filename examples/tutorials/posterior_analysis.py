@@ -21,7 +21,7 @@ from pyro.infer import SVI
 from torch import nn
 
 import pyro_dvi as dvi
-from pyro_dvi.analysis.diagnostics.model_checking import compare_held_out
+from pyro_dvi.analysis.diagnostics import compare_held_out
 
 # %%
 # Data, and a network with explicit priors
@@ -52,13 +52,20 @@ def make_model(first=2.0, second=0.5):
 # Before training: could the prior have produced these data?
 # ----------------------------------------------------------
 #
+# We draw data sets from the prior predictive distribution, and compare their standard deviations with that of the data.
 # A prior scale of 3 looks harmless for a single weight. Together, the weights produce functions that spread much
 # further than the data.
 
-wide = dvi.diagnostics.prior_predictive_check(make_model(3.0, 3.0), train, seed=0)
-print(textwrap.fill(wide.verdict), end="\n\n")
-check = dvi.diagnostics.prior_predictive_check(make_model(), train, seed=0)
-print(check)
+print(f"standard deviation of the data: {train[1].std(correction=0):.2f}")
+for scales in ((3.0, 3.0), (2.0, 0.5)):
+    pyro.clear_param_store()
+    model = make_model(*scales)
+    guide = dvi.MeanFieldGuide(model)
+    guide(*train)  # creates the parameters; nothing is trained yet
+    prior = dvi.to_arviz(model, guide, train, 1, prior=200, seed=0)
+    spread = prior["prior_predictive"]["obs"].std("data")
+    low, median, high = spread.quantile([0.05, 0.5, 0.95]).values
+    print(f"prior scales {scales}: {median:.2f} (from {low:.2f} to {high:.2f})")
 
 # %%
 # Three posteriors, and whether they have converged
@@ -88,8 +95,8 @@ for name, (make_guide, elbo) in METHODS.items():
     earlier = dvi.diagnostics.scale_snapshot(guide)
     dvi.fit(svi, [train], epochs=30, history=history, progress=False)
     fitted[name] = model, guide
-    verdict = dvi.diagnostics.scale_report(guide, earlier=earlier).verdict
-    print(textwrap.fill(f"{name}: {verdict}"), end="\n\n")
+    report = dvi.diagnostics.scale_report(guide, earlier=earlier)
+    print(f"{name}: {', '.join(report['state'])}")
 
 # %%
 # Predictions, each with the rule of its guide

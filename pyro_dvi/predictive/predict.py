@@ -90,8 +90,8 @@ def predict(
 
     Returns:
         The predictions, with ``mean``, ``variance`` and its parts ``aleatoric`` and ``epistemic``, ``probabilities``,
-        ``entropy``, ``mutual_information``, ``quantiles(q)``, ``log_likelihood(y)``, ``metrics(y)``, and tables for
-        pandas and ArviZ.
+        ``entropy``, ``mutual_information``, ``quantiles(q)``, ``log_likelihood(y)``, ``metrics(y)``, and a table
+        for pandas.
 
     Raises:
         ArgumentError: if an option is invalid, or several arguments may be the observation.

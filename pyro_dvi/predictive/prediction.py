@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -50,8 +50,6 @@ class Prediction(InNotebook):
             ``predict`` was called with ``keep_draws=True``, or the members of an ensemble predict with one distribution
             each.
     """
-
-    _exporter: ClassVar[Callable[..., Any] | None] = None
 
     def __init__(self, method: PredictionRule, parts: Sequence[Part], *, ordered: bool) -> None:
         self.site, self.method = parts[0].site, method
@@ -307,33 +305,6 @@ class Prediction(InNotebook):
         """
         return summaries.dataframe(summaries.columns_of(self), len(self))
 
-    def to_arviz(self, num_samples: int | None = None, *, seed: int | None = None) -> Any:
-        """Return the prediction as ``InferenceData`` (ArviZ 0.x) or ``DataTree`` (1.x), for predictive checks.
-
-        The group ``posterior_predictive`` contains draws of observations from the predictive distributions; they are
-        independent between examples. If observed values came with the data, ``observed_data`` contains them, with NaN
-        in place of values that the model masks. If, in addition, the draws of the weights were kept and ``num_samples``
-        equals their number, ``log_likelihood`` contains one value per draw. Otherwise this group is omitted, because
-        the log-likelihood under the whole mixture would be the same for every draw. :func:`~pyro_dvi.to_arviz` exports
-        the posterior as well.
-
-        Args:
-            num_samples: number of draws of observations; by default the number of kept draws, or 500 if none were kept.
-            seed: seed of the draws of observations.
-
-        Raises:
-            UnsupportedError: if the components of a mixture were not kept.
-        """
-        kept = self.num_components if self.draws else 500
-        assert self._exporter is not None, "pyro_dvi.analysis was not imported"
-        return self._exporter(kept if num_samples is None else num_samples, seed)
-
-    @classmethod
-    def exported_by(cls, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Register the function behind :meth:`to_arviz`; it takes a prediction, a number of draws and a seed."""
-        cls._exporter = function
-        return function
-
     def _observed(self, y: Any) -> Tensor:
         if y is not None:
             return self._aligned(y)
@@ -367,7 +338,7 @@ class Prediction(InNotebook):
                 raise UnsupportedError(
                     f"{what} at site {self.site!r} cannot be computed, because its {self.num_components} distributions "
                     f"({self._kind}) were not kept. For regression, predict with keep_draws=True. For scores, pass "
-                    "(x, y) to predict. For draws, use to_arviz"
+                    "(x, y) to predict. For draws, use pyro_dvi.to_arviz"
                 )
             axis = part.axis - len(fn.event_shape)
             own = [row[start:end].movedim(0, axis) for row in rows]

@@ -152,4 +152,4 @@ def test_counts_have_intervals_after_vogn():
     low, high = prediction.interval(0.9)
     assert prediction.method == Samples(30) and bool(((low >= 0) & (low < high)).all())
     assert prediction.metrics()["coverage_95"] > 0.7
-    assert prediction.to_arviz(5)["posterior_predictive"]["obs"].shape == (1, 5, 20)
+    assert prediction.sample(5).shape == (5, 20)

@@ -183,9 +183,6 @@ def test_diagnostics_and_export(device):
     svi, (x, y) = trained("mean-field moments", device), images(device)
     assert dvi.diagnostics.scale_report(svi.guide, earlier=dvi.diagnostics.scale_snapshot(svi.guide)).rows
     assert dvi.diagnostics.signal_to_noise(svi.guide)
-    assert f"{NUM_DATA} examples" in str(
-        dvi.diagnostics.prior_predictive_check(svi.model, (x, y), num_samples=3)
-    )
     assert str(dvi.diagnostics.compare_with_sampling(svi.model, svi.guide, (x, y), num_samples=5))
     assert str(dvi.summary(svi.model))
     posterior = dvi.to_arviz(

@@ -475,12 +475,6 @@ def compare_with_sampling() -> Call:
     return lambda: dvi.diagnostics.compare_with_sampling(model, guide, data()[0], num_samples=5)
 
 
-@entry("prior_predictive_check")
-def prior_predictive_check() -> Call:
-    model = classifier()
-    return lambda: dvi.diagnostics.prior_predictive_check(model, data(), num_samples=5)
-
-
 @entry("compare_held_out")
 def compare_held_out() -> Call:
     model, guide = posterior()

@@ -3,30 +3,29 @@ r"""Export of a model with its posterior to ArviZ."""
 
 import re
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
-from pyro.infer.autoguide import AutoLaplaceApproximation
 
-from pyro_dvi.analysis.arviz_export.groups import Group, assemble
-from pyro_dvi.analysis.arviz_export.latent_draws import (
+from pyro_dvi.analysis.arviz_export.draws import (
     GivenSamples,
+    ObservedSite,
+    add_inputs,
+    add_latents,
+    add_log_prior,
+    add_sample_stats,
+    choose_responses,
     chosen_sites,
-    latent_draws,
     log_posterior,
-    log_prior as log_prior_of,
-    sample_stats,
 )
-from pyro_dvi.analysis.arviz_export.observed_draws import Predictions, choose_responses, inputs_of
+from pyro_dvi.analysis.arviz_export.groups import Groups, assemble
 from pyro_dvi.core.arguments import check_count
 from pyro_dvi.core.progress import progress_bar
 from pyro_dvi.core.undisturbed import device_of
-from pyro_dvi.errors import ArgumentError, DataError, DviWarning, GuideError, UnsupportedError
+from pyro_dvi.errors import ArgumentError, DataError, DviWarning, UnsupportedError
 from pyro_dvi.laplace.approximation import DRAWN_WEIGHTS
 from pyro_dvi.predictive import PredictionRule
 from pyro_dvi.predictive.components import Components
@@ -34,7 +33,7 @@ from pyro_dvi.predictive.engine.inputs import Batch, batches
 from pyro_dvi.predictive.engine.model_runs import evaluation_mode, observed_run, seeded
 from pyro_dvi.predictive.engine.posterior_values import check_posterior, example_latents, predicted_model
 from pyro_dvi.predictive.predict import names_of_sites, rule_of
-from pyro_dvi.predictive.rules.rule import PriorSamples, draws_weights, with_draws
+from pyro_dvi.predictive.rules.rule import PriorSamples, Samples, draws_weights, with_draws
 
 
 def to_arviz(
@@ -76,7 +75,7 @@ def to_arviz(
         the guide has a density. ``lp`` and ``log_q`` are densities in the constrained space of the sites, so the Pareto
         k of ``lp - log_q`` measures the quality of the posterior (Yao et al., 2018, "Yes, but did it work?").
     ``observed_data``, ``constant_data``
-        the observations, and the inputs under the names of the model's arguments.
+        the observations, and the inputs under the names of the model's arguments; nested inputs are omitted.
     ``prior``, ``prior_predictive``
         with ``prior=n``: n draws of latent and observed sites from the model's prior.
     ``predictions``, ``predictions_constant_data``
@@ -124,18 +123,17 @@ def to_arviz(
 
     Returns:
         ``arviz.InferenceData`` or ``xarray.DataTree``; ``.to_netcdf(path)`` writes either, and further groups and
-        attributes can be added. The attributes record the guide, method and seed, the time, the versions of the
-        libraries, and the names of omitted sites and inputs.
+        attributes can be added. The attributes record the guide, method and seed, the version of this library, and the
+        names of omitted sites and inputs. ArviZ adds the time and its version to each group.
 
     Raises:
         ArgumentError: if a site is unknown, if there are no draws, if ``num_samples`` and ``method`` disagree, if given
-            draws have unequal lengths or wrong shapes, or if several arguments may be the observation.
-        DataError: if the data are invalid, as in :func:`~pyro_dvi.predict`, if only some batches contain observations,
-            or if there are several batches and the posterior depends on the inputs.
-        GuideError: if the guide was never run, has no mean, or is an AutoLaplaceApproximation whose Gaussian has not
-            been computed.
-        ModelError: if the model has no observed site; if it has several, the data contain no observations and ``site``
-            is not given; or if a site has the name of an ArviZ dimension.
+            draws have wrong shapes, or if several arguments may be the observation.
+        DataError: if the data are invalid, as in :func:`~pyro_dvi.predict`, or if there are several batches and the
+            posterior depends on the inputs.
+        GuideError: if the guide was never run, or has no mean.
+        ModelError: if the model has no observed site; or if it has several, the data contain no observations and
+            ``site`` is not given.
         UnsupportedError: if a mask depends on the draw, if a prior cannot be sampled, if the method of a LaplaceGuide
             has no draws, or if an observed site depends on sites that are neither in the guide nor observed and the
             rule does not average over draws of these sites.
@@ -169,83 +167,87 @@ def to_arviz(
     rule, count = _rule_and_count(given, method, guide, num_samples)
     if prior is not None:
         check_count("prior", prior)
-    if isinstance(guide, AutoLaplaceApproximation):
-        raise GuideError(
-            "this AutoLaplaceApproximation is still a point mass. Export guide.laplace_approximation(*args), with the "
-            "arguments used in training; if you want a point mass, train an AutoDelta"
-        )
     options: Any = {"observed": observed, "batch_size": batch_size, "device": device}
     options["sites"] = names_of_sites(model, guide)
-    groups: dict[str, Group] = {}
+    groups = Groups()
     with evaluation_mode(model, guide), seeded(seed, device) as used_seed:
         remaining = batches(model, data, **options)
         first = next(remaining)
         check_posterior(model, guide, first.inputs)
         if given is not None:
-            given.fit_to(_free_run(model, first, given), is_complete=first.observed is not None)
+            given.fit_to(model, first)
         latents = example_latents(guide, first.inputs)
         nodes = observed_run(model, first, latents)
         kept = chosen_sites(latents, nodes, sites, max_site_size)
         responses = choose_responses(site, nodes, latents)
         tuned = predicted_model(guide, model)
-        run = partial(_through, model, guide, seed=used_seed)
 
-        def predictions_of(
-            components: Components, draws: int, number: int, *, scored: bool = False
-        ) -> Predictions:
+        def observed_sites(
+            components: Components, draws: int, number: int, **is_scored: bool
+        ) -> list[ObservedSite]:
             # The seed differs from that of the weights; otherwise the noise would repeat their random numbers.
             noise_seed = used_seed + 1 + number * len(responses)
-            return Predictions(responses, components, draws, noise_seed, are_scored=scored)
+            return [
+                ObservedSite(name, components, draws, noise_seed + s, **is_scored)
+                for s, name in enumerate(responses)
+            ]
 
         own = Components(model, guide, rule, used_seed)
-        weights = own if draws_weights(rule) else Components(model, guide, with_draws(rule, count), used_seed)
-        with _nothing_predicted():
-            groups["posterior"] = latent_draws(tuned, first, nodes, kept, weights.draws(first.inputs))
-        predicted = [predictions_of(own, count, 0, scored=True)]
+        of_weights = rule if draws_weights(rule) else with_draws(rule, count)
+        weights = own if of_weights is rule else Components(model, guide, of_weights, used_seed)
+        with warnings.catch_warnings():  # the draws of a LaplaceGuide are exported here, and predict nothing
+            warnings.filterwarnings("ignore", message=re.escape(DRAWN_WEIGHTS), category=DviWarning)
+            try:
+                add_latents(groups["posterior"], tuned, first, nodes, kept, weights.draws(first.inputs))
+            except UnsupportedError as error:  # raised by a LaplaceGuide without draws
+                reason = str(error).splitlines()[0]  # the other lines are the shapes of Pyro's trace
+                raise UnsupportedError(f"{reason}; pass sites=[] to export only predictions") from error
+        predicted = {"posterior_predictive": observed_sites(own, count, 0, is_scored=True)}
         if prior is not None:
             from_prior = PriorSamples(prior, tuned, first.inputs, tuple(latents))
             of_prior = Components(model, guide, from_prior, used_seed)
-            groups["prior"] = latent_draws(tuned, first, nodes, kept, of_prior.draws(first.inputs))
-            predicted.append(predictions_of(of_prior, prior, 1))
+            add_latents(groups["prior"], tuned, first, nodes, kept, of_prior.draws(first.inputs))
+            predicted["prior_predictive"] = observed_sites(of_prior, prior, 1)
         every = progress_bar(progress, unit="batch", label="export", of=chain([first], remaining))
-        groups["constant_data"], inputs_left_out = run(every, predicted, kept)
-        of_data = ("posterior_predictive", "log_likelihood", "observed_data")
-        groups.update(zip(of_data, predicted[0].groups(), strict=True))
-        if prior is not None:
-            groups["prior_predictive"], *_ = predicted[1].groups()
+        left_out = _predict(groups, "constant_data", model, guide, every, predicted, kept, used_seed)
         if log_prior:
-            groups["log_prior"] = priors = log_prior_of(tuned, first, nodes, weights.draws(first.inputs))
+            add_log_prior(
+                groups["log_prior"], tuned, first, nodes, list(latents), weights.draws(first.inputs)
+            )
+            is_own = isinstance(of_weights, Samples)  # not given, and not of the members of an ensemble
+            log_q = log_posterior(guide, first, nodes, count, used_seed) if is_own else None
             # If the rule does not draw weights, the log-likelihood is not the one of the weights that were drawn.
-            of_weights = groups["log_likelihood"] if own is weights else Group()
-            log_q = log_posterior(guide, first, nodes, groups["posterior"], used_seed)
-            groups["sample_stats"] = sample_stats(priors, of_weights, log_q)
+            add_sample_stats(groups, log_q, are_scored=own is weights)
         if predictions is not None:
             others = (replace(batch, observed=None) for batch in batches(model, predictions, **options))
-            ahead = predictions_of(Components(model, guide, rule, used_seed), count, 2)
-            groups["predictions_constant_data"], left_out = run(others, [ahead], ())
-            groups["predictions"], *_ = ahead.groups()
-            inputs_left_out += [f"{name} of predictions" for name in left_out]
+            ahead = observed_sites(Components(model, guide, rule, used_seed), count, 2)
+            parts = {"predictions": ahead}
+            missing = _predict(
+                groups, "predictions_constant_data", model, guide, others, parts, (), used_seed
+            )
+            left_out += [f"{name} of predictions" for name in missing]
 
     attributes = {
         "guide": "samples" if given is not None else getattr(guide, "__name__", type(guide).__name__),
         "method": repr(rule),
         "seed": used_seed,
         "sites_left_out": ", ".join(name for name in latents if name not in kept),
-        "inputs_left_out": ", ".join(inputs_left_out),
+        "inputs_left_out": ", ".join(left_out),
     }
     return assemble(groups, attributes, coords or {}, dims or {})
 
 
-def _through(
+def _predict(
+    groups: Groups,
+    of_inputs: str,
     model: Callable[..., Any],
     guide: Callable[..., Any],
     data: Iterable[Batch],
-    predicted: Sequence[Predictions],
+    predicted: Mapping[str, Sequence[ObservedSite]],
     kept: Sequence[str],
-    *,
     seed: int,
-) -> tuple[Group, list[str]]:
-    """Predict all batches; return their inputs, and the names of inputs that are too big to copy.
+) -> list[str]:
+    """Predict all batches, and add predictions and inputs to their groups; return the names of inputs left out.
 
     Raises:
         DataError: if draws of the sites ``kept`` depend on the inputs, so that each batch has its own posterior.
@@ -256,7 +258,7 @@ def _through(
         torch.manual_seed(seed)
         latents = example_latents(guide, batch.inputs)
         nodes = observed_run(model, batch, latents)
-        for own in predicted:
+        for own in chain(*predicted.values()):
             own.add(batch, nodes, latents)
         drawn = {name: latents[name] if name in latents else nodes[name]["value"] for name in kept}
         first = first or drawn
@@ -268,19 +270,10 @@ def _through(
                 "only predictions"
             )
         inputs.append(batch.inputs)
-    return inputs_of(model, inputs, predicted[0].rows)
-
-
-@contextmanager
-def _nothing_predicted() -> Iterator[None]:
-    """Suppress a LaplaceGuide's warning about predictions with drawn weights: here, the draws are only exported."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=re.escape(DRAWN_WEIGHTS), category=DviWarning)
-        try:
-            yield
-        except UnsupportedError as error:  # raised by a LaplaceGuide without draws
-            reason = str(error).splitlines()[0]  # the other lines are the shapes of Pyro's trace
-            raise UnsupportedError(f"{reason}; pass sites=[] to export only predictions") from error
+    for group, sites in predicted.items():
+        for own in sites:
+            own.put_into(groups, group)
+    return add_inputs(groups[of_inputs], model, inputs, own.dims[0])
 
 
 def _rule_and_count(
@@ -298,25 +291,12 @@ def _rule_and_count(
     if method is None and given is None and of_weights:  # as many draws as requested
         rule = with_draws(rule, num_samples or 500)
     components = rule.num_components
-    if num_samples is None:
-        several = of_weights or not (components == 1 or rule.keeps_components)
-        return rule, components if several else 500 // components * components
-    if of_weights and components != num_samples:
+    several = of_weights or (components > 1 and not rule.keeps_components)
+    count = num_samples or (components if several else 500 // components * components)
+    if count % components or (of_weights and count != components):
         raise ArgumentError(
-            f"num_samples={num_samples} and method={rule} disagree: predictions use the draws of the posterior. "
-            "Omit num_samples."
+            f"num_samples={num_samples} and method={rule} disagree: the method predicts with {components} "
+            f"distributions, each of which contributes {'one draw' if of_weights else 'the same number of draws'}. "
+            "Omit num_samples"
         )
-    if num_samples % components:
-        raise ArgumentError(
-            f"num_samples={num_samples} must be a multiple of {components}: method={rule} predicts with {components} "
-            "distributions, and each contributes the same number of draws"
-        )
-    return rule, num_samples
-
-
-def _free_run(model: Callable[..., Any], batch: Batch, given: GivenSamples) -> Mapping[str, Any]:
-    """Return the sites of a model run at values from the prior, or at the first draw if the prior is improper."""
-    try:
-        return observed_run(model, batch, {})
-    except NotImplementedError:  # an improper prior
-        return observed_run(model, batch, next(given.draws(model, ())))
+    return rule, count

@@ -7,22 +7,17 @@ Only this module distinguishes versions of ArviZ.
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from importlib.metadata import version
 from itertools import zip_longest
 from typing import Any
 
 import numpy as np
-import pyro
 import torch
 from torch import Tensor
 
-from pyro_dvi.errors import ModelError
-from pyro_dvi.predictive import Prediction
 from pyro_dvi.predictive.prediction_summaries import array_of
-from pyro_dvi.predictive.predictive_distribution import with_any
 
-_SAMPLE_DIMS = ("chain", "draw")
+_SAMPLE_DIMS = ["chain", "draw"]
 
 
 @dataclass
@@ -32,20 +27,20 @@ class Group:
     Attributes:
         sampled: True if the dimensions ``chain`` and ``draw`` come first.
         arrays: values by variable; if ``sampled`` is true, they include the dimensions ``chain`` and ``draw``.
-        suggested: names of the other dimensions by variable; None for a dimension without a name.
-        coords: coordinates by dimension, such as the positions of the observations that are not masked.
+        dims: names of the other dimensions by variable.
+        coords: positions of the observations that are not masked, by dimension.
     """
 
     sampled: bool = True
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
-    suggested: dict[str, Sequence[str | None]] = field(default_factory=dict)
+    dims: dict[str, list[str]] = field(default_factory=dict)
     coords: dict[str, np.ndarray] = field(default_factory=dict)
 
     def add(
         self,
         name: str,
         array: np.ndarray,
-        suggested: Sequence[str | None] = (),
+        plates: Sequence[str | None] = (),
         counts: np.ndarray | None = None,
     ) -> None:
         """Add a variable; draws are passed without the dimension ``chain``.
@@ -54,58 +49,40 @@ class Group:
         ``<name>_observed``, whose coordinates are the positions of these values in the flattened array.
 
         Args:
-            name: name of the variable.
+            name: name of the variable; slashes, which would create groups in a file, become dots.
             array: values of the variable.
-            suggested: names of the dimensions of ``array``, without those of draws.
+            plates: names of the dimensions of ``array``, without those of draws; None for ``<name>_dim_<i>``.
             counts: mask over the first dimensions of a draw, True for the values to keep; None to keep all.
-
-        Raises:
-            ModelError: if ArviZ has a dimension of this name.
         """
-        name = safe_name(name)
-        if counts is not None and not self.sampled:
-            array = (
-                array if counts.all() else np.where(counts, array, np.nan)
-            )  # integers become floating-point numbers
-        elif counts is not None and not counts.all():
-            array = array[:, counts]
-            suggested = [f"{name}_observed", *suggested[counts.ndim :]]
-            self.coords[f"{name}_observed"] = np.flatnonzero(counts)
-        if name in _SAMPLE_DIMS:
-            raise ModelError(
-                f"ArviZ uses the name {name!r} for a dimension: rename the site or input in the model"
-            )
+        name = name.replace("/", ".")
+        if counts is not None and not counts.all():
+            if self.sampled:
+                array = array[:, counts]
+                plates = [f"{name}_observed", *plates[counts.ndim :]]
+                self.coords[f"{name}_observed"] = np.flatnonzero(counts)
+            else:
+                array = np.where(counts, array, np.nan)  # integers become floating-point numbers
+        rank = array.ndim - self.sampled
         self.arrays[name] = array[None] if self.sampled else array
-        self.suggested[name] = tuple(suggested)
+        self.dims[name] = [plate or f"{name}_dim_{i}" for i, plate in zip_longest(range(rank), plates[:rank])]
 
-    def dims(self, given: Mapping[Any, Sequence[Any]]) -> dict[str, list[Any]]:
-        """Return names for all dimensions: the user's, or else the name of a plate, or else ``<variable>_dim_<i>``.
-
-        A plate's name is not used if it is the name of a variable, or if the dimension has different lengths in this
-        group.
-        """
-        lengths: dict[Any, int] = {}
-        named: dict[str, list[Any]] = {}
-        for name, array in self.arrays.items():
-            shape = array.shape[2 if self.sampled else 0 :]
-            suggested = self.suggested[name][: len(shape)]
-            is_flat = any(dim in self.coords for dim in suggested)  # the user's names do not apply
-            users = () if is_flat else given.get(name, ())
-            mine: list[Any] = []
-            for i, (length, dim, plate) in enumerate(zip_longest(shape, users[: len(shape)], suggested)):
-                if dim is None:
-                    fits = plate is not None and lengths.get(plate, length) == length and plate not in mine
-                    is_free = plate not in self.arrays and plate not in _SAMPLE_DIMS
-                    dim = plate if fits and is_free else f"{name}_dim_{i}"
-                mine.append(dim)
-            lengths |= dict(zip(mine, shape, strict=True))
-            named[name] = mine
-        return named
+    def dataset(self, arviz: Any, coords: Mapping[Any, Any], dims: Mapping[Any, Sequence[Any]]) -> Any:
+        """Return an ``xarray.Dataset``, given the user's coordinates and names of dimensions."""
+        named = {}
+        for name, own in self.dims.items():
+            users = () if self.coords.keys() & set(own) else dims.get(name, ())  # not for positions
+            named[name] = [*users, *own[len(users) :]][: len(own)]
+        leading = "sample_dims" if _is_tree(arviz) else "default_dims"
+        options = {leading: _SAMPLE_DIMS if self.sampled else [], "coords": {**coords, **self.coords}}
+        return arviz.dict_to_dataset(self.arrays, dims=named, **options)
 
 
-def safe_name(name: str) -> str:
-    """Return the name with its slashes replaced, because a slash would create a group in the file."""
-    return name.replace("/", ".")
+class Groups(dict[str, Group]):
+    """Groups by name; a new group is empty, and has draws unless its name contains "data", as in ArviZ."""
+
+    def __missing__(self, name: str) -> Group:
+        self[name] = Group(sampled="data" not in name)
+        return self[name]
 
 
 def plate_names(node: Any, shape: Sequence[int]) -> list[str | None]:
@@ -124,7 +101,7 @@ def plate_names(node: Any, shape: Sequence[int]) -> list[str | None]:
             continue
         dim = frame.dim - len(node["fn"].event_shape)
         if len(shape) >= -dim and shape[dim] == frame.size:
-            names[dim] = safe_name(frame.name)
+            names[dim] = frame.name.replace("/", ".")
     return names
 
 
@@ -133,24 +110,8 @@ def as_array(value: Tensor) -> np.ndarray:
     return array_of(value.to(torch.int8) if value.dtype == torch.bool else value)
 
 
-def joined(pieces: list[np.ndarray], axis: int) -> np.ndarray:
-    """Concatenate along ``axis``; the list is emptied on the way, so that no piece is stored twice."""
-    if len(pieces) == 1:
-        return pieces.pop()
-    shape = list(pieces[0].shape)
-    shape[axis] = sum(piece.shape[axis] for piece in pieces)
-    whole = np.empty(shape, np.result_type(*pieces))
-    end = shape[axis]
-    along = np.moveaxis(whole, axis, 0)
-    while pieces:
-        piece = np.moveaxis(pieces.pop(), axis, 0)
-        along[end - len(piece) : end] = piece
-        end -= len(piece)
-    return whole
-
-
 def assemble(
-    groups: Mapping[str, Group],
+    groups: Groups,
     attributes: Mapping[str, Any],
     coords: Mapping[Any, Any],
     dims: Mapping[Any, Sequence[Any]],
@@ -159,7 +120,7 @@ def assemble(
 
     Args:
         groups: groups by name; empty groups are omitted.
-        attributes: attributes of the whole object; the time and the versions of the libraries are added.
+        attributes: attributes of the whole object.
         coords: the user's coordinates, for all groups except predictions.
         dims: the user's names of dimensions, by variable.
     """
@@ -171,11 +132,8 @@ def assemble(
         import arviz
 
     attributes = {
-        "created_at": datetime.now(UTC).isoformat(),
         "inference_library": "pyro_dvi",
         "inference_library_version": version("pyro-dvi"),
-        "pyro_version": pyro.__version__,
-        "torch_version": str(torch.__version__),
         **attributes,
     }
     if groups["observed_data"].arrays and not groups["log_likelihood"].arrays:
@@ -185,23 +143,16 @@ def assemble(
             "with method=Samples(500)"
         )
     # ArviZ plots integers and floating-point numbers differently, so labels with NaN are converted in all groups.
-    for name in groups.keys() & {"posterior_predictive", "prior_predictive"}:
-        arrays = groups[name].arrays
-        for site, values in groups["observed_data"].arrays.items():
-            if site in arrays and values.dtype.kind == "f" != arrays[site].dtype.kind:
-                arrays[site] = arrays[site].astype(values.dtype)
-    is_tree = int(arviz.__version__.split(".")[0]) >= 1
-    leading = "sample_dims" if is_tree else "default_dims"
-    datasets = {}
-    for name, group in groups.items():
-        if group.arrays:
-            users = {} if name.startswith("predictions") else coords
-            options = {
-                leading: list(_SAMPLE_DIMS) if group.sampled else [],
-                "coords": {**users, **group.coords},
-            }
-            datasets[name] = arviz.dict_to_dataset(group.arrays, dims=group.dims(dims), **options)
-    if not is_tree:
+    for site, observed in groups["observed_data"].arrays.items():
+        for drawn in (groups["posterior_predictive"].arrays, groups["prior_predictive"].arrays):
+            if site in drawn and drawn[site].dtype.kind == "i" and observed.dtype.kind == "f":
+                drawn[site] = drawn[site].astype(observed.dtype)
+    datasets = {
+        name: group.dataset(arviz, {} if name.startswith("predictions") else coords, dims)
+        for name, group in groups.items()
+        if group.arrays
+    }
+    if not _is_tree(arviz):
         return arviz.InferenceData(attrs=attributes, **datasets)
     from xarray import DataTree
 
@@ -210,19 +161,5 @@ def assemble(
     return tree
 
 
-@Prediction.exported_by
-def of_prediction(prediction: Prediction, num_samples: int, seed: int | None) -> Any:
-    """Return a prediction as an ArviZ object; see :meth:`~pyro_dvi.predictive.Prediction.to_arviz`."""
-    predictive, observed, log_likelihood = Group(), Group(sampled=False), Group()
-    site, values = prediction.site, prediction.observed
-    predictive.add(site, as_array(prediction.sample(num_samples, seed=seed)))
-    if values is not None:
-        counts = torch.ones_like(values, dtype=torch.bool) if prediction.mask is None else prediction.mask
-        observed.add(site, as_array(values), (), as_array(counts) > 0)
-        own = prediction.draws.get("log_likelihood")
-        if own is not None and len(own) == num_samples:
-            scored = with_any(counts, values.dim() - prediction.log_likelihood().dim())
-            log_likelihood.add(site, as_array(own), (), as_array(scored) > 0)
-    groups = {"posterior_predictive": predictive, "log_likelihood": log_likelihood, "observed_data": observed}
-    attributes = {"method": repr(prediction.method), "site": site, **({} if seed is None else {"seed": seed})}
-    return assemble(groups, attributes, {}, {})
+def _is_tree(arviz: Any) -> bool:
+    return int(arviz.__version__.split(".")[0]) >= 1

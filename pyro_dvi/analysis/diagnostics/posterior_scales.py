@@ -35,33 +35,25 @@ MOVING = 0.01  # relative change since the snapshot above which scales have not 
 AT_START = 0.05  # relative change since initialisation below which scales are still at their start
 
 
-@dataclass(frozen=True)
-class ScaleReport(Table):
-    r"""Posterior scales of every site, and whether they have converged.
-
-    There is one row per site with a Gaussian posterior. The columns are ``site``, ``elements``, ``scale_5%``,
-    ``scale_50%`` and ``scale_95%`` (quantiles of σ over elements, in unconstrained space), ``to_prior`` (the median
-    ratio of σ to the prior's standard deviation), ``to_start`` (the geometric mean of :math:`\sigma/\sigma_0`, the
-    ratio to the initial value), ``change`` (the relative change since the snapshot), and ``state``: ``"moves"``,
-    ``"settled"``, ``"at its start"``, ``"not trained"``, ``"not finite"`` or ``"unknown"``. Unknown quantities are NaN.
-
-    Attributes:
-        converged: True if the scales have stopped changing; None without a snapshot to compare with.
-    """
-
-    converged: bool | None = None
-
-
-def scale_report(guide: Any, *, earlier: Mapping[str, Tensor] | None = None) -> ScaleReport:
+def scale_report(guide: Any, *, earlier: Mapping[str, Tensor] | None = None) -> Table:
     r"""Report whether posterior standard deviations have converged, site by site.
 
     Scales converge later than the means. If training stops when the loss looks flat, scales are still near their
     initial values, so the posterior is as narrow or as wide as it was initialised. Each site's σ is compared with the
-    standard deviation of the prior, with its initial value, and with an earlier snapshot. The state of a site is
-    ``"moves"`` if the typical change of its elements,
-    :math:`\exp(\mathrm{mean}\,|\log(\sigma/\sigma_{\mathrm{then}})|) - 1`, exceeds one per cent.
+    standard deviation of the prior, with its initial value, and with an earlier snapshot.
 
-    Status: the numbers are exact; the verdict is a rule of thumb. A small change since the snapshot means little if the
+    There is one row per site with a Gaussian posterior. The columns are ``site``, ``elements``, ``scale_5%``,
+    ``scale_50%`` and ``scale_95%`` (quantiles of σ over elements, in unconstrained space), ``to_prior`` (the median
+    ratio of σ to the prior's standard deviation), ``to_start`` (the geometric mean of :math:`\sigma/\sigma_0`, the
+    ratio to the initial value), ``change`` (the relative change since the snapshot,
+    :math:`\exp(\mathrm{mean}\,|\log(\sigma/\sigma_{\mathrm{then}})|) - 1`), and ``state``. Unknown quantities are NaN.
+    The state is ``"moves"`` if the change exceeds one per cent, ``"at its start"`` if the scales differ by less than
+    five per cent from their initial values, ``"settled"`` otherwise, ``"unknown"`` without a snapshot, ``"not
+    trained"`` if the scales are fixed or computed, or ``"not finite"``. If scales move or are at their start, train
+    longer or, if they are trained with gradients, raise ``scale_multiplier`` of
+    :func:`~pyro_dvi.optim.learning_rates`.
+
+    Status: the numbers are exact; the state is a rule of thumb. A small change since the snapshot means little if the
     snapshot is only a few steps old, or if the learning rate has decayed to zero since then.
 
     Args:
@@ -87,15 +79,13 @@ def scale_report(guide: Any, *, earlier: Mapping[str, Tensor] | None = None) -> 
         ...     lambda: pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
         ... )
         >>> guide.initialize()
-        >>> report = scale_report(guide)
-        >>> report["state"], report.converged
-        (['at its start'], False)
+        >>> scale_report(guide)["state"]
+        ['at its start']
     """
     rows = [_row(spread, earlier) for spread in posterior_spread(guide)]
-    converged, verdict = _verdict({row["site"]: row["state"] for row in rows})
     numbers = dict.fromkeys(("scale_5%", "scale_50%", "scale_95%", "to_prior", "to_start"), ".3g")
     formats = {"site": "", "elements": ",", **numbers, "change": ".1%", "state": ""}
-    return ScaleReport(f"Posterior scales of {type(guide).__name__}", rows, formats, verdict, converged)
+    return Table(f"Posterior scales of {type(guide).__name__}", rows, formats)
 
 
 def scale_snapshot(guide: Any) -> dict[str, Tensor]:
@@ -189,24 +179,6 @@ def _row(spread: "Spread", earlier: Mapping[str, Tensor] | None) -> dict[str, An
     row = dict(zip(("scale_5%", "scale_50%", "scale_95%"), quantiles, strict=True))
     row |= {"to_prior": to_prior, "to_start": to_start, "change": change, "state": state}
     return {"site": spread.site, "elements": scale.numel(), **row}
-
-
-def _verdict(states: Mapping[str, str]) -> tuple[bool | None, str]:
-    """Return True if the scales have converged (None if unknown), and a sentence with the verdict and a remedy."""
-    if set(states.values()) == {"not trained"}:
-        return True, "Scales are computed or fixed, not trained, so convergence is not an issue."
-    unfinished = [site for site, state in states.items() if state in ("moves", "at its start", "not finite")]
-    if unfinished:
-        shown = ", ".join(unfinished[:3]) + (", ..." if len(unfinished) > 3 else "")
-        return False, (
-            f"Scales of {len(unfinished)} of {len(states)} sites ({shown}) have not converged; train longer or, if "
-            "they are trained with gradients, raise scale_multiplier of learning_rates."
-        )
-    if "settled" in states.values():
-        return True, "Scales have settled."
-    return None, (
-        "It is unknown whether scales still change: pass earlier=scale_snapshot(guide) from some epochs earlier."
-    )
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plots of predictions: regression bands, calibration of class probabilities, and rejection curves."""
+"""Plots of predictions: regression bands, calibration of class probabilities, and rejection curves.
+
+The colours are ``"C0"``, ``"C1"``, ... of the user's style. They are combined with line styles, so that no meaning
+depends on colour alone. Reference lines are grey, which is visible on white and on black. Nothing here changes
+``rcParams``.
+"""
 
 from collections.abc import Mapping
 from typing import Any
 
+import matplotlib.pyplot as plt
 import numpy as np
 import torch
 from matplotlib import rcParams
 from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator
+from matplotlib.legend import Legend
+from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from pyro_dvi.analysis.plots.style import GREY, column, legend_above, own_axes, percent
 from pyro_dvi.errors import ArgumentError, DataError, UnsupportedError
 from pyro_dvi.predictive import metrics
 
+GREY = "gray"
 FEW = 5  # bins with fewer examples are drawn as open circles
 LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 1)))
 
@@ -58,7 +65,7 @@ def regression_band(
         raise DataError(
             "prediction has no mean: pass a Prediction of a regression, or {'mean': ..., 'variance': ...}"
         )
-    ax, places = own_axes(ax, (5.4, 3.8)), places[order]
+    ax, places = ax or _new_axes(5.4, 3.8), places[order]
     for variance, alpha, name in ((total, 0.15, "observation"), (epistemic, 0.4, "function")):
         if variance is not None:
             low, high = mean - 2 * np.sqrt(variance), mean + 2 * np.sqrt(variance)
@@ -74,7 +81,7 @@ def regression_band(
         ax.plot(inputs, targets, "o", color=rcParams["text.color"], label=label, **points)
     ax.set(xlabel="x", ylabel="y")
     ax.margins(x=0.02)
-    legend_above(ax, ncols=2)
+    _legend_above(ax, ncols=2)
     return ax
 
 
@@ -167,7 +174,7 @@ def reliability_diagram(
     middles, filled, few = table.edges.numpy()[:-1] + width / 2, count > 0, (count > 0) & (count < FEW)
     confidence, accuracy = table.confidence.numpy(), table.accuracy.numpy()
 
-    ax = own_axes(ax, (4.2, 5.0))
+    ax = ax or _new_axes(4.2, 5.0)
     place, figure = ax.get_subplotspec(), ax.get_figure(root=False)
     if place is None or figure is None:
         raise ArgumentError(
@@ -196,7 +203,7 @@ def reliability_diagram(
     counts.set(xlabel=f"confidence ({count.sum():,} examples)", ylabel="share", xlim=(0, 1))
     counts.yaxis.set_major_locator(MaxNLocator(3, prune="upper"))
     for axis in (ax.yaxis, counts.yaxis, counts.xaxis):
-        axis.set_major_formatter(percent)
+        axis.set_major_formatter(PercentFormatter(1))
     return ax
 
 
@@ -241,7 +248,7 @@ def rejection_curve(
     ranks = uncertainty if isinstance(uncertainty, Mapping) else dict.fromkeys(methods, uncertainty)
     if not methods or not set(methods) <= set(ranks):
         raise DataError(f"the methods are {list(methods)}, but uncertainties are given for {list(ranks)}")
-    ax = own_axes(ax, (5.0, 3.8))
+    ax = ax or _new_axes(5.0, 3.8)
     highest = 0.0
     for k, (name, prediction) in enumerate(methods.items()):
         p, y = _of_classes(prediction, labels, name)
@@ -258,10 +265,34 @@ def rejection_curve(
         highest = max(highest, errors.max())
     ax.set(xlim=(0, 1), ylim=(0, 1.08 * highest or 0.1), xlabel="rejected share", ylabel="selective risk")
     ax.set_title(title, loc="left", fontsize="medium", fontweight="bold")
-    ax.xaxis.set_major_formatter(percent)
-    ax.yaxis.set_major_formatter(percent)
+    ax.xaxis.set_major_formatter(PercentFormatter(1))
+    ax.yaxis.set_major_formatter(PercentFormatter(1))
     ax.yaxis.set_major_locator(MaxNLocator(5))
-    legend = legend_above(ax, 1.08 if title else 1, alignment="left")
+    legend = _legend_above(ax, 1.08 if title else 1, alignment="left")
     legend.set_title("thin: random rejection; shaded: below an oracle")
     legend.get_title().set_fontsize("x-small")
     return ax
+
+
+def column(values: Any, name: str) -> np.ndarray:
+    """Return ``values`` as a flat array of doubles.
+
+    Raises:
+        DataError: if there are no values, or some are not finite.
+    """
+    if hasattr(values, "detach"):
+        values = values.detach().cpu().double()
+    numbers = np.asarray(values, dtype=float).ravel()
+    if not numbers.size or not np.isfinite(numbers).all():
+        raise DataError(f"{name} is empty, or contains values that are NaN or infinite")
+    return numbers
+
+
+def _new_axes(width: float, height: float) -> Axes:
+    return plt.subplots(figsize=(width, height), layout="constrained")[1]
+
+
+def _legend_above(ax: Axes, height: float = 1.0, **options: Any) -> Legend:
+    """Put a frameless, left-aligned legend above ``ax``, at ``height`` times the height of ``ax``."""
+    place: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, height), "borderaxespad": 0.2}
+    return ax.legend(fontsize="small", frameon=False, **place, **options)

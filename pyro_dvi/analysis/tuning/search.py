@@ -18,7 +18,7 @@ def one_after_the_other(done: Trainings, spare: int) -> None:
             for value in done.neighbours(i) if again else values:
                 if again and not spare:
                     return
-                spare -= again and with_value(best, i, value) not in done.known
+                spare -= again and with_value(best, i, value) not in done.results
                 done.add(with_value(best, i, value))
             best = done.choice() if done.scores else best
             while spare and (following := done.beyond(i)) is not None:
@@ -37,7 +37,7 @@ def as_proposed(done: Trainings, sampler: Any, max_trainings: int) -> None:
     def objective(trial: Any) -> float:
         key = tuple(trial.suggest_categorical(name, values) for name, values in done.lists.items())
         done.add(key)
-        if len(done.scores) + len(done.failures) >= max_trainings:
+        if len(done.results) >= max_trainings:
             trial.study.stop()
         return float(done.scores[key].mean()) if key in done.scores else math.nan
 

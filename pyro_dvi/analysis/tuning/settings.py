@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.analysis.tuning.search import as_proposed, one_after_the_other
-from pyro_dvi.analysis.tuning.storage import read_results
-from pyro_dvi.analysis.tuning.trainings import TEMPERATURES, Trainings, are_numbers
+from pyro_dvi.analysis.tuning.trainings import TEMPERATURES, Trainings, are_numbers, read_results
 from pyro_dvi.core.arguments import check_count
 from pyro_dvi.core.progress import progress_bar
 from pyro_dvi.core.table import Columns, Report
@@ -216,13 +215,11 @@ def tune(
 
 def _lists(space: Any) -> dict[str, list[Any]]:
     """Return the values of each setting: numbers in ascending order, other values in the given order."""
-    if not isinstance(space, Mapping):
+    if not isinstance(space, Mapping) or not space:
         raise ArgumentError(
             f'space must map settings to their values, as {{"lr": (0.01, 0.1)}}, not {space!r}'
         )
     lists: dict[str, list[Any]] = {}
-    if not space:
-        raise ArgumentError('space is empty: map settings to their values, as in {"lr": (0.01, 0.1)}')
     for name, values in space.items():
         own = [] if isinstance(values, str) else list(dict.fromkeys(values))
         fine = (math.isfinite(v) if isinstance(v, Real) else isinstance(v, str | None) for v in own)

@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training runs with their settings and scores, and the choice of the best settings."""
+"""Training runs with their settings and scores, the file that stores them, and the choice of the best settings.
 
+The file has one line of JSON per training run; an interrupted search continues from it.
+"""
+
+import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,13 +17,15 @@ import pyro
 import torch
 from torch import Tensor, linalg
 
-from pyro_dvi.analysis.tuning.storage import Key, as_score, write_result
-from pyro_dvi.errors import ArgumentError, NonFiniteError, PyroDviError
+from pyro_dvi.errors import ArgumentError, CheckpointError, NonFiniteError, PyroDviError
 from pyro_dvi.training.ensemble import TrainedPosterior, train_apart
 from pyro_dvi.training.history import Table
 from pyro_dvi.training.random_state import preserve_random_state
 
+Key = tuple[Any, ...]  # the values of all settings, in the order of their names
+
 TEMPERATURES = ("temperature", "kl_weight")
+_BEGINNING = '{"settings": '  # beginning of every line of the file
 _NUMERICAL = (ValueError, ArithmeticError, linalg.LinAlgError)  # type: ignore[attr-defined]
 
 
@@ -35,18 +41,15 @@ class Trainings:
     path: Path | None
     recorded: dict[Key, Tensor | str]  # results read from the file: scores, or reasons for failures
     bar: Any
-    scores: dict[Key, Tensor] = field(default_factory=dict)
-    failures: dict[Key, str] = field(default_factory=dict)
+    results: dict[Key, Tensor | str] = field(default_factory=dict)
     posteriors: dict[Key, TrainedPosterior] = field(default_factory=dict)  # posteriors that may be chosen
     cause: Exception | None = None
 
     def add(self, key: Key) -> None:
         """Train with these settings, unless the result is known already."""
-        if key in self.scores or key in self.failures:
+        if key in self.results:
             return
-        result = self.recorded[key] if key in self.recorded else self._trained(key)
-        of_kind: dict[Key, Any] = self.failures if isinstance(result, str) else self.scores
-        of_kind[key] = result
+        self.results[key] = result = self.recorded[key] if key in self.recorded else self._trained(key)
         if len({tuple(rows.shape) for rows in self.scores.values()}) > 1:
             raise ArgumentError(
                 "the scores of two training runs have different shapes: score must return one number per row of the "
@@ -90,16 +93,25 @@ class Trainings:
         return all(value in values for value, values in zip(key, self.lists.values(), strict=True))
 
     @property
-    def known(self) -> list[Key]:
-        """The settings of all training runs."""
-        return [*self.scores, *self.failures]
+    def scores(self) -> dict[Key, Tensor]:
+        """The scores of the training runs that did not fail."""
+        return {key: found for key, found in self.results.items() if isinstance(found, Tensor)}
+
+    @property
+    def failures(self) -> dict[Key, str]:
+        """The reasons for failures."""
+        return {key: found for key, found in self.results.items() if isinstance(found, str)}
+
+    def _ordered(self, i: int) -> list[Any]:
+        """Return all values of a setting, listed or tried, in ascending order."""
+        return sorted({*list(self.lists.values())[i], *(key[i] for key in self.results)})
 
     def neighbours(self, i: int) -> list[Any]:
         """Return the values that are next to the chosen value of a setting; all values if the setting has no order."""
         values, chosen = list(self.lists.values())[i], self.choice()[i]
         if not are_numbers(values):
             return values
-        ordered = sorted({*values, *(key[i] for key in self.known)})
+        ordered = self._ordered(i)
         place = ordered.index(chosen)
         return ordered[max(0, place - 1) : place] + ordered[place + 1 : place + 2]
 
@@ -127,7 +139,7 @@ class Trainings:
         values = list(self.lists.values())[i]
         if not self.scores or self.best()[i] != self.choice()[i] or not are_numbers(values):
             return None
-        ordered = sorted({*values, *(key[i] for key in self.known)})
+        ordered = self._ordered(i)
         if self.best()[i] == ordered[-1]:
             ordered.reverse()
         if self.best()[i] != ordered[0] or len(ordered) < 2:
@@ -151,7 +163,7 @@ class Trainings:
 
     def table(self) -> tuple[Table, dict[int, str]]:
         """Return a table with one row per training run, in the order of the lists, and the failures' reasons by row."""
-        keys = sorted(self.known, key=self._places)
+        keys = sorted(self.results, key=self._places)
         results = [self.scores.get(key, torch.tensor(math.nan)) for key in keys]
         table = Table(zip(self.lists, map(list, zip(*keys, strict=True)), strict=True))
         table["score"] = [float(rows.mean()) for rows in results]
@@ -162,6 +174,59 @@ class Trainings:
     def _places(self, key: Key) -> list[Any]:
         lists = self.lists.values()
         return [v if are_numbers(own) else own.index(v) for v, own in zip(key, lists, strict=True)]
+
+
+def read_results(path: Path, names: list[str], seed: int) -> dict[Key, Tensor | str]:
+    """Return a mapping from values of the settings to the score of the training run, or to the reason why it failed.
+
+    An incomplete line is ignored.
+
+    Raises:
+        CheckpointError: if the file belongs to other settings or another seed, or does not contain results.
+    """
+    path.touch()  # an invalid path fails here, before the first training run
+    found: dict[Key, Tensor | str] = {}
+    text = path.read_text(encoding="utf-8", errors="replace")
+    for line in text.splitlines():
+        try:
+            row = dict(json.loads(line))
+        except (ValueError, TypeError):
+            if _BEGINNING.startswith(line[: len(_BEGINNING)]):
+                continue
+            row = {}
+        if set(row.get("settings", ())) != set(names) or row.get("seed") != seed:
+            raise CheckpointError(
+                f"{path} contains a line that is not a training run of this search (seed {seed}, settings "
+                f"{', '.join(names)}): {line[:100]}. Choose another path for storage"
+            )
+        key = tuple(row["settings"][name] for name in names)
+        found[key] = row["failure"] if "failure" in row else as_score(row["score"])
+    if text and not text.endswith("\n"):
+        with path.open("a", encoding="utf-8") as file:
+            file.write("\n")
+    return found
+
+
+def write_result(path: Path, settings: dict[str, Any], seed: int, result: Tensor | str) -> None:
+    """Append a result to the file."""
+    found = {"failure": result} if isinstance(result, str) else {"score": result.tolist()}
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"settings": settings, "seed": seed, **found}) + "\n")
+
+
+def as_score(value: Any) -> Tensor:
+    """Return the score in double precision: a single number, or a vector with one number per row.
+
+    Raises:
+        ArgumentError: if the score has any other shape.
+    """
+    value = value if hasattr(value, "__len__") else float(value)
+    found = torch.as_tensor(value, dtype=torch.double, device="cpu").detach()
+    if found.dim() > 1 or not found.numel():
+        raise ArgumentError(
+            f"score must return a single number or a vector of one number per row, not shape {tuple(found.shape)}"
+        )
+    return found
 
 
 def are_numbers(values: list[Any]) -> bool:

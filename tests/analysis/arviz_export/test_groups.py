@@ -10,7 +10,7 @@ from torch import nn
 
 import pyro_dvi as dvi
 from pyro_dvi import AtMean, MeanFieldGuide, Samples, to_arviz
-from pyro_dvi.errors import ArgumentError, DataError, ModelError, UnsupportedError
+from pyro_dvi.errors import ArgumentError, DataError, UnsupportedError
 from tests.analysis.arviz_export.reading import groups, reopened, values
 
 X = torch.linspace(-1, 1, 12)
@@ -175,23 +175,13 @@ def test_a_plate_that_is_called_like_a_variable_names_no_dimension():
     assert exported["log_likelihood"]["obs"].dims == ("chain", "draw", "x")
 
 
-def test_a_site_that_is_called_like_a_dimension_of_arviz_is_refused():
-    def confusing(x, y=None):
-        slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
-        with pyro.plate("data", len(x)):
-            return pyro.sample("draw", dist.Normal(slope * x, 0.5), obs=y)
+def test_nested_inputs_are_left_out_and_named():
+    def nested(x, parts, y=None):
+        model(x + parts["first"], y)
 
-    with pytest.raises(ModelError, match="uses the name 'draw' for a dimension"):
-        to_arviz(confusing, guide, (X, Y), 4)
-
-
-def test_nested_inputs_are_named_by_their_path():
-    def nested(parts, y=None):
-        model(parts["first"] + parts["rest"][0], y)
-
-    exported = to_arviz(nested, guide, ({"first": X, "rest": [X, X]}, Y), 3, batch_size=5)
-    assert set(exported["constant_data"].data_vars) == {"parts.first", "parts.rest.0", "parts.rest.1"}
-    np.testing.assert_array_equal(values(exported, "constant_data", "parts.rest.1"), X)
+    exported = to_arviz(nested, guide, (X, {"first": X}, Y), 3, batch_size=5)
+    assert set(exported["constant_data"].data_vars) == {"x"}
+    assert exported.attrs["inputs_left_out"] == "parts"
 
 
 # Numbers ----------------------------------------------------------------------------------------------------------

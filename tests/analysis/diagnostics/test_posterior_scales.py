@@ -43,15 +43,11 @@ def test_untrained_scales_are_at_their_start():
     report = scale_report(guide)
     assert states(report) == {"a": "at its start", "b": "at its start"}
     assert states(scale_report(guide, earlier=start)) == states(report)
-    assert report.converged is False
-    assert "2 of 2 sites (a, b) have not converged" in report.verdict
 
 
 def test_without_a_snapshot_nothing_is_known_of_scales_that_have_moved():
     report = scale_report(guide_at(a=3.0, b=0.5)[0])
     assert states(report) == {"a": "unknown", "b": "unknown"}
-    assert report.converged is None
-    assert "earlier=scale_snapshot" in report.verdict
 
 
 def test_nothing_is_said_of_a_start_that_is_not_known():
@@ -59,8 +55,6 @@ def test_nothing_is_said_of_a_start_that_is_not_known():
     guide()
     report = scale_report(guide)
     assert states(report) == {"a": "unknown", "b": "unknown"}
-    assert report.converged is None and "start" not in report.verdict
-    assert "earlier=scale_snapshot" in report.verdict
     assert set(states(scale_report(guide, earlier=scale_snapshot(guide))).values()) == {"settled"}
 
 
@@ -71,9 +65,7 @@ def test_a_snapshot_tells_moving_from_settled():
     report = scale_report(guide, earlier=earlier)
     assert states(report) == {"a": "settled", "b": "moves"}
     assert report["change"][1] == pytest.approx(0.1, rel=1e-5)  # up and down do not cancel
-    assert report.converged is False and "1 of 2 sites (b) have not converged" in report.verdict
-    settled = scale_report(guide, earlier=scale_snapshot(guide))
-    assert settled.converged is True and settled.verdict.startswith("Scales have settled")
+    assert states(scale_report(guide, earlier=scale_snapshot(guide))) == {"a": "settled", "b": "settled"}
 
 
 def test_the_numbers_of_a_row():
@@ -92,7 +84,6 @@ def test_scales_of_a_fixed_family_have_nothing_to_converge():
     guide.initialize()
     report = scale_report(guide)
     assert states(report) == {"a": "not trained", "b": "not trained"}
-    assert report.converged is True and "convergence is not an issue" in report.verdict
 
 
 def test_text_and_frame_hold_the_same_rows():
@@ -103,7 +94,7 @@ def test_text_and_frame_hold_the_same_rows():
     assert frame.loc["a", "to_start"] == pytest.approx(3.0, rel=1e-5)
     assert frame.loc["a", "scale_50%"] == pytest.approx(report["scale_50%"][0])
     text = str(report)
-    assert "200.0%" in text and text.replace("\n", " ").endswith(report.verdict)
+    assert "200.0%" in text
     assert "MeanFieldGuide" in text
 
 
@@ -122,14 +113,14 @@ def test_training_of_a_conjugate_model_is_recognised_as_unfinished_and_as_finish
     guide.initialize(x)
     start = scale_snapshot(guide)
     history = fit(svi, [x], epochs=30, progress=False)
-    assert scale_report(guide, earlier=start).converged is False
+    assert scale_report(guide, earlier=start)["state"] == ["moves"]
     history = fit(svi, [x], epochs=200, progress=False, history=history)
     then = scale_snapshot(guide)
     for group in svi.optim.optim_objs.values():
         group.param_groups[0]["lr"] = 1e-3
     history = fit(svi, [x], epochs=40, progress=False, history=history)
     late = scale_report(guide, earlier=then)
-    assert late.converged is True
+    assert late["state"] == ["settled"]
     factorised = (1 + len(x) * 0.25 / 0.1**2) ** -0.5  # the precision given the other coordinate
     np.testing.assert_allclose(late["scale_50%"][0], factorised, rtol=0.1)
 
@@ -145,7 +136,6 @@ def test_a_network_of_modules():
 
 def test_a_guide_that_moved_to_another_device(device):
     from pyro_dvi.analysis.diagnostics import signal_to_noise
-    from pyro_dvi.analysis.diagnostics.model_checking import prior_predictive_check
 
     net = to_bayesian_(nn.Linear(3, 2))
     guide = MeanFieldGuide(net)
@@ -155,15 +145,6 @@ def test_a_guide_that_moved_to_another_device(device):
     report = scale_report(guide, earlier=earlier)
     assert all(row["change"] == pytest.approx(0, abs=1e-6) for row in report.rows)
     assert sum(map(len, signal_to_noise(guide).values())) == 4
-
-    def model(x, y=None):
-        mean = net(x)[:, 0]
-        with pyro.plate("data", len(x)):
-            return pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
-
-    x = torch.ones(5, 3, device=device)
-    check = prior_predictive_check(model, (x, x[:, 0]), num_samples=3)
-    assert "5 examples" in check.heading
 
 
 @pytest.mark.parametrize(
@@ -181,4 +162,4 @@ def test_another_snapshot_is_refused(earlier):
 def test_scales_that_are_not_finite_have_not_converged():
     guide, start = guide_at(a=math.nan)
     report = scale_report(guide, earlier=start)
-    assert states(report)["a"] == "not finite" and report.converged is False
+    assert states(report)["a"] == "not finite"

@@ -161,11 +161,6 @@ MISTAKES = {
         DataError,
         "site 'size' is not observed",
     ),
-    "some batches": (
-        lambda: to_arviz(two_in_one, slope, [(X, torch.stack([Y, N], -1)), (X,)], site="size"),
-        DataError,
-        "only some batches contain observations of site 'size'",
-    ),
 }
 
 

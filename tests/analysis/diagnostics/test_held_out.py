@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from pyro_dvi import AtMean, MeanFieldGuide, Moments, Samples, predict
-from pyro_dvi.analysis.diagnostics.model_checking import compare_held_out
+from pyro_dvi.analysis.diagnostics.held_out import compare_held_out
 from pyro_dvi.errors import ArgumentError, DataError
 
 X = torch.linspace(-1, 1, 40)
