@@ -125,7 +125,7 @@ def _look(model: Any, args: Any, kwargs: Any, latents: Mapping[str, Tensor] | No
     args, kwargs = stand_ins(args, kwargs, device)
     with undisturbed(), evaluating(model), torch.no_grad(), poutine.block(), pyro.validation_enabled(False):
         seeder()(0)
-        nodes = poutine.trace(poutine.condition(model, data=given)).get_trace(*args, **kwargs).nodes
+        trace: Any = poutine.trace(poutine.condition(model, data=given)).get_trace(*args, **kwargs)
     return {
         name: {
             "latent": name in given or not node["is_observed"],
@@ -133,7 +133,7 @@ def _look(model: Any, args: Any, kwargs: Any, latents: Mapping[str, Tensor] | No
             "shape": tuple(node["value"].shape),
             "parameters": {} if latents is None else dict(_parameters(node["fn"])),
         }
-        for name, node in nodes.items()
+        for name, node in trace.nodes.items()
         if (is_latent(node) or node.get("is_observed")) and not node["infer"].get("is_auxiliary")
     }
 
