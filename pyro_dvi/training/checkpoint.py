@@ -160,12 +160,7 @@ def load(
     if saved["elbo"] is not None:
         route.elbo.load_state_dict(saved["elbo"])
     if route.steered is not None:
-        try:
-            route.load_optimizer_state(saved["optimizer"])
-        except (ValueError, KeyError) as error:
-            raise CheckpointError(
-                f"The saved state does not fit the optimizer: {error}. Build the optimizer as for the saved run."
-            ) from error
+        route.load_optimizer_state(saved["optimizer"])
         if hasattr(route.elbo, "prepare"):  # for training loops that do not call fit
             route.elbo.prepare(route.guide, route.steered)
     if lr_schedule is not None:
@@ -231,11 +226,7 @@ def _write(path: Path, content: dict[str, Any]) -> None:
     Raises:
         CheckpointError: if the file cannot be written.
     """
-    versions = {
-        "pyro-dvi": version("pyro-dvi"),
-        "torch": str(torch.__version__),
-        "pyro": str(pyro.__version__),
-    }
+    versions = {package: version(package) for package in ("pyro-dvi", "torch", "pyro-ppl")}
     content = {"format": _FORMAT, "version": FORMAT_VERSION, "versions": versions, **content}
     unfinished = path.with_name(path.name + ".unfinished")
     try:
@@ -253,14 +244,12 @@ def _read(path: Path, map_location: Any) -> dict[str, Any]:
     Raises:
         CheckpointError: if the file is missing, damaged, not a checkpoint, or from a later release.
     """
-    if not path.is_file():
-        raise CheckpointError(f"There is no checkpoint {str(path)!r}.")
     try:
         content = torch.load(path, map_location=map_location, weights_only=True)
     except Exception as error:
         raise CheckpointError(
-            f"{str(path)!r} is not a checkpoint, is damaged or truncated, or contains objects that torch does not load "
-            f"safely (see torch.serialization.add_safe_globals): {first_line(error)}"
+            f"{str(path)!r} is missing, not a checkpoint, damaged or truncated, or contains objects that torch does "
+            f"not load safely (see torch.serialization.add_safe_globals): {first_line(error)}"
         ) from error
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise CheckpointError(

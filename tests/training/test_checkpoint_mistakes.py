@@ -249,7 +249,7 @@ FILES = [
     (store, r"not written by|not a checkpoint|load safely"),
     (module, "load safely"),
     (newer, f"version 99, .*versions up to {FORMAT_VERSION}: update pyro-dvi"),
-    (lambda path: path.unlink(), "There is no checkpoint"),
+    (lambda path: path.unlink(), "is missing.*No such file"),
 ]
 
 
