@@ -43,10 +43,6 @@ class DataError(PyroDviError, ValueError):
     """The data are invalid: NaN values, labels out of range, an empty loader, or an unscaled minibatch."""
 
 
-class DeviceError(PyroDviError, RuntimeError):
-    """Data and parameters are on different devices."""
-
-
 class UnsupportedError(PyroDviError, NotImplementedError):
     """No rule exists for a function, module or distribution; the message names it and explains how to add a rule."""
 

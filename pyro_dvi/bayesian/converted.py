@@ -222,9 +222,8 @@ _ORDER = "_parameters_before_conversion"
 def remember(root: nn.Module) -> None:
     """Record the parameter order of all modules below ``root``, and turn frozen parameters into buffers."""
     for module in root.modules():
-        vars(module)[_ORDER] = parameter_order(
-            module
-        )  # repeated in a second conversion, as parameters may have been added
+        # Repeated in a second conversion, as parameters may have been added.
+        vars(module)[_ORDER] = parameter_order(module)
         for name, parameter in list(module._parameters.items()):
             if parameter is not None and not parameter.requires_grad and _is_plain(module, name):
                 del module._parameters[name]

@@ -187,9 +187,8 @@ def arguments_kept() -> Iterator[list[Built]]:
         made.append(Built(distribution, arguments_of(cls, args, kwargs)))
         return distribution
 
-    with building_by(
-        keep, len(pyro_distribution.COERCIONS)
-    ):  # after other coercions, which may build another distribution
+    # After other coercions, which may build another distribution.
+    with building_by(keep, len(pyro_distribution.COERCIONS)):
         yield made
 
 

@@ -72,7 +72,7 @@ class FactorisedGuide(AutoGuide):
     def initialize(self, *args: Any, **kwargs: Any) -> None:
         """Unless the parameters exist, run the model once with these arguments and create them."""
         if self.prototype_trace is None:
-            with explained_errors(self.model, [], args, kwargs):
+            with explained_errors(self.model, args, kwargs):
                 self._setup_prototype(*args, **kwargs)
 
     def initialize_loaded(self, *args: Any) -> bool:

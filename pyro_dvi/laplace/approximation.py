@@ -186,16 +186,11 @@ class GaussianAtMode(FactorisedGuide):
             raise GuideError(f"{change}: fit again")
         return fitted
 
-    def check_model(self, model: Callable[..., Any], plates: bool = False) -> None:
-        """Raise an error if the current mode has a Gaussian, but it was fitted to a different model.
-
-        Args:
-            model: the model.
-            plates: see :meth:`Fitted.check`.
-        """
+    def check_model(self, model: Callable[..., Any]) -> None:
+        """Raise an error if the current mode has a Gaussian, but it was fitted to a different model."""
         fitted = self._fitted
         if fitted is not None and self._point_mass().change_since(fitted.point) is None:
-            fitted.check(model, self.median(), plates)
+            fitted.check(model, self.median())
 
     # For predictions ----------------------------------------------------------------------------------------------
 

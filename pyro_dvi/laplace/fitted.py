@@ -46,7 +46,7 @@ class PointMass:
 
     def state(self) -> dict[str, Any]:
         """Return the state as tensors and plain values, for files."""
-        return {**vars(self), "model": None if self.model is None else self.model.state()}
+        return {**vars(self), "model": None if self.model is None else dict(vars(self.model))}
 
     @staticmethod
     def from_state(state: Mapping[str, Any]) -> "PointMass":
@@ -227,13 +227,12 @@ class Fitted:
             values[site] = value.reshape(torch.broadcast_shapes(values[site].shape, lead))
         return values
 
-    def check(self, model: Callable[..., Any], latents: dict[str, Tensor], plates: bool = False) -> None:
+    def check(self, model: Callable[..., Any], latents: dict[str, Tensor]) -> None:
         """Raise an error if a model is not the model of the fit.
 
         Args:
             model: the model, with the scales as written in its code.
             latents: the constrained mode.
-            plates: also compare plates and shapes of observed sites, which do not affect predictions.
 
         Raises:
             GuideError: a prior, the likelihood or a deterministic part of the model differs.
@@ -241,7 +240,7 @@ class Fitted:
         """
         refuse_torch_modes(self.posterior.mode.device)
         known = self.point.model
-        differences = "" if known is None else known.differences(model, latents, plates)
+        differences = "" if known is None else known.differences(model, latents)
         if differences:
             what = f"the model has changed since guide.fit, or is another model ({differences}; at synthetic inputs)"
             raise GuideError(f"{what}: use the model of the fit, with its state, or fit again")

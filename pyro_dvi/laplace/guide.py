@@ -275,7 +275,7 @@ class LaplaceGuide(GaussianAtMode):
         fitted = self.fitted if self._failed or (self._fitted and subset is None) else None
         energy = self.energy(batches, subset=subset if fitted is None else fitted.layout)
         if fitted is not None:
-            self.check_model(self._plain_model.get(), plates=True)
+            self.check_model(self._plain_model.get())
         known = () if fitted is None else (fitted.posterior, fitted.point.data)
         precision = GGN() if self._fitted is None else self._fitted.precision
         return log_evidence(energy, precision, determinant, *known)

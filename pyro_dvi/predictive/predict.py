@@ -8,7 +8,6 @@ from typing import Any
 
 from pyro.infer import SVI
 from pyro.infer.autoguide import AutoDelta
-from torch import nn
 
 from pyro_dvi.core.arguments import check_choice, with_missing
 from pyro_dvi.core.progress import progress_bar
@@ -130,7 +129,6 @@ def predict(
         )
     rule = rule_of(method, guide)
     device = device_of(model, guide)
-    posterior = list(guide.parameters()) if isinstance(guide, nn.Module) else []
     parts: list[Part] = []
     room = math.inf if keep_draws or rule.keeps_components else KEPT_COMPONENTS
     sites = names_of_sites(model, guide) if site is None else lambda _: [site]
@@ -142,7 +140,7 @@ def predict(
         varies = True  # until a run with the observations shows that the model uses them unchanged
         for batch in progress_bar(progress, unit="batch", label="predict", of=chain([first], split)):
             args, kwargs = batch.whole
-            with explained_errors(model, posterior, with_missing(model, args), kwargs):
+            with explained_errors(model, with_missing(model, args), kwargs):
                 if batch.observed is not None and varies:
                     latents = example_latents(guide, batch.inputs)
                     batch = check_observation(model, batch, latents, site)

@@ -137,9 +137,8 @@ def _layers(prior: Any) -> Iterator[Any]:
 def _has_free_scale(part: Any) -> bool:
     """Return True if a distribution or transform has a parameter with a gradient, apart from location parameters."""
     own, parameters = vars(part).keys(), getattr(part, "arg_constraints", {}).keys()
-    names = (
-        own if own & parameters or not parameters else parameters
-    )  # the parameters of Beta, for example, are properties
+    # The parameters of Beta, for example, are properties.
+    names = own if own & parameters or not parameters else parameters
     values = [
         getattr(part, name) for name in names if name not in ("loc", "_unbroadcasted_loc", "probs", "logits")
     ]

@@ -3,7 +3,7 @@
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from traceback import extract_tb
 
@@ -12,29 +12,24 @@ from torch import Tensor, nn
 
 from pyro_dvi.core.arguments import misfit, positional
 from pyro_dvi.core.batches import is_strided, named_arguments, non_finite_inputs
-from pyro_dvi.errors import DataError, DeviceError, ModelError, ParameterError, PyroDviError, UnsupportedError
+from pyro_dvi.errors import DataError, ModelError, ParameterError, PyroDviError, UnsupportedError
 
 AS_A_MODEL = "To turn a network into a model, use dvi.classifier(dvi.to_bayesian_(net), num_data=...) or dvi.regressor."
 
 
 @contextmanager
-def explained_errors(
-    model: Callable, posterior: Iterable[Tensor], args: tuple, kwargs: dict
-) -> Iterator[None]:
+def explained_errors(model: Callable, args: tuple, kwargs: dict) -> Iterator[None]:
     """Convert errors of a run of ``model`` to errors that name their cause.
 
     Args:
         model: a Pyro model.
         args: positional arguments of the model.
         kwargs: keyword arguments of the model.
-        posterior: tensors of the guide, from which the guide's device is read.
 
     Raises:
-        DeviceError: if data and parameters are on different devices.
-        DataError: if the model does not accept these arguments; if it fails on data that contain NaN, have another
-            dtype than the weights, or have unsuitable shapes; or if a minibatch has no rows, or more rows than its
-            plate.
-        ModelError: if the model fails on NaN weights, a site does not fit its plate, or a prior is improper.
+        DataError: if the model does not accept these arguments; if it fails on data that contain NaN, or on their
+            dtypes, devices or shapes; or if a minibatch has no rows, or more rows than its plate.
+        ModelError: if the model fails on NaN weights.
         ParameterError: if a distribution rejects its parameters.
     """
     try:
@@ -44,8 +39,8 @@ def explained_errors(
     except (RuntimeError, ValueError, IndexError, TypeError, ZeroDivisionError) as error:
         explanation = _of_arguments(error, model, args, kwargs)
         if explanation is None and not isinstance(error, (TypeError, torch.OutOfMemoryError)):
-            explanation = _of_data(error, model, [*posterior], args, kwargs)
-        explanation = explanation or _of_text(error)
+            explanation = _of_data(model, args, kwargs)
+        explanation = explanation or _of_text(error) or _of_tensors(error, args, kwargs)
         if explanation is None:
             raise
         raise explanation from error
@@ -67,49 +62,31 @@ def _of_arguments(error: Exception, model: Callable, args: tuple, kwargs: dict) 
     return DataError(f"a batch does not match the arguments of the model: {reason}{network}")
 
 
-def _of_data(
-    error: Exception, model: Callable, posterior: list[Tensor], args: tuple, kwargs: dict
-) -> PyroDviError | None:
-    given, inner = named_arguments(args, kwargs), inspect.unwrap(model)
-    data = {name: value for name, value in given.items() if is_strided(value)}
-    module = inner if isinstance(inner, nn.Module) else nn.Module()
-    weights = dict((*module.named_parameters(), *module.named_buffers()))
-    own = [*weights.values(), *posterior]
-    places, devices = {v.device.type for v in data.values()}, {t.device.type for t in own}
-    if len(places | devices) > 1:
-        return DeviceError(
-            f"the data are on {sorted(places)} but the posterior is on {sorted(devices) or 'the default device'}: move "
-            "both to one device, e.g. x.to(device), model.to(device), and build the guide after moving the model"
-        )
+def _of_data(model: Callable, args: tuple, kwargs: dict) -> PyroDviError | None:
     if (bad := bad_values(args, kwargs)) is not None:
         return bad
-    for name, value in data.items():
-        if value.dim() and not len(value):
+    for name, value in named_arguments(args, kwargs).items():
+        if is_strided(value) and value.dim() and not len(value):
             return DataError(f"{name} of the model has no rows: remove batches without examples")
-    for name in non_finite(weights):
+    inner = inspect.unwrap(model)
+    module = inner if isinstance(inner, nn.Module) else nn.Module()
+    for name in non_finite(dict((*module.named_parameters(), *module.named_buffers()))):
         return ModelError(f"{name!r} of the model contains NaN or infinite values: start from finite weights")
-    if (known := _of_text(error)) is not None:
-        return known
-    message, types = _first_line(error), {t.dtype for t in own if t.is_floating_point()}
-    described = ", ".join(f"{name} {value.dtype} {tuple(value.shape)}" for name, value in data.items())
-    if {v.dtype for v in data.values()} != types and ("dtype" in message or "scalar type" in message):
-        return DataError(
-            f"the data ({described}) and the weights ({', '.join(sorted(map(str, types)))}) have different dtypes: "
-            "pass the arguments in the order of the model's signature, convert the data (x.float()), or convert the "
-            "model (model.double()) before building the guide"
-        )
-    # A ValueError about a shape comes from a distribution; training may have made the parameters invalid.
-    shapes = any(word in message for word in ("shape", "size", "dimension", "channels"))
-    if shapes and not isinstance(error, ValueError):
-        return DataError(
-            f"the model fails on data of these shapes ({described}): {message}. A batch must contain the arguments of "
-            "the model in the order of its signature"
-        )
     return None
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
+def _of_tensors(error: Exception, args: tuple, kwargs: dict) -> PyroDviError | None:
+    message = str(error).partition("\n")[0]
+    words = ("dtype", "scalar type", "device", "shape", "size", "dimension", "channels")
+    # A ValueError about a shape comes from a distribution; training may have made the parameters invalid.
+    if type(error) not in (RuntimeError, IndexError) or not any(word in message for word in words):
+        return None
+    tensors = {name: value for name, value in named_arguments(args, kwargs).items() if is_strided(value)}
+    given = ", ".join(f"{name} {v.dtype} {tuple(v.shape)} on {v.device}" for name, v in tensors.items())
+    return DataError(
+        f"the model fails on these data ({given}): {message}. A batch must contain the arguments of the model in the "
+        "order of its signature, with the dtype and device of the weights: x.float(), x.to(device)"
+    )
 
 
 _TRANSFORM = (
@@ -123,14 +100,6 @@ _TEXTS: dict[str, tuple[type[PyroDviError], str]] = {
         DataError,
         "a minibatch has more rows than the size of its plate: {}. In pyro.plate(name, size, subsample_size=len(x)), "
         "size must be the number of examples in the whole data set.",
-    ),
-    "Shape mismatch inside plate": (
-        ModelError,
-        "{}: dimensions of a site that do not belong to a plate need .to_event(n)",
-    ),
-    "does not support sampling": (
-        ModelError,
-        "{}: a latent site needs a proper prior, such as Normal(0, 100), for initialisation and the KL divergence",
     ),
     "to satisfy the constraint": (
         ParameterError,
@@ -148,7 +117,7 @@ _TEXTS: dict[str, tuple[type[PyroDviError], str]] = {
 
 
 def _of_text(error: Exception) -> PyroDviError | None:
-    message = _first_line(error)
+    message = str(error).partition("\n")[0]
     for part, (kind, text) in _TEXTS.items():
         if part in message:
             frames = extract_tb(error.__traceback__)

@@ -1,21 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Detection of changes of a model, even between processes, without storing any data."""
 
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
+import pyro
 import torch
 from pyro import poutine
 from torch import Tensor
 from torch.distributions import Distribution, Transform
 
-from pyro_dvi.core.batches import arguments, is_strided, mapped, rows_cut
+from pyro_dvi.core.batches import is_strided, mapped, rows_cut
 from pyro_dvi.core.distributions import unexpanded
 from pyro_dvi.core.undisturbed import device_of, evaluating, seeder, undisturbed
-from pyro_dvi.runs.posterior_run import PosteriorMeans
 from pyro_dvi.runs.sites import core, is_latent
 
 _ROWS = 4  # number of rows of the artificial inputs, if the model accepts so few
@@ -26,18 +25,19 @@ _TOLERANCE = 1e-2
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Summary of a model's sites in evaluation mode, at given values of its latents and at artificial inputs.
+    """Summary of a model's sites in evaluation mode, at artificial inputs.
 
     An artificial input has the shape and dtype of the original input, and its elements increase from 0 to 1; integers
-    and booleans are 1. No data are stored, and yet changes of priors, noise, activations or deterministic weights are
-    detected.
+    and booleans are 1. No data are stored. Names, families and shapes of sites show whether two models have the same
+    latents. At given values of the latents, the parameters of the distributions also reveal changes of priors, noise,
+    activations and deterministic weights.
 
     Attributes:
         args: positional arguments of the model, as tensors in tuples, lists and dictionaries. Only the shape and dtype
             of the tensors are used.
         kwargs: keyword arguments of the model, in the same form.
-        sites: for each site, the family, shape and plates; and, for each parameter of its distribution, the mean, the
-            mean absolute value, and a mean weighted by position.
+        sites: for each site, whether it is latent, its family and its shape; and, at given values of the latents, for
+            each parameter of its distribution the mean, the mean absolute value, and a mean weighted by position.
     """
 
     args: tuple[Any, ...]
@@ -45,14 +45,16 @@ class Fingerprint:
     sites: dict[str, dict[str, Any]]
 
     @classmethod
-    def of(cls, model: Any, args: Any, kwargs: Any, latents: Mapping[str, Tensor]) -> "Fingerprint | None":
+    def of(
+        cls, model: Any, args: Any, kwargs: Any, latents: Mapping[str, Tensor] | None = None
+    ) -> "Fingerprint | None":
         """Compute the fingerprint, with fixed random numbers if the model draws any.
 
         Args:
             model: the model.
             args: positional arguments of the model.
             kwargs: keyword arguments of the model.
-            latents: values of the model's latents.
+            latents: values of the model's latents. None draws them, and leaves out the parameters of distributions.
 
         Returns:
             The fingerprint; None if the arguments contain anything but dense tensors, None and booleans in tuples,
@@ -67,26 +69,19 @@ class Fingerprint:
                 continue
         return None
 
-    def differences(self, model: Any, latents: Mapping[str, Tensor], plates: bool = True) -> str:
-        """Return a description of what has changed, at the same values of the latents; empty if nothing has changed.
+    def differences(self, model: Any, latents: Mapping[str, Tensor] | None = None) -> str:
+        """Return a description of what has changed; empty if nothing has, or if the model rejects these arguments.
 
         Args:
             model: the model to compare.
-            latents: values of the model's latents.
-            plates: True to compare plates and shapes of observed sites; False for predictions, which do not depend on
-                these. If False, a model that does not accept the original arguments is not compared at all.
+            latents: the same values of the model's latents.
         """
         try:
             after = _look(model, self.args, self.kwargs, latents)
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-            return f"it does not run with arguments of these shapes ({reason})" if plates else ""
-        found = list(_compared(self.sites, after, plates))
+        except Exception:
+            return ""
+        found = list(_compared(self.sites, after))
         return "; ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
-
-    def state(self) -> dict[str, Any]:
-        """Return the fingerprint as tensors and plain values, for a file."""
-        return dict(vars(self))
 
 
 def input_shapes(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -102,21 +97,16 @@ def input_shapes(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any
 
 def stand_ins(args: Any, kwargs: Any, device: torch.device | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return artificial arguments of the given shapes, on a device, with which a model can run."""
-    return arguments(mapped(_stand_in, args), device)[0], arguments(mapped(_stand_in, kwargs), device)[1]
 
+    def stand_in(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        elements = (
+            torch.linspace(0, 1, value.numel()) if value.is_floating_point() else torch.ones(value.shape)
+        )
+        return elements.reshape(value.shape).to(device, value.dtype)
 
-def central_values(guide: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Tensor]:
-    """Return the median of an automatic guide, or the means of another guide; empty if it has neither."""
-    with undisturbed(), evaluating(guide), torch.no_grad(), poutine.block():
-        try:
-            if hasattr(guide, "median"):
-                return dict(guide.median(*args, **kwargs))
-            with PosteriorMeans() as means:
-                guide(*args, **kwargs)
-        except Exception:
-            # The guide has neither a median nor a mean for every site.
-            return {}
-    return {name: node["value"].detach() for name, node in _sites(means.trace.nodes)}
+    return mapped(stand_in, args), mapped(stand_in, kwargs)
 
 
 def _is_plain(value: Any) -> bool:
@@ -129,72 +119,53 @@ def _only_shape(value: Any) -> Any:
     return torch.zeros((), dtype=value.dtype).expand(value.shape) if isinstance(value, Tensor) else value
 
 
-def _stand_in(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    if not value.is_floating_point():
-        return torch.ones(value.shape, dtype=value.dtype)
-    return torch.linspace(0, 1, value.numel()).reshape(value.shape).to(value.dtype)
-
-
-def _sites(nodes: Any) -> Iterator[tuple[str, Any]]:
-    for name, node in nodes.items():
-        if (is_latent(node) or node.get("is_observed")) and not node["infer"].get("is_auxiliary"):
-            yield name, node
-
-
-def _look(model: Any, args: Any, kwargs: Any, latents: Mapping[str, Tensor]) -> dict[str, Any]:
-    device = next((value.device for value in latents.values()), device_of(model))
+def _look(model: Any, args: Any, kwargs: Any, latents: Mapping[str, Tensor] | None) -> dict[str, Any]:
+    given = dict(latents or {})
+    device = next((value.device for value in given.values()), device_of(model))
     args, kwargs = stand_ins(args, kwargs, device)
-    with undisturbed(), evaluating(model), torch.no_grad(), poutine.block():
+    with undisturbed(), evaluating(model), torch.no_grad(), poutine.block(), pyro.validation_enabled(False):
         seeder()(0)
-        nodes = poutine.trace(poutine.condition(model, data=dict(latents))).get_trace(*args, **kwargs).nodes
+        trace: Any = poutine.trace(poutine.condition(model, data=given)).get_trace(*args, **kwargs)
     return {
         name: {
-            "latent": name in latents or not node["is_observed"],
+            "latent": name in given or not node["is_observed"],
             "family": type(core(node["fn"])).__name__,
             "shape": tuple(node["value"].shape),
-            "plates": {f.name: f.full_size or f.size for f in node["cond_indep_stack"]},
-            "parameters": dict(_parameters(node["fn"])),
+            "parameters": {} if latents is None else dict(_parameters(node["fn"])),
         }
-        for name, node in _sites(nodes)
+        for name, node in trace.nodes.items()
+        if (is_latent(node) or node.get("is_observed")) and not node["infer"].get("is_auxiliary")
     }
 
 
 def _parameters(part: Any) -> Iterator[tuple[str, list[float]]]:
     """Summarise the parameters that the model passed to a distribution, and those of its inner parts and transforms."""
-    transform = isinstance(part, Transform)
     for name, value in vars(part).items():
         for inner in value if isinstance(value, (list, tuple)) else [value]:
             if isinstance(inner, (Distribution, Transform)) and name != "_inv":
                 yield from _parameters(inner)
-        if isinstance(value, float) and transform:
-            yield name, _summary(torch.tensor([value]))
-        elif isinstance(value, Tensor) and (transform or name in part.arg_constraints):
-            yield name, _summary(unexpanded(value).flatten())
+        own = isinstance(part, Transform) or name in part.arg_constraints
+        if own and isinstance(value, (float, Tensor)):
+            values = unexpanded(torch.as_tensor(value)).detach().flatten().cpu().double().nan_to_num()
+            weights = torch.linspace(0.5, 1.5, len(values), dtype=values.dtype, device="cpu")
+            means = (values, values.abs(), values * weights)
+            yield name, [float(v.mean()) for v in means] if len(values) else []
 
 
-def _summary(values: Tensor) -> list[float]:
-    values = values.detach().cpu().double().nan_to_num()
-    weights = torch.linspace(0.5, 1.5, len(values), dtype=values.dtype, device="cpu")
-    return [float(v.mean()) for v in (values, values.abs(), values * weights)] if len(values) else []
-
-
-def _compared(before: Any, after: Any, plates: bool) -> Iterator[str]:
-    for name in [*before, *(set(after) - set(before))]:
+def _compared(before: Any, after: Any) -> Iterator[str]:
+    for name in {**before, **after}:
         old, new = before.get(name), after.get(name)
         if old is None or new is None:
             if (old or new)["family"] != "Delta":  # deterministic sites may be added or removed
                 yield f"site {name!r} is {'new' if old is None else 'missing'}"
             continue
         what = f"{'prior' if old['latent'] else 'distribution'} of site {name!r}"
-        for part in ("family", "shape", "plates"):
-            if old[part] != new[part] and (plates or old["latent"] or part == "family"):
+        for part in ("family", "shape") if old["latent"] else ("family",):
+            if old[part] != new[part]:
                 yield f"{what}: {part} {old[part]} → {new[part]}"
         for key in old["parameters"].keys() & new["parameters"].keys():
             pairs = list(zip(old["parameters"][key], new["parameters"][key], strict=False))
             size = max((abs(number) for pair in pairs for number in pair), default=0.0)
-            for a, b in pairs:
-                if not math.isclose(a, b, rel_tol=0.0, abs_tol=_TOLERANCE * size):
-                    yield f"{what}: {key} {a:.5g} → {b:.5g}"
-                    break
+            apart = [(a, b) for a, b in pairs if not abs(a - b) <= _TOLERANCE * size]
+            if apart:
+                yield f"{what}: {key} {apart[0][0]:.5g} → {apart[0][1]:.5g}"

@@ -252,9 +252,8 @@ def _parts_of_vectors(
             factor, rest, between = shared_factor(source.base)
             sites, start = " and ".join(map(repr, parts)), 0
             for name, index in indices.items():
-                own = slice(
-                    start, start := start + index.numel()
-                )  # a view is used, because the backward pass of indexing costs more
+                # A view is used, because the backward pass of indexing costs more.
+                own = slice(start, start := start + index.numel())
                 parts[name]["shared"] = SharedNoise(factor[:, own].reshape(-1, *index.shape), sites, between)
                 parts[name]["rest"] = None if rest is None else rest[own].reshape(index.shape)
         yield from parts.items()

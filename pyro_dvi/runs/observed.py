@@ -73,9 +73,8 @@ def _log_likelihood(site: ObservedSite) -> Tensor:
         raise
     except (ValueError, RuntimeError, IndexError) as error:
         value, fn, extent = torch.as_tensor(site.value), site.fn, ""
-        if (
-            isinstance(error, ValueError) and value.numel()
-        ):  # a RuntimeError may mean that the values are on a different device
+        # A RuntimeError may mean that the values are on a different device.
+        if isinstance(error, ValueError) and value.numel():
             if lost := int((~torch.isfinite(value)).sum()):
                 raise DataError(
                     f"observed site {site.name!r} contains {lost} NaN or infinite values: drop these rows, or replace "

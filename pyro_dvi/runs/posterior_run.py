@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One run of a guide and then of its model, to which the guide passes its means or its moments."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NoReturn, Self, TypeVar
@@ -102,9 +102,9 @@ class Call:
     args: tuple = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
 
-    def explained(self, posterior: Iterable[Tensor] = ()) -> AbstractContextManager[None]:
+    def explained(self) -> AbstractContextManager[None]:
         """Explain errors in runs with these arguments; see :func:`~pyro_dvi.runs.explained.explained_errors`."""
-        return explained_errors(self.model, posterior, self.args, self.kwargs)
+        return explained_errors(self.model, self.args, self.kwargs)
 
     def run_guide(self, values: Values) -> Values:
         """Run the guide inside ``values``, which chooses the values of its Gaussians, and return ``values``."""
@@ -152,11 +152,10 @@ class PosteriorRun:
         Raises:
             GuideError: if the guide is not a factorised Gaussian.
             ModelError: if a latent site is missing in the guide.
-            DeviceError: if data and parameters are on different devices.
             DataError: if the model fails on data that contain NaN.
         """
         context = around(call.run_guide(values))
-        with call.explained(g.value for g in values.gaussians.values()), context:
+        with call.explained(), context:
             model_trace = call.trace_model(values.trace)
         latents = match_latents(model_trace, values.trace, values.marginals)
         return cls(call, values, model_trace, latents, context)

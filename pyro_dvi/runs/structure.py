@@ -18,7 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 from pyro_dvi.core.autograd_graph import enters, function_of, graph_of
 from pyro_dvi.core.distributions import strip_event_dims, tensors_of
 from pyro_dvi.core.undisturbed import undisturbed
-from pyro_dvi.errors import GuideError, ModelError, PyroDviError, warn
+from pyro_dvi.errors import GuideError, ModelError, warn
 from pyro_dvi.gaussians.normals import is_joint
 from pyro_dvi.runs.latents import GaussianSite, Latent, unconstraining_transform
 from pyro_dvi.runs.observed import observed_sites
@@ -30,8 +30,6 @@ _TYPES = [torch.finfo(t) for t in (torch.float16, torch.bfloat16, torch.float32,
 _OPEN_INTERVALS = {(low, 1 - t.eps) for t in _TYPES for low in (t.eps, t.tiny)}
 # Autograd nodes of functions whose derivative is zero wherever it exists.
 _FLAT = {f"{name}Backward{k}" for name in ("Round", "Floor", "Ceil", "Trunc", "Sign") for k in range(2)}
-# Errors that a model, a prior or a check may raise at an unusual value.
-_FAILURES = (ArithmeticError, AssertionError, LookupError, RuntimeError, ValueError, PyroDviError)
 _UNLIMITED: Any = float("inf")  # the value that Pyro expects, although its annotation is int
 
 # A site, its means (stored in their parameter), and the corresponding weights of the network, if there are any.
@@ -157,10 +155,9 @@ def reached_by(log_likelihood: Tensor, values: dict[str, Tensor]) -> frozenset[s
 def check_gradients(call: Call, trace: Any, log_likelihood: Tensor) -> None:
     """Raise an error if the data depend on a latent that the gradients of their likelihood do not reach.
 
-    This is the case if the data depend on the latent only through functions with zero slope. If a latent is not in the
-    autograd graph, the model runs again with the latent's value, and twice with a draw from its prior. These runs show
-    whether the likelihood depends on the latent; the repetition shows whether the model has a state. Latents that only
-    set priors, or that no data depend on, are ignored.
+    This is the case if the data depend on the latent only through functions without a slope. The model runs again with
+    the values of such latents, and with draws from their priors, which shows whether the likelihood depends on them.
+    Latents that only set priors, or that no data depend on, are ignored.
 
     Args:
         call: the call of the model.
@@ -171,39 +168,27 @@ def check_gradients(call: Call, trace: Any, log_likelihood: Tensor) -> None:
         ModelError: if there is such a latent; the message names it and the observed sites.
     """
     latents = {site["name"]: site for site in sites_of(trace, is_latent) if site["value"].requires_grad}
-    nodes = {name: get_gradient_edge(site["value"]).node for name, site in latents.items()}
     outputs = [log_likelihood, *(t for site in latents.values() for t in _tensors(site["fn"]))]
-    sloped, graph = graph_of(outputs, without=_FLAT), graph_of(outputs)
-    blind = [name for name, node in nodes.items() if node in graph and node not in sloped]
-    absent = [name for name, node in nodes.items() if node not in graph]
-    hidden = any(
-        "Checkpoint" in node.name() for node in graph
-    )  # a reentrant checkpoint hides the tensors that its function uses
-    if absent and not hidden and not blind:
-        other, seen = trace.copy(), []
-        with (
-            suppress(*_FAILURES),
-            undisturbed(),
-            torch.no_grad(),
-        ):  # the model may fail on draws from the prior
-            for name in absent:
-                other.nodes[name] = {**latents[name], "value": latents[name]["fn"].sample()}
-            for run in (trace, other, other, trace):
-                with undisturbed():  # all runs use the same random numbers
-                    seen.append(observed_sites(call.trace_model(run)).log_likelihood())
-            if _agree(seen[::3]) and _agree(seen[1:3]) and not _agree(seen[:2]):
-                blind = absent
-    if blind:
+    sloped = graph_of(outputs, without=_FLAT)
+    blind = [name for name, site in latents.items() if get_gradient_edge(site["value"]).node not in sloped]
+    # A reentrant checkpoint hides the tensors that its function uses.
+    if not blind or any("Checkpoint" in node.name() for node in sloped):
+        return
+    other, seen = trace.copy(), []
+    # The model may fail on draws from the prior.
+    with suppress(Exception), undisturbed(), torch.no_grad():
+        for name in blind:
+            other.nodes[name] = {**latents[name], "value": latents[name]["fn"].sample()}
+        for run in (trace, other):
+            with undisturbed():  # both runs use the same random numbers
+                seen.append(observed_sites(call.trace_model(run)).log_likelihood())
+    if len(seen) == 2 and not bool(torch.isclose(seen[0], seen[1], rtol=1e-3, equal_nan=True)):
         observed = ", ".join(repr(site["name"]) for site in sites_of(trace, is_data))
         raise ModelError(
             f"observed site {observed} depends on latent site {blind[0]!r}, but no gradient of the likelihood reaches "
             "it, because .detach(), .item(), round, floor, argmax or a comparison is in between. Remove this "
             "operation, use a smooth function (sigmoid for a step), or pass gradients on: f + (f.round() - f).detach()"
         )
-
-
-def _agree(values: list[Tensor]) -> bool:
-    return all(bool(torch.isclose(values[0], v, rtol=1e-3, equal_nan=True)) for v in values)
 
 
 def _check_shapes(trace: Any) -> None:
@@ -276,15 +261,13 @@ def _equal_units(latents: Iterable[Any], log_likelihood: Tensor) -> Starts:
         return []
     values = [latent.value for latent in zero]
     grads = torch.autograd.grad(log_likelihood, values, allow_unused=True, retain_graph=True)
-    initial = [getattr(latent.prior, "initial_value", None) for latent in zero]
+    starts = [(a.name, a.loc.detach(), getattr(a.prior, "initial_value", None)) for a in zero]
     # If it is unknown whether a latent is a weight, it is treated as one only if it is a matrix: scalars and vectors
     # without a gradient are common in hierarchical models, and harmless.
-    hidden = (
-        g is not None and not g.any() and (start is not None or g.dim() > 1)
-        for g, start in zip(grads, initial, strict=True)
-    )
-    means = [(latent.name, latent.loc.detach()) for latent in zero]
-    return [(*mean, start) for mean, start in zip(means, initial, strict=True)] if any(hidden) else []
+    for grad, (*_, initial) in zip(grads, starts, strict=True):
+        if grad is not None and not grad.any() and (initial is not None or grad.dim() > 1):
+            return starts
+    return []
 
 
 def start_apart(starts: Starts) -> None:
@@ -294,13 +277,8 @@ def start_apart(starts: Starts) -> None:
     for _, mean, initial in starts:
         if initial is not None:
             mean.copy_(initial)
-    unknown = [name for name, _, initial in starts if initial is None]
     warn(
         f"the initial means of the guide are all zero (site {starts[0][0]!r} and {len(starts) - 1} more), so hidden "
-        "units are identical, and training can hardly make them different. "
-        + (
-            f"The model has no weights for {unknown[0]!r} to start from: pass init_loc_fn=init_to_sample."
-            if unknown
-            else "The means have been set to the weights of the network, as init_loc_fn=init_to_module does."
-        )
+        "units are identical, and training can hardly make them different. Means of a converted network have been set "
+        "to its weights, as init_loc_fn=init_to_module does; for other latents, pass init_loc_fn=init_to_sample."
     )

@@ -1,44 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Training with several processes over ``torch.distributed``; each process has a part of every minibatch.
 
-Process k evaluates the objective on its :math:`m_k` examples, so the plate's scale is :math:`N/m_k`. The sum over
-processes, weighted by :math:`m_k/\sum_j m_j`, is the objective of the joint minibatch: log-likelihoods, their gradients
-and other sums over examples get the scale :math:`N/\sum_j m_j`, and the KL divergence is included once.
+Each of K processes evaluates the objective on its M examples, so the plate's scale is :math:`N/M`. The mean over
+processes is the objective of the joint minibatch: log-likelihoods, their gradients and other sums over examples get the
+scale :math:`N/(KM)`, and the KL divergence is included once.
 """
 
 import functools
 import math
-from collections.abc import Callable
-from itertools import count, islice
-from typing import Any, NamedTuple
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from itertools import count
+from typing import Any, TypeVar
 
+import pyro
 import torch
 import torch.distributed as td
+from pyro import poutine
+from pyro.poutine.messenger import Messenger
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from pyro_dvi.errors import ArgumentError, DataError, NonFiniteError, PyroDviError
+from pyro_dvi.core.autograd_graph import leaves_of
+from pyro_dvi.core.undisturbed import accelerators, forked, undisturbed
+from pyro_dvi.errors import ArgumentError, DataError, NonFiniteError, PyroDviError, UnsupportedError
 from pyro_dvi.objectives.objective import WrappedObjective
 from pyro_dvi.objectives.recorded_step import LossWithGradients
-from pyro_dvi.training.processes import (
-    JointRun,
-    create_parameters,
-    exchange,
-    exchange_results,
-    modules_of,
-    named_leaves,
-    named_parameters,
-    refuse_synchronised,
-    running_statistics,
-    several,
-    weighted_sums,
-    weights_of,
-)
+from pyro_dvi.runs.sites import is_data, subsampled_share
+
+T = TypeVar("T")
 
 
 class DataParallel(WrappedObjective):
     r"""An objective of this library, evaluated and differentiated by all processes together.
 
-    .. math:: \mathrm{loss} = \sum_k w_k\, \mathrm{loss}_k, \qquad w_k = \frac{m_k}{\sum_j m_j}
+    .. math:: \mathrm{loss} = \tfrac1K \sum_k \mathrm{loss}_k
 
     Every process builds the same model, guide and optimizer, and receives its own part of the data, for example from
     torch's ``DistributedSampler``. After each evaluation, all processes have the loss and the gradients of the joint
@@ -55,12 +52,12 @@ class DataParallel(WrappedObjective):
 
     *Batch normalisation* in training mode uses the statistics of each part, as in torch's data parallelism, so the
     result differs from that of one process with the joint minibatch. After every evaluation, the running statistics are
-    averaged over processes, weighted by the sizes of the parts, so that all processes keep the same model.
-    ``torch.nn.SyncBatchNorm`` raises an error, because it would wait for the other processes inside the model. Instead,
-    use large parts, group or layer normalisation, or fixed statistics (``eval()``).
+    averaged over processes, so that all processes keep the same model. ``torch.nn.SyncBatchNorm`` raises an error,
+    because it would wait for the other processes inside the model. Instead, use large parts, group or layer
+    normalisation, or fixed statistics (``eval()``).
 
-    *Uneven parts* are weighted by their size. All processes must take the same number of steps: ``fit`` compares the
-    lengths of the loaders.
+    All processes must have parts of the same size, as from ``DistributedSampler``, and take the same number of steps:
+    ``fit`` compares the lengths of the loaders.
 
     :meth:`loss` uses only the data of this process. Write checkpoints in one process only; they can be loaded with or
     without this class.
@@ -79,9 +76,9 @@ class DataParallel(WrappedObjective):
     Raises:
         ArgumentError: if the objective is not from this library.
         PyroDviError: in a step, if another process failed, or if the processes do not have the same parameters.
-        UnsupportedError: if there are several processes but no process group, if observed sites are split in different
-            proportions, or if the model has synchronised batch normalisation.
-        DataError: for a minibatch without a plate that gives the size of the data set.
+        UnsupportedError: if there are several processes but no process group, or if the model has synchronised batch
+            normalisation.
+        DataError: for parts of different sizes, or without a plate that gives the size of the data set.
         NonFiniteError: if the loss of a process is NaN or infinite; no process then updates its parameters.
 
     Example:
@@ -116,36 +113,39 @@ class DataParallel(WrappedObjective):
         Processes are synchronised here, not in the backward pass: all processes must call this method, with gradients
         enabled.
         """
-        if not torch.is_grad_enabled() or not several(self.group):
+        if not torch.is_grad_enabled() or not _several(self.group):
             return self.elbo.differentiable_loss(model, guide, *args, **kwargs)  # type: ignore[no-any-return]
         self._prepare(model, guide, args, kwargs)
+        seed, step, size = self._seed, self.elbo.step, td.get_world_size(self.group)
+        stream = (seed, step, td.get_rank(self.group)) if self.own_draws else (seed, step)
         losses: list[Tensor] = []
-        seed, step, rank = self._seed, self.elbo.step, td.get_rank(self.group)
-        stream = (seed, step, rank) if self.own_draws else (seed, step)
-        seeds = (hash((*stream, run)) % 2**63 for run in count())
 
-        def evaluate() -> _Evaluation:
-            with JointRun(self._guide, seeds) as run:
-                loss = self.elbo.differentiable_loss(model, self._guide, *args, **kwargs)
-            losses.append(loss)
-            terms = {name: float(value) for name, value in self.elbo.terms.items()}
-            return _Evaluation(run.fractions, terms, sorted(named_leaves(loss, model, guide)))
+        def evaluate() -> tuple[dict[str, float], dict[str, float]]:
+            with _Draws(self._guide, (hash((*stream, run)) % 2**63 for run in count())) as run:
+                losses.append(self.elbo.differentiable_loss(model, self._guide, *args, **kwargs))
+            return run.shares, {name: float(value) for name, value in self.elbo.terms.items()}
 
-        messages = exchange_results(evaluate, self.group)
-        weights = weights_of([m.fractions for m in messages], self.own_draws)
-        terms = {
-            name: math.fsum(w * m.terms[name] for w, m in zip(weights, messages, strict=True))
-            for name in messages[0].terms
-        }
-        self.elbo.terms = {name: self.elbo.terms[name].new_tensor(value) for name, value in terms.items()}
-        bad = [k for k, message in enumerate(messages) if not math.isfinite(message.terms["loss"])]
+        shares, terms = zip(*_results_of_all(evaluate, self.group), strict=True)
+        if any(other != shares[0] for other in shares):
+            raise DataError(
+                f"the processes have different parts of the data set, by observed site {list(shares)}: use torch's "
+                "DistributedSampler"
+            )
+        if size > 1 and not self.own_draws and all(share == 1.0 for share in shares[0].values()):
+            raise DataError(
+                f"observed sites {list(shares[0])} are not in a plate that gives the size of the data set: use "
+                "pyro.plate('data', size=N, subsample_size=len(x)), or own_draws=True if every process has all N "
+                "examples"
+            )
+        bad = [k for k, own in enumerate(terms) if not math.isfinite(own["loss"])]
         if bad:
             raise NonFiniteError(
-                f"the loss of process {bad[0]} is not finite ({messages[bad[0]].terms}); this affects {len(bad)} of "
-                f"{len(messages)} processes. Lower the learning rate, check for extreme inputs, or train in float64."
+                f"the loss of process {bad[0]} is not finite ({terms[bad[0]]}); this affects {len(bad)} of {size} "
+                "processes. Lower the learning rate, check for extreme inputs, or train in float64."
             )
-        names = sorted({name for message in messages for name in message.leaves})
-        return self._joint(losses[0], terms["loss"], names, model, guide, weights[rank])
+        mean = {name: math.fsum(own[name] / size for own in terms) for name in terms[0]}
+        self.elbo.terms = {name: self.elbo.terms[name].new_tensor(value) for name, value in mean.items()}
+        return self._joint(losses[0], mean["loss"], model, guide)
 
     def check_number_of_batches(self, number: int) -> None:
         """Check that all processes have the same number of batches in a pass over the data.
@@ -153,7 +153,7 @@ class DataParallel(WrappedObjective):
         Raises:
             DataError: in all processes, if the numbers differ, because some processes would then wait forever.
         """
-        counts = exchange(number, self.group) if several(self.group) else [number]
+        counts = _messages(number, self.group)
         if len(set(counts)) > 1:
             raise DataError(
                 f"the processes have different numbers of batches, {counts}: use torch's DistributedSampler"
@@ -161,7 +161,7 @@ class DataParallel(WrappedObjective):
 
     def agreed(self, value: Any) -> Any:
         """Return the value of process 0 in all processes, because they may have measured different values."""
-        return exchange(value, self.group)[0] if several(self.group) else value
+        return _messages(value, self.group)[0]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the objective, together with the seed of the draws."""
@@ -174,23 +174,17 @@ class DataParallel(WrappedObjective):
 
     # A step -----------------------------------------------------------------------------------------------------
 
-    def _joint(
-        self, loss: Tensor, value: float, names: list[str], model: Any, guide: Any, weight: float
-    ) -> Tensor:
+    def _joint(self, loss: Tensor, value: float, model: Any, guide: Any) -> Tensor:
         """Return a tensor with the value and the gradients of the joint loss."""
-        parameters = named_parameters(model, guide)
-        leaves = [parameters[name] for name in names]
-        gradients: list[Tensor] = []
-        if leaves:
-            found = torch.autograd.grad(loss, leaves, allow_unused=True)
-            gradients = [torch.zeros_like(p) if g is None else g for p, g in zip(leaves, found, strict=True)]
-        statistics = list(running_statistics(model))
-        sums = iter(weighted_sums([*gradients, *statistics], weight, self.group))
-        gradients = list(islice(sums, len(gradients)))
+        ids = set(map(id, leaves_of([loss])))
+        leaves = [p for _, p in sorted(_named_parameters(model, guide).items()) if id(p) in ids]
+        gradients = torch.autograd.grad(loss, leaves, materialize_grads=True) if leaves else ()
+        statistics = list(_running_statistics(model))
+        means = _means([*gradients, *statistics], self.group)
         with torch.no_grad():
-            for statistic, total in zip(statistics, sums, strict=True):
-                statistic.copy_(total)
-        result: Tensor = LossWithGradients.apply(loss.new_tensor(value), gradients, *leaves)
+            for statistic, mean in zip(statistics, means[len(leaves) :], strict=True):
+                statistic.copy_(mean)
+        result: Tensor = LossWithGradients.apply(loss.new_tensor(value), means[: len(leaves)], *leaves)
         self.elbo.returned(result, guide)
         return result
 
@@ -202,12 +196,12 @@ class DataParallel(WrappedObjective):
             return
 
         def create() -> tuple[set[str], int]:
-            refuse_synchronised(model)
-            create_parameters(model, guide, args, kwargs)
-            found = {f"{n} {tuple(p.shape)} {p.dtype}" for n, p in named_parameters(model, guide).items()}
+            _refuse_synchronised(model)
+            _create_parameters(model, guide, args, kwargs)
+            found = {f"{n} {tuple(p.shape)} {p.dtype}" for n, p in _named_parameters(model, guide).items()}
             return found, torch.initial_seed() if self._seed is None else self._seed
 
-        (first, self._seed), *others = exchange_results(create, self.group)
+        (first, self._seed), *others = _results_of_all(create, self.group)
         for k, (other, _) in enumerate(others, start=1):
             different = sorted(other ^ first)
             if different:
@@ -215,9 +209,9 @@ class DataParallel(WrappedObjective):
                     f"processes 0 and {k} do not have the same parameters: {different[:3]}. Build the same model and "
                     "guide in all of them."
                 )
-        buffers = dict(modules_of(model, guide).named_buffers())
+        buffers = dict(_modules_of(model, guide).named_buffers())
         source = 0 if self.group is None else td.get_global_rank(self.group, 0)
-        for values in (named_parameters(model, guide), buffers):
+        for values in (_named_parameters(model, guide), buffers):
             for name in sorted(values):
                 td.broadcast(values[name].data, src=source, group=self.group)
         self._prepared = (model, guide)
@@ -233,9 +227,166 @@ class _GuideModule(nn.Module):
         self.forward = guide
 
 
-class _Evaluation(NamedTuple):
-    """The message that a process sends to the other processes about its evaluation of the objective."""
+# Communication --------------------------------------------------------------------------------------------------
 
-    fractions: dict[str, float]
-    terms: dict[str, float]
-    leaves: list[str]
+
+def _several(group: Any) -> bool:
+    """Return True if there is a process group.
+
+    Raises:
+        UnsupportedError: if torchrun has started several processes, but there is no process group.
+    """
+    if td.is_available() and td.is_initialized():
+        return True
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UnsupportedError(
+            f"this is one of {os.environ['WORLD_SIZE']} processes, but there is no process group: call "
+            "torch.distributed.init_process_group() at the start of the script"
+        )
+    return False
+
+
+def _messages(message: T, group: Any) -> list[T]:
+    """Return the messages of all processes, in the order of the processes; only the own one without a process group.
+
+    Raises:
+        PyroDviError: if a process sends nothing within the timeout of the process group.
+    """
+    if not _several(group):
+        return [message]
+    messages: list[Any] = [None] * td.get_world_size(group)
+    try:
+        td.all_gather_object(messages, message, group=group)
+    except RuntimeError as error:
+        raise PyroDviError(
+            f"process {td.get_rank(group)} waited for the others, but one has ended or failed, or has no batch left "
+            f"({str(error).splitlines()[0]}). All processes need the same number of batches, as with torch's "
+            "DistributedSampler"
+        ) from error
+    return messages
+
+
+def _results_of_all(work: Callable[[], T], group: Any) -> list[T]:
+    """Call ``work`` in each process, and return the results of all processes, in the order of the processes.
+
+    Raises:
+        Exception: if ``work`` failed in this process.
+        PyroDviError: if ``work`` failed in another process.
+    """
+    result: Any = None
+    failure: Exception | None = None
+    try:
+        result = work()
+    except Exception as error:
+        failure = error
+    messages = _messages((result, failure and f"{type(failure).__name__}: {failure}"), group)
+    if failure is not None:
+        raise failure
+    for k, (_, failed) in enumerate(messages):
+        if failed is not None:
+            raise PyroDviError(f"process {k} failed: {failed}")
+    return [other for other, _ in messages]
+
+
+def _means(tensors: list[Any], group: Any) -> list[Tensor]:
+    """Return the means of tensors over processes; one message is sent for each dtype and device."""
+    means = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
+    for kind in dict.fromkeys((mean.dtype, mean.device) for mean in means):
+        same = [mean for mean in means if (mean.dtype, mean.device) == kind]
+        flat = torch.cat([mean.flatten() for mean in same]).div_(td.get_world_size(group))
+        td.all_reduce(flat, group=group)
+        for mean, total in zip(same, flat.split([mean.numel() for mean in same]), strict=True):
+            mean.copy_(total.view_as(mean))
+    return means
+
+
+# Models and guides ----------------------------------------------------------------------------------------------
+
+
+def _create_parameters(model: Any, guide: Any, args: tuple, kwargs: dict) -> None:
+    """Create the parameters that exist only after a first call."""
+    looks = getattr(guide, "prototype_trace", True) is None
+    if looks or not (isinstance(model, nn.Module) and isinstance(guide, nn.Module)):
+        with undisturbed(), torch.no_grad(), poutine.block():
+            trace = poutine.trace(guide).get_trace(*args, **kwargs)
+            poutine.replay(model, trace=trace)(*args, **kwargs)
+
+
+def _refuse_synchronised(model: Any) -> None:
+    """Raise an error for batch normalisation that communicates with other processes.
+
+    Raises:
+        UnsupportedError: if there is such a layer; the message names it and an alternative.
+    """
+    for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
+        if isinstance(module, nn.SyncBatchNorm):
+            raise UnsupportedError(
+                f"layer {name!r} is torch.nn.SyncBatchNorm, which would wait for the other processes inside the model: "
+                "use nn.BatchNorm1d/2d/3d, whose running statistics DataParallel averages, or nn.GroupNorm"
+            )
+
+
+def _modules_of(model: Any, guide: Any) -> nn.ModuleDict:
+    """Return the model and the guide by role, each only if it is a module."""
+    parts = {"model": model, "guide": guide}
+    return nn.ModuleDict({role: part for role, part in parts.items() if isinstance(part, nn.Module)})
+
+
+def _named_parameters(model: Any, guide: Any) -> dict[str, Tensor]:
+    """Return every parameter once, with a name that is the same in all processes."""
+    named: dict[str, Tensor] = dict(_modules_of(model, guide).named_parameters())
+    if not pyro.settings.get("module_local_params"):
+        owned = {id(parameter) for parameter in named.values()}
+        for name, value in pyro.get_param_store().named_parameters():
+            if id(value) not in owned:
+                named[f"store.{name}"] = value
+    return named
+
+
+def _running_statistics(model: Any) -> Iterator[Tensor]:
+    """Yield means and variances that batch normalisation updates in training mode."""
+    for module in model.modules() if isinstance(model, nn.Module) else ():
+        if isinstance(module, _BatchNorm) and module.training and module.running_mean is not None:
+            yield from (module.running_mean, module.running_var)  # type: ignore[misc]
+
+
+class _Draws(Messenger):
+    """Seed the draws of weights while an objective is evaluated, and record which part of the data set it sees.
+
+    Each run of the guide uses the next seed. So does each run of the model, up to its observations, because objectives
+    draw some latents in the guide and others in the model. Later draws, such as random labels, use the generator of
+    this process.
+
+    Args:
+        guide: the guide.
+        seeds: one seed per run.
+
+    Attributes:
+        shares: the part of the data set that each observed site sees.
+    """
+
+    def __init__(self, guide: nn.Module, seeds: Iterator[int]) -> None:
+        super().__init__()
+        self.shares: dict[str, float] = {}
+        self._guide, self._seeds, self._fork = guide, seeds, ExitStack()
+
+    def __enter__(self) -> Any:
+        self._hook = self._guide.register_forward_pre_hook(self._before_run)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._fork.close()
+        self._hook.remove()
+        super().__exit__(*error)
+
+    def _before_run(self, *_: Any) -> None:
+        self._fork.close()
+        self._fork.enter_context(forked(*accelerators()))
+        torch.manual_seed(next(self._seeds))
+
+    def _pyro_post_sample(self, msg: Any) -> None:
+        if msg["is_observed"]:
+            self._fork.close()
+        if is_data(msg):
+            # The first run of a step has all rows; a curvature may run the model again on only some of these.
+            self.shares.setdefault(msg["name"], subsampled_share(msg))

@@ -238,9 +238,7 @@ class EnsembleGuide(nn.Module):
         if not self.members:
             raise ArgumentError("an ensemble needs at least one member: pass pairs (model, guide)")
         self.guides = nn.ModuleList(m.guide for m in self.members if isinstance(m.guide, nn.Module))
-        self._model = (
-            EnsembleModel(self.members),
-        )  # kept in a tuple, as in Pyro's guides, so that it is not a submodule
+        self._model = [EnsembleModel(self.members)]  # in a list, so that it is not a submodule
         pairs = combinations(enumerate(self.members), 2)
         same = [f"{i} and {k}" for (i, first), (k, second) in pairs if _are_same(first, second)]
         if same:

@@ -330,7 +330,7 @@ class _Run:
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Create the parameters before the first step, and store their initial values."""
-        with explained_errors(self.route.model, (), args, kwargs):
+        with explained_errors(self.route.model, args, kwargs):
             self.route.initialise(args, kwargs)
         for module in self.route.loose_modules:
             module.train()

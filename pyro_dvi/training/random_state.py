@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from pyro_dvi.core.undisturbed import accelerators, state_of
-from pyro_dvi.errors import CheckpointError
 
 
 def random_state(loader: Any = None) -> dict[str, Any]:
@@ -28,20 +27,6 @@ def random_state(loader: Any = None) -> dict[str, Any]:
         "python": random.getstate(),
         "loader": [generator.get_state() for generator in _generators(loader)],
     }
-
-
-def check_generators(state: dict[str, Any], loader: Any) -> None:
-    """Check that a loader has as many generators as the loader of ``state``.
-
-    Raises:
-        CheckpointError: if the numbers of generators differ.
-    """
-    saved, given = len(state["loader"]), len(_generators(loader))
-    if given != saved:
-        raise CheckpointError(
-            f"The checkpoint contains {saved} generators of the data loader, but the given loader has {given}. Pass "
-            "the same kind of loader to save and load, or restore_random=False."
-        )
 
 
 def restore_random_state(state: dict[str, Any], loader: Any = None) -> None:

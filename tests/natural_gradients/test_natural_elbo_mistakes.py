@@ -110,17 +110,6 @@ def test_a_minibatch_without_a_plate():
         SVI(unsized, dvi.NaturalGradientGuide(unsized), VOGN({}), loss=elbo).step(X, Y)
 
 
-@pytest.mark.parametrize("start", [True, False], ids=["in the first step", "later"])
-def test_data_in_another_precision(start):
-    training = svi()
-    if not start:
-        training.step(X, Y)
-    with pytest.raises(
-        DataError, match=r"argument 1 torch.float64.*and the weights.*have different dtypes.*x.float"
-    ):
-        training.step(X.double(), Y.double())
-
-
 def test_labels_that_are_nan():
     training = svi()
     training.step(X, Y)

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data that depend on latents by their values only, which no gradient of the likelihood shows."""
 
-import random
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -162,44 +160,6 @@ def test_a_latent_that_sets_priors_costs_no_runs(method):
         SVI(model, guide_class(model), optimizer({}), loss=elbo()).step(X, Y)
         counts.append(len(runs))
     assert counts[0] == counts[1]
-
-
-class Restless:
-    """Something of a model that no look puts back: it changes with every run."""
-
-    def __init__(self, kind: str) -> None:
-        self.kind, self.count = kind, 0
-        self.own, self.numpy = random.Random(0), np.random.RandomState(0)
-
-    def __call__(self) -> float:
-        self.count += 1
-        return {
-            "counter": self.count,
-            "two in turn": self.count % 2,
-            "random": self.own.random(),
-            "numpy": self.numpy.randn(),
-            "coin": float(self.own.random() < 0.5),
-        }[self.kind]
-
-
-@pytest.mark.parametrize("method", ["Taylor", "Laplace"])
-@pytest.mark.parametrize("kind", ["counter", "two in turn", "random", "numpy", "coin"])
-def test_an_unused_latent_is_not_blamed_for_what_a_model_does_by_itself(method, kind):
-    change = Restless(kind)
-
-    def model(x: Tensor, y: Tensor) -> None:
-        slope = pyro.sample("slope", dist.Normal(torch.ones(N), 1.0).to_event(1))
-        pyro.sample("unused", dist.Normal(0.0, 1.0))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(slope * x + change(), 0.5), obs=y)
-
-    guide_class, elbo, optimizer = METHODS[method]
-    guide: Any = guide_class(model)
-    if elbo is not None:
-        SVI(model, guide, optimizer({}), loss=elbo()).step(X, Y)
-        return
-    guide.initialize(X, Y)
-    assert guide.energy([(X, Y)]).at(torch.ones(N + 1)).value.isfinite()
 
 
 @pytest.mark.parametrize("error", [ValueError, RuntimeError, ZeroDivisionError, AssertionError, KeyError])

@@ -91,7 +91,7 @@ def written_by_hand() -> Any:
 @ELBOS
 def test_without_weights_to_start_from_the_way_out_is_named(elbo):
     model = written_by_hand()
-    with pytest.warns(DviWarning, match=r"no weights for 'net.0.weight' to start from.*init_to_sample"):
+    with pytest.warns(DviWarning, match="for other latents, pass init_loc_fn=init_to_sample"):
         still(model, AutoNormal(model), elbo()).step(X, Y)
     pyro.clear_param_store()
     with warnings.catch_warnings():

@@ -33,10 +33,10 @@ def data() -> tuple[Tensor, Tensor]:
     return x, x.sum(1).sin()
 
 
-def share(t: int, rank: int, world: int, width: int = 8) -> Tensor:
-    """Rows of a process in step t: of two, the first has 8 of 12, the second 4."""
+def share(t: int, rank: int, world: int) -> Tensor:
+    """Rows of a process in step t."""
     rows = (torch.arange(BATCH) + BATCH * t) % N
-    return rows if world == 1 else (rows[:width], rows[width:])[rank]
+    return rows.chunk(world)[rank]
 
 
 class Net(pyro.nn.PyroModule):
@@ -108,7 +108,7 @@ def parameters(guide: Any) -> dict[str, Tensor]:
 
 
 def train(case: str, rank: int, world: int, own_draws: bool = False) -> dict[str, Any]:
-    """A few steps with uneven shares, from a start that only process 0 knows."""
+    """A few steps from a start that only process 0 knows."""
     pyro.clear_param_store()
     torch.manual_seed(7 * rank)
     make_guide, make_elbo, make_optimizer = CASES[case]
@@ -220,7 +220,7 @@ def stop_early(rank: int) -> dict[str, Any]:
     guide = NaturalGradientGuide(model)
     svi = SVI(model, guide, VOGN({"lr": 0.05}), loss=DataParallel(dvi.NaturalGradientELBO()))
     x, y = data()
-    rows = (torch.arange(24), torch.arange(24, N))[rank]
+    rows = torch.arange(N).chunk(2)[rank]
     metrics = iter(([3.0, 1.0, 2.0, 2.0, 2.0], [5.0, 4.0, 3.0, 2.0, 1.0])[rank])
     history = dvi.fit(
         svi,
@@ -267,6 +267,7 @@ def failures(rank: int) -> dict[str, str]:
     bad[0] = float("nan")
     attempt("bad data", net(), dvi.MomentPropagationELBO(), x[:8], (y, bad)[rank][:8], PyroDviError)
     attempt("setup", net(), dvi.MomentPropagationELBO(), x[:8] if rank else x[:8, :2], y[:8], Exception)
+    attempt("parts", net(), dvi.MomentPropagationELBO(), x[: (8, 4)[rank]], y[: (8, 4)[rank]], DataError)
     attempt("no plate", unsized, dvi.MomentPropagationELBO(), x[:8], y[:8], DataError)
     huge = 1e200 * y
     attempt("infinite", net(), dvi.MomentPropagationELBO(), x[:8], (y, huge)[rank][:8], NonFiniteError)

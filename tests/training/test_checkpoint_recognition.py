@@ -10,7 +10,6 @@ import pytest
 import torch
 from pyro.infer import SVI
 from pyro.optim import Adam
-from torch import nn
 
 import pyro_dvi as dvi
 from pyro_dvi.errors import CheckpointError
@@ -19,12 +18,12 @@ X = torch.linspace(-1, 1, 12).reshape(6, 2)
 Y = X.sum(1)
 
 
-def svi_of(inputs=lambda batch: batch, weights=2, seed=0):
+def svi_of(inputs=lambda batch: batch, prior=dist.Normal, seed=0):
     torch.manual_seed(seed)
 
     def model(batch, y=None):
         x = inputs(batch)
-        w = pyro.sample("w", dist.Normal(torch.zeros(weights), 1.0).to_event(1))
+        w = pyro.sample("w", prior(torch.zeros(2), 1.0).to_event(1))
         with pyro.plate("data", 6):
             return pyro.sample("y", dist.Normal(x @ w, 0.3), obs=y)
 
@@ -71,31 +70,19 @@ def test_errors_of_a_model_are_its_own_beside_sparse_arguments():
 
 def test_a_model_that_does_not_run_on_the_rows_is_refused_and_changes_nothing(tmp_path):
     dvi.fit(svi_of(), [(X, Y)], 2, checkpoint=tmp_path / "x.pt", progress=False)
-    for initialised in (False, True):
-        pyro.clear_param_store()
-        other = svi_of(lambda batch: batch @ torch.ones(3, 2))
-        if initialised:
-            other.guide.initialize(torch.ones(6, 3), Y)
-        before = {
-            name: value.clone() for name, value in other.guide.state_dict().items() if "_extra" not in name
-        }
-        with pytest.raises(CheckpointError, match="cannot be multiplied.*another model"):
-            dvi.load(tmp_path / "x.pt", other)
-        assert all(torch.equal(value, other.guide.state_dict()[name]) for name, value in before.items())
+    pyro.clear_param_store()
+    other = svi_of(lambda batch: batch @ torch.ones(3, 2))
+    with pytest.raises(CheckpointError, match="cannot be multiplied.*another model"):
+        dvi.load(tmp_path / "x.pt", other)
+    assert not list(other.guide.parameters())
 
 
-def test_a_refusal_names_the_ways_past_it(tmp_path):
-    def build(size):
-        model = dvi.regressor(dvi.to_bayesian_(nn.Linear(2, 1)), num_data=size)
-        return SVI(model, dvi.MeanFieldGuide(model), Adam({"lr": 0.01}), loss=dvi.TaylorELBO())
-
-    svi = build(6)
+def test_a_refusal_names_the_way_past_it(tmp_path):
+    svi = svi_of()
     dvi.fit(svi, [(X, Y)], 1, checkpoint=tmp_path / "x.pt", progress=False)
     state = svi.guide.state_dict()
     pyro.clear_param_store()
-    grown = build(60)
-    with pytest.raises(CheckpointError, match=r"a growing plate.*guide\.load_state_dict"):
-        dvi.load(tmp_path / "x.pt", grown)
-    grown.model.num_data = 6
-    assert dvi.load(tmp_path / "x.pt", grown).epoch == 1
-    grown.guide.load_state_dict(state)
+    other = svi_of(prior=dist.Laplace)
+    with pytest.raises(CheckpointError, match=r"family Normal → Laplace.*guide\.load_state_dict"):
+        dvi.load(tmp_path / "x.pt", other)
+    other.guide.load_state_dict(state)

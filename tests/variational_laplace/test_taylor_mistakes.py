@@ -35,7 +35,6 @@ from pyro_dvi.curvature import (
 from pyro_dvi.errors import (
     CheckpointError,
     DataError,
-    DeviceError,
     DviWarning,
     GuideError,
     ModelError,
@@ -383,15 +382,6 @@ MISTAKES = [
         lambda: evaluate(args=(X, Y, 300), num_data=600),
         DataError,
         r"site 'y' sees 6 of 600 .* scaled to 300 examples. Write pyro.plate.*or correct num_data",
-    ),
-    Mistake(
-        "meta device",
-        lambda: evaluate(args=(X.to("meta"), Y)),
-        DeviceError,
-        r"data are on \['cpu', 'meta'\].*one device",
-    ),
-    Mistake(
-        "labels on another device", lambda: evaluate(args=(X, Y.to("meta"))), PyroDviError, r"device|meta"
     ),
     # Options
     Mistake(

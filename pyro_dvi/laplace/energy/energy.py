@@ -155,7 +155,7 @@ class Energy:
         values = [v.detach().requires_grad_(torch.is_grad_enabled()) for v in self.layout.split(point)]
         sites = self.layout.place(values, self.locs)
         model = self.model if recorder is None else within(recorder(list(sites.values())), self.model)
-        checked = explained_errors(self.model, values, args, kwargs)
+        checked = explained_errors(self.model, args, kwargs)
         constant = nullcontext() if self.differentiable else constant_parameters(self.model)
         with checked, evaluating(self.model), constant:
             found = run_joint(model, args, kwargs, {**self.locs, **sites})

@@ -217,7 +217,7 @@ class Query:
 
     def _run(self, sites: Mapping[str, Tensor]) -> Outputs:
         args = with_missing(self.model, self.inputs)
-        with torch.enable_grad(), explained_errors(self.model, sites.values(), args, {}):
+        with torch.enable_grad(), explained_errors(self.model, args, {}):
             if self._read is not None:
                 return self._read({**self._locs, **sites}, self.num_rows)
             with evaluating(self.model), constant_parameters(self.model):
