@@ -104,7 +104,7 @@ def check_mode(policy: str, method: Method, energy: Energy, known: Certificate |
         NonFiniteError: U is NaN or infinite.
     """
     seen = None if known else sound(energy)
-    if policy == "accept" or not method.needs_minimum:
+    if policy == "accept":
         return None
     if not isinstance(method.precision, Hessian):
         return seen
