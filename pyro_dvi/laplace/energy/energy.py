@@ -147,7 +147,7 @@ class Energy:
             found = self.run(batch, point, recorder)
             rows.add(found[1])
             yield found
-        rows.check(self.passes.order)
+        rows.check()
 
     def run(self, batch: Arguments, point: Tensor, recorder: Recorder | None = None) -> Run:
         """Run the model on one batch; see :meth:`runs`."""
