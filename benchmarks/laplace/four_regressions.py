@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pyro_dvi.laplace import HessianFree, LaplaceGuide, Method
+from benchmarks.laplace.hessian_free.second_fits import SecondFitsPosterior
+from pyro_dvi.laplace import LaplaceGuide, Method
 from pyro_dvi.laplace.energy.query import Query
 
 __all__ = ["HIDDEN", "NOISE", "TASKS", "Task", "Training", "measured", "trained"]
@@ -93,6 +94,6 @@ def measured(guide: LaplaceGuide, batches: Any, method: Method, x: Tensor) -> tu
     begin = time.perf_counter()
     posterior = method.fit(energy.at(energy.start), seed=0)
     query = Query(energy.model, (x,), guide.unconstrained_mode(), energy.layout)
-    read = posterior.responses if isinstance(method, HessianFree) else posterior.covariance  # type: ignore[attr-defined]
+    read = posterior.responses if isinstance(posterior, SecondFitsPosterior) else posterior.covariance
     variance = read(query)[:, 0, 0]
     return variance.double().detach(), round(energy.work.done), time.perf_counter() - begin

@@ -8,7 +8,7 @@ minibatch, 300 steps of fine-tuning, strength 1, as many validation as training 
 
 Fine-tuning starts at the network that Adam left, without a look at its Hessian; magnitudes of differences are taken.
 "As printed" subtracts that network itself; "less an untilted fit" subtracts one that was trained on for as many steps
-without a tilt, which is this library's difference. The exact Laplace approximation, pointwise second fits by Newton's
+without a tilt. The exact Laplace approximation, pointwise second fits by Newton's
 method, the Gauss-Newton matrix and its five largest eigenvalues are those of the minimum nearby, where ``polish`` has
 brought the network. Scores are expectations over 100 draws of the noise.
 """
@@ -25,15 +25,15 @@ from scipy.stats import spearmanr
 from torch import Tensor, nn
 
 from benchmarks.laplace.four_regressions import NOISE, TASKS, Task, Training, measured, trained
+from benchmarks.laplace.hessian_free.second_fits import AbsoluteSum, Mode, Pointwise, SecondFits, Sum
+from benchmarks.laplace.hessian_free.solvers import Adam
+from benchmarks.laplace.hessian_free.training_modes import InSample, LabelShift
 from benchmarks.shared.benchmark import Benchmark, Budget, Row, Settings
 from benchmarks.shared.figures import COLOURS
 from benchmarks.shared.tables import provenance, table
 from pyro_dvi.bayesian import regressor, to_bayesian_
 from pyro_dvi.errors import DviWarning, PyroDviError
 from pyro_dvi.laplace import GGN, Dense, Hessian, HessianFree, LaplaceGuide, Method, TopEigen
-from pyro_dvi.laplace.hessian_free.second_fits import AbsoluteSum, Mode, Pointwise, Sum
-from pyro_dvi.laplace.hessian_free.solvers import Adam
-from pyro_dvi.laplace.hessian_free.training_modes import InSample, LabelShift
 from pyro_dvi.predictive.metrics import coverage, crps_gaussian
 
 PRIOR_VARIANCE, RATE, NOISES, BATCH, DRAWS = 3.0, 5e-3, (0.05, 0.07, 0.1, 0.15, 0.2, 0.3), 32, 100
@@ -117,8 +117,8 @@ def run(settings: Settings, data_dir: str | None) -> Row:
     modes |= {"in-sample": InSample(), "label shift": LabelShift()}
     fine_tuned: dict[str, Method] = {}
     for name, mode in modes.items():
-        fine_tuned[f"as printed, {name}"] = HessianFree(mode, fine_tuning, less="mode")
-        fine_tuned[f"less an untilted fit, {name}"] = HessianFree(mode, fine_tuning, less="untilted")
+        fine_tuned[f"as printed, {name}"] = SecondFits(mode, fine_tuning, less="mode")
+        fine_tuned[f"less an untilted fit, {name}"] = SecondFits(mode, fine_tuning, less="untilted")
     for name, method in fine_tuned.items():
         variance, work, _ = measured(guide, minibatches, method, test)
         methods[name] = row(variance, work, left)
@@ -140,7 +140,7 @@ def report(rows: list[Row], folder: Path) -> str:
         f"{provenance('hfl_table1', rows)} {TUNING_STEPS} steps of fine-tuning, float64. Scores are means over seeds, "
         "in distribution / out of distribution.",
         "*As printed*: the difference from the network that fine-tuning started from. *Less an untilted fit*: the "
-        "difference from a network trained for as many further steps without a tilt, which is this library's default. "
+        "difference from a network trained for as many further steps without a tilt. "
         "Both use the mean of the MAP network. From the row *MAP at the minimum* on, the network is polished.",
         "*Ratio*: standard deviation divided by the exact one, at the 10th, 50th and 90th percentile over inputs. *Log "
         "error*: median absolute logarithm of the ratio of variances. *Rank*: Spearman's rank correlation with the "

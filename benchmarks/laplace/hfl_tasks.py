@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.laplace.four_regressions import HIDDEN, NOISE, TASKS, Training, measured, trained
+from benchmarks.laplace.hessian_free.second_fits import AbsoluteSum, SecondFits, Sum
+from benchmarks.laplace.hessian_free.training_modes import InSample, LabelShift
 from benchmarks.laplace.hfl_tasks_report import report
 from benchmarks.shared.benchmark import Benchmark, Budget, Row, Settings
 from pyro_dvi.bayesian import regressor, to_bayesian_
@@ -32,8 +34,6 @@ from pyro_dvi.laplace import (
     TopEigen,
 )
 from pyro_dvi.laplace.energy.query import Query
-from pyro_dvi.laplace.hessian_free.second_fits import AbsoluteSum, Sum
-from pyro_dvi.laplace.hessian_free.training_modes import InSample, LabelShift
 from pyro_dvi.predictive.metrics import coverage, crps_gaussian
 
 NUM_DATA, TRAINING = 100, Training(steps=20_000, rate=1e-2)
@@ -45,11 +45,11 @@ METHODS: dict[str, Method] = {
     "conjugate gradients, Hessian": ConjugateGradient(Hessian()),
     "64 posterior samples, GGN": PosteriorSamples(64),
     "HFL pointwise": HessianFree(),
-    "HFL pointwise, one-sided": HessianFree(less="untilted"),
-    "HFL sum": HessianFree(Sum()),
-    "HFL absolute sum": HessianFree(AbsoluteSum()),
-    "HFL in-sample": HessianFree(InSample()),
-    "HFL label shift": HessianFree(LabelShift()),
+    "HFL pointwise, one-sided": SecondFits(less="untilted"),
+    "HFL sum": SecondFits(Sum()),
+    "HFL absolute sum": SecondFits(AbsoluteSum()),
+    "HFL in-sample": SecondFits(InSample()),
+    "HFL label shift": SecondFits(LabelShift()),
 }
 
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Laplace's approximation: a Gaussian around a mode, with several representations of the Gaussian.
 
-The base classes for your own methods, precisions and criteria are in the files of the built-in ones. The training modes
-and solvers of ``HessianFree`` are in ``hessian_free``.
+The base classes for your own methods, precisions and criteria are in the files of the built-in ones.
 """
 
 from pyro_dvi.laplace.approximation import largest_variance
@@ -12,10 +11,10 @@ from pyro_dvi.laplace.evidence.evidence import ByLanczos
 from pyro_dvi.laplace.evidence.online_evidence import OnlineEvidence
 from pyro_dvi.laplace.evidence.scale_tuning import ByEvidence, ByValidation
 from pyro_dvi.laplace.guide import LaplaceGuide
-from pyro_dvi.laplace.hessian_free.second_fits import HessianFree, parameter_uncertainty
 from pyro_dvi.laplace.methods.conjugate_gradient import ConjugateGradient, PosteriorSamples
 from pyro_dvi.laplace.methods.full_and_low_rank import Dense, TopEigen
 from pyro_dvi.laplace.methods.functional import Functional
+from pyro_dvi.laplace.methods.hessian_free import HessianFree
 from pyro_dvi.laplace.methods.kronecker_factored import Diagonal, KroneckerFactored
 from pyro_dvi.laplace.methods.method import LaplacePosterior, Method
 
@@ -39,7 +38,5 @@ __all__ = [
     "PosteriorSamples",
     "PriorPrecision",
     "TopEigen",
-    "hessian_free",
     "largest_variance",
-    "parameter_uncertainty",
 ]

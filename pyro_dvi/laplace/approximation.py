@@ -18,9 +18,8 @@ from pyro_dvi.guides.base import FactorisedGuide
 from pyro_dvi.guides.factors import Deterministic, Factor
 from pyro_dvi.laplace.energy.passes import Passes
 from pyro_dvi.laplace.energy.query import Query, ReadOutputs, refuse_torch_modes
-from pyro_dvi.laplace.fitted import Fitted, ModelReference, PointMass, rescaled_model
+from pyro_dvi.laplace.fitted import Fitted, KnownMinimum, ModelReference, PointMass, rescaled_model
 from pyro_dvi.laplace.methods.method import GaussianOutputs, LaplacePosterior
-from pyro_dvi.laplace.mode.convergence import Certificate
 
 _STAY = "predict(model, guide, x, method=Linearised()) linearises the model at the mode."
 DRAWN_WEIGHTS = (
@@ -37,8 +36,7 @@ class GaussianAtMode(FactorisedGuide):
     """The part of :class:`~pyro_dvi.LaplaceGuide` that Pyro, predictions and files use.
 
     Subclasses find the mode and the Gaussian, and set three attributes. ``_fitted`` is the result of the last fit.
-    ``_certificate`` is the record that the mode is a minimum, or None if there is no fit or no record. ``_failed`` is
-    True if a fit failed.
+    ``_minimum`` is the minimum that was found last, or None. ``_failed`` is True if a fit failed.
     """
 
     prediction_rule: Any = "Linearised"  # a rule or its name
@@ -59,7 +57,7 @@ class GaussianAtMode(FactorisedGuide):
         self.kl_weight, self.temperature = float(kl_weight), float(temperature)
         self.scale_factors: dict[str, float] = {}
         self._fitted: Fitted | None = None
-        self._certificate: Certificate | None = None
+        self._minimum: KnownMinimum | None = None
         self._failed = False
         # The model without the wrapper that initialises means; not a submodule.
         self._plain_model = ModelReference(model)
@@ -277,7 +275,7 @@ class GaussianAtMode(FactorisedGuide):
         return marginals
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Return the format version, the Gaussian, the tuned scales and the record about the mode, for ``state_dict``.
+        """Return the format version, the Gaussian and the tuned scales, for ``state_dict``.
 
         A Gaussian that needs the model and the data to predict, such as one with conjugate gradients, is left out with
         a warning.
@@ -285,7 +283,6 @@ class GaussianAtMode(FactorisedGuide):
         return {
             "version": FORMAT_VERSION,
             "gaussian": None if self._fitted is None else self._fitted.state(),
-            "certificate": None if self._certificate is None else self._certificate.state(),
             "scale_factors": dict(self.scale_factors),
             "kl_weight": self.kl_weight,
         }
@@ -300,24 +297,23 @@ class GaussianAtMode(FactorisedGuide):
         check_format_version("the state of the guide", state.get("version", 1))
         self.scale_factors = dict(state.get("scale_factors", {}))
         self.kl_weight = state.get("kl_weight", 1.0) if self._learns_kl_weight else self.kl_weight
-        self._fitted, self._failed = Fitted.from_state(state.get("gaussian")), False
-        self._certificate = Certificate.from_state(state.get("certificate"))
+        self._fitted, self._failed, self._minimum = Fitted.from_state(state.get("gaussian")), False, None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
         self._fitted = None if self._fitted is None else self._fitted.moved(fn)
-        self._certificate = None  # a new dtype rounds the mode
+        self._minimum = None  # a new dtype rounds the mode
         return self
 
     def __repr__(self) -> str:
         """Describe the mode, whether it is a minimum, and the Gaussian."""
         if self.prototype_trace is None:
             return f"{type(self).__name__}(not initialised)"
-        point, known, found = self._point_mass(), self._certificate, "not known to be a minimum"
-        if known is not None and known.is_of(point):
-            found = "a minimum" if known.curvature == "Hessian" else "a stationary point"
-            if len(known.sites) < len(point.locs):
-                found += f" in {len(known.sites)} of {len(point.locs)} sites"
+        point, known = self._point_mass(), self._minimum
+        is_minimum = known is not None and point.change_since(known.point) is None
+        found = "a minimum" if is_minimum else "not known to be a minimum"
+        if known is not None and is_minimum and len(known.sites) < len(point.locs):
+            found += f" in {len(known.sites)} of {len(point.locs)} sites"
         gaussian, change = "no Gaussian yet: guide.fit(batches)", None
         if self._fitted is not None:
             gaussian = f"{self._fitted.posterior!r}, precision {type(self._fitted.precision).__name__}"

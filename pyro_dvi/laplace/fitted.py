@@ -3,7 +3,7 @@
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import pyro
@@ -26,33 +26,19 @@ from pyro_dvi.runs.sites import sites_named
 
 @dataclass(frozen=True)
 class PointMass:
-    r"""A mode :math:`\hat u`, and the scales, data and model of the U that it minimises.
+    r"""A mode :math:`\hat u`, and the scales of the U that it minimises.
 
     Attributes:
         locs: the unconstrained mode of every site.
         scale_factors: multipliers of the scales of sites in U.
         kl_weight: :math:`\beta`.
         temperature: T.
-        data: checksum of the batches; None until all batches were used.
-        model: fingerprint of the model at the mode; None if the model could not be run.
     """
 
     locs: Mapping[str, Tensor]
     scale_factors: Mapping[str, float] = field(default_factory=dict)
     kl_weight: float = 1.0
     temperature: float = 1.0
-    data: float | None = None
-    model: Fingerprint | None = None
-
-    def state(self) -> dict[str, Any]:
-        """Return the state as tensors and plain values, for files."""
-        return {**vars(self), "model": None if self.model is None else dict(vars(self.model))}
-
-    @staticmethod
-    def from_state(state: Mapping[str, Any]) -> "PointMass":
-        """Restore an object from its :meth:`state`."""
-        model = None if state["model"] is None else Fingerprint(**state["model"])
-        return PointMass(**{**state, "model": model})
 
     def layout(self, subset: Subset | None = None) -> Layout:
         """Return the latents that vary, in order.
@@ -111,11 +97,6 @@ class PointMass:
         """Return the outputs of the model at the mode."""
         return Query(rescaled_model(model, self.scale_factors), inputs, self.locs, layout, site=site)
 
-    def seen_with(self, energy: Energy, model: Callable[..., Any], latents: dict[str, Tensor]) -> "PointMass":
-        """Return a copy that records the data of U and the sites of the model; ``latents`` is the constrained mode."""
-        fingerprint = Fingerprint.of(model, *energy.passes.first_again(), latents)
-        return replace(self, data=energy.passes.checksum, model=fingerprint)
-
     def change_since(self, fit: "PointMass") -> str | None:
         """Return a description of the change since the mode of a fit; None if nothing changed."""
         moved = next((name for name, u in self.locs.items() if not torch.equal(u, fit.locs[name])), None)
@@ -128,6 +109,41 @@ class PointMass:
             if now != then:
                 return f"guide.{name} is {now:g}, but the fit had {name}={then:g}"
         return None
+
+
+@dataclass(frozen=True)
+class KnownMinimum:
+    """A minimum of U with a positive definite Hessian, which ``polish`` or a diagnosis has found.
+
+    Attributes:
+        point: the mode and the scales.
+        value: U at the mode; other data or another model have another value.
+        sites: the sites of which all entries were optimised.
+    """
+
+    point: PointMass
+    value: float
+    sites: frozenset[str]
+
+    @classmethod
+    def of(cls, point: PointMass, energy: Energy, value: float) -> "KnownMinimum":
+        """Return the record of a minimum of U over the latents that vary."""
+        return cls(point, value, frozenset(energy.layout.names) - energy.layout.chosen.keys())
+
+    def is_of(self, energy: Energy) -> bool:
+        """Return whether this is a minimum of U, given the same mode and scales.
+
+        A minimum over more sites is also a minimum over fewer.
+        """
+        value = energy.at(energy.start).value
+        return self.sites.issuperset(energy.layout.names) and same_value(
+            float(value), self.value, value.dtype
+        )
+
+
+def same_value(one: float, other: float, dtype: torch.dtype) -> bool:
+    """Return whether two values of U are equal up to rounding, to about 5 digits in float32 and 10 in float64."""
+    return abs(one - other) <= torch.finfo(dtype).eps ** (2 / 3) * (1 + abs(one))
 
 
 def _entries(name: str, given: Tensor | bool, loc: Tensor) -> Tensor | None:
@@ -194,7 +210,9 @@ class Fitted:
     Attributes:
         posterior: the Gaussian.
         layout: order of the latents in flat vectors.
-        point: the mode, with the U, data and model to which it belongs.
+        point: the mode, with the scales of U.
+        value: U at the mode; other data or another model have another value.
+        model: fingerprint of the model at the mode; None if the model could not be run.
         precision: the matrix that the precision of the Gaussian equals or approximates.
         method: the method of the fit; None if the Gaussian was loaded from a file.
     """
@@ -202,6 +220,8 @@ class Fitted:
     posterior: LaplacePosterior
     layout: Layout
     point: PointMass
+    value: float
+    model: Fingerprint | None = None
     precision: PrecisionMatrix = field(default_factory=GGN)
     method: Method | None = None
 
@@ -227,8 +247,21 @@ class Fitted:
             values[site] = value.reshape(torch.broadcast_shapes(values[site].shape, lead))
         return values
 
+    def check_value(self, energy: Energy) -> None:
+        """Raise an error if U at the mode is not that of the fit.
+
+        Raises:
+            GuideError: the data or the model have changed.
+        """
+        value = energy.at(energy.start).value
+        if not same_value(float(value), self.value, value.dtype):
+            raise GuideError(
+                f"the data or the model have changed since guide.fit: U, the negative log joint density, is "
+                f"{float(value):.8g} at the mode, and was {self.value:.8g}. Fit again"
+            )
+
     def check(self, model: Callable[..., Any], latents: dict[str, Tensor]) -> None:
-        """Raise an error if a model is not the model of the fit.
+        """Raise an error if predictions of a model would differ from those of the model of the fit.
 
         Args:
             model: the model, with the scales as written in its code.
@@ -239,8 +272,7 @@ class Fitted:
             UnsupportedError: autocast is active; half precision would look like another model.
         """
         refuse_torch_modes(self.posterior.mode.device)
-        known = self.point.model
-        differences = "" if known is None else known.differences(model, latents)
+        differences = "" if self.model is None else self.model.differences(model, latents)
         if differences:
             what = f"the model has changed since guide.fit, or is another model ({differences}; at synthetic inputs)"
             raise GuideError(f"{what}: use the model of the fit, with its state, or fit again")
@@ -258,7 +290,9 @@ class Fitted:
             "posterior": posterior,
             "kind": self.posterior.kind,
             "sites": {name: self.layout.chosen.get(name) for name in self.layout.names},
-            "point": self.point.state(),
+            "point": dict(vars(self.point)),
+            "value": self.value,
+            "model": None if self.model is None else dict(vars(self.model)),
             "precision": type(self.precision).__name__,
         }
 
@@ -272,11 +306,13 @@ class Fitted:
         if state is None:
             return None
         try:
-            point = PointMass.from_state(state["point"])
+            point, model = PointMass(**state["point"]), state["model"]
             return Fitted(
                 LaplacePosterior.kinds[state["kind"]](**state["posterior"]),
                 Layout({name: point.locs[name].shape for name in state["sites"]}, state["sites"]),
                 point,
+                state["value"],
+                None if model is None else Fingerprint(**model),
                 {"GGN": GGN, "Hessian": Hessian}[state["precision"]](),
             )
         except (KeyError, TypeError) as error:

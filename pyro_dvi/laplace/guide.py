@@ -18,12 +18,12 @@ from pyro_dvi.laplace.energy.query import Query, Subset
 from pyro_dvi.laplace.evidence.candidates import PriorPrecision, Scale
 from pyro_dvi.laplace.evidence.evidence import ByLanczos, Evidence, differentiable_log_evidence, log_evidence
 from pyro_dvi.laplace.evidence.scale_tuning import ByEvidence, Criterion, TuningCurve, tune_together
-from pyro_dvi.laplace.fitted import Fitted, PointMass, rescaled_model
+from pyro_dvi.laplace.fitted import Fitted, KnownMinimum, rescaled_model
 from pyro_dvi.laplace.methods.full_and_low_rank import Dense
 from pyro_dvi.laplace.methods.method import LaplacePosterior, Method, check_method
-from pyro_dvi.laplace.mode.convergence import Certificate, check_mode, check_policy
-from pyro_dvi.laplace.mode.diagnosis import Diagnosis, diagnose, distance_by
+from pyro_dvi.laplace.mode.diagnosis import Diagnosis, check_mode, check_policy, diagnose, distance_by
 from pyro_dvi.laplace.mode.search import Polished, polish
+from pyro_dvi.runs.fingerprint import Fingerprint
 
 
 class LaplaceGuide(GaussianAtMode):
@@ -75,9 +75,6 @@ class LaplaceGuide(GaussianAtMode):
     """
 
     # The mode -----------------------------------------------------------------------------------------------------
-
-    def _point_seen(self, energy: Energy) -> PointMass:
-        return self._point_mass().seen_with(energy, self._plain_model.get(), self.median())
 
     def energy(self, batches: Iterable[Any], *, subset: Subset | None = None) -> Energy:
         """Return U on all the data, with its gradient and curvature products; see :meth:`fit` for the arguments."""
@@ -132,8 +129,8 @@ class LaplaceGuide(GaussianAtMode):
 
         energy = self.energy(batches, subset=subset)
         report = polish(energy, keep, tolerance=tolerance, max_gradients=max_gradients, progress=progress)
-        if report.converged:
-            self._certificate = Certificate.of(self._point_seen(energy), energy, report)
+        if report.converged and report.curvature == "Hessian":
+            self._minimum = KnownMinimum.of(self._point_mass(), energy, report.value)
         return report
 
     def diagnose(
@@ -163,8 +160,8 @@ class LaplaceGuide(GaussianAtMode):
         """
         energy = self.energy(batches, subset=subset)
         found = diagnose(energy, tolerance=tolerance, steps=steps)
-        if found.near:
-            self._certificate = Certificate.of(self._point_seen(energy), energy, found)
+        if found.converged:
+            self._minimum = KnownMinimum.of(self._point_mass(), energy, found.value)
         return found
 
     # Its Gaussian -------------------------------------------------------------------------------------------------
@@ -182,7 +179,7 @@ class LaplaceGuide(GaussianAtMode):
         """Fit the Gaussian around the mode.
 
         The result is also ``guide.posterior``. Without tuning, class probabilities are often far too uncertain; see
-        :meth:`tune`. After :meth:`polish` on the same data, the mode is not checked again. If a fit raises an error,
+        :meth:`tune`. After :meth:`polish` on the same data, the mode is not diagnosed again. If a fit raises an error,
         the guide has no Gaussian.
 
         Args:
@@ -222,26 +219,27 @@ class LaplaceGuide(GaussianAtMode):
         The check uses tuned scales only if the mode was polished after tuning; otherwise, it uses the scales in the
         model's code.
         """
-        point, model, latents = self._point_mass(), self._plain_model.get(), self.median()
+        point, model = self._point_mass(), self._plain_model.get()
         self._fitted, self._failed = None, True
-        known, factors, looked_at = self._certificate, point.scale_factors, energy
-        if factors and not (known and known.is_of(point)):
-            factors, looked_at = {}, energy.with_model(model)
-        used = replace(point, scale_factors=factors)
-        known = known if known and known.is_of(used) and known.covers(looked_at, model, latents) else None
+        known, used, looked_at = self._minimum, point, energy
+        if known is None or point.change_since(known.point) is not None:
+            used, looked_at = replace(point, scale_factors={}), energy.with_model(model)
+            known = known if known and used.change_since(known.point) is None else None
         with progress_bar(progress, None, unit="gradient") as bar:
             energy.work.report = looked_at.work.report = bar.update
             found = check_mode(policy, method, looked_at, known)
             posterior = make(energy.at(energy.start))
+            value = float(energy.at(energy.start).value)
             energy.work.report = None
-            seen = point.seen_with(energy, model, latents)
-            if found is not None and found.newton_decrement is None and not found.at_saddle:
+            if found is not None and found.newton_decrement is None:
                 found = distance_by(posterior, found, looked_at)
                 if found.decrement_at_least > found.tolerance:
                     warn(f"the Gaussian is fitted around a mode that is not a minimum. {found}")
-        if found is not None and found.near:
-            self._certificate = Certificate.of(replace(seen, scale_factors=factors), looked_at, found)
-        self._fitted, self._failed = Fitted(posterior, energy.layout, seen, method.precision, method), False
+        if found is not None and found.converged:
+            self._minimum = KnownMinimum.of(used, looked_at, found.value)
+        fingerprint = Fingerprint.of(model, *next(iter(energy.passes)), self.median())
+        self._fitted = Fitted(posterior, energy.layout, point, value, fingerprint, method.precision, method)
+        self._failed = False
         return posterior
 
     def log_evidence(
@@ -259,15 +257,15 @@ class LaplaceGuide(GaussianAtMode):
         single mode. With a subset, the evidence is conditional on the fixed sites.
 
         Args:
-            batches: all the data.
+            batches: all the data, those of the last fit if there was one.
             determinant: ``ByLanczos(num_probes, steps)``. None means the determinant of the last :meth:`fit`, if its
-                method has one and the batches are the same. Otherwise, the determinant is exact for D up to 1,000, and
-                Lanczos quadrature is used for larger D.
+                method has one. Otherwise, the determinant is exact for D up to 1,000, and Lanczos quadrature is used
+                for larger D.
             subset: as in :meth:`fit`; by default, the subset of the last fit, or all.
 
         Raises:
             ArgumentError: ``kl_weight`` or ``temperature`` is not 1, because a tempered posterior has no evidence.
-            GuideError: the mode or the model has changed since the fit, or the fit raised an error.
+            GuideError: the mode, the model or the data have changed since the fit, or the fit raised an error.
             ModelError: the model draws random numbers in its own code.
             NonFiniteError: the likelihood or the prior is NaN or infinite.
             NotPositiveDefiniteError: the precision is not positive definite.
@@ -275,10 +273,9 @@ class LaplaceGuide(GaussianAtMode):
         fitted = self.fitted if self._failed or (self._fitted and subset is None) else None
         energy = self.energy(batches, subset=subset if fitted is None else fitted.layout)
         if fitted is not None:
-            self.check_model(self._plain_model.get())
-        known = () if fitted is None else (fitted.posterior, fitted.point.data)
+            fitted.check_value(energy)
         precision = GGN() if self._fitted is None else self._fitted.precision
-        return log_evidence(energy, precision, determinant, *known)
+        return log_evidence(energy, precision, determinant, None if fitted is None else fitted.posterior)
 
     def differentiable_log_evidence(
         self, batches: Iterable[Any], method: Method | None = None, *, subset: Subset | None = None

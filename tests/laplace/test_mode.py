@@ -296,7 +296,6 @@ def test_a_mode_that_was_trained_well_passes_by_an_estimate(shift, stiff):
     if found.converged:
         guide.fit(problem.batches, Dense(Hessian()))
         return
-    guide._certificate = None
     with pytest.raises(UnconvergedError, match="Not converged: the minimum is 1 posterior"):
         guide.fit(problem.batches, Dense(Hessian()))
 

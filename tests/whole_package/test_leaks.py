@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 import pyro_dvi as dvi
 from pyro_dvi import bayesian, curvature, diagnostics, guides, laplace, training
-from pyro_dvi.laplace import hessian_free
 from tests.whole_package.live_tensors import growth
 
 Call = Callable[[], object]
@@ -236,17 +235,6 @@ METHODS = {
     "ConjugateGradient": laplace.ConjugateGradient(),
     "PosteriorSamples": laplace.PosteriorSamples(3),
 }
-MODES = {
-    "Pointwise": hessian_free.Pointwise(),
-    "Sum": hessian_free.Sum(),
-    "AbsoluteSum": hessian_free.AbsoluteSum(),
-    "InSample": hessian_free.InSample(),
-    "LabelShift": hessian_free.LabelShift(),
-}
-SOLVERS = {
-    "SGD": hessian_free.SGD(0.1, learning_rate=1e-3, epochs=2),
-    "Adam": hessian_free.Adam(0.1, epochs=2),
-}
 ACCEPT = "accept"
 
 
@@ -299,14 +287,13 @@ def laplace_predictions(method: Any) -> Call:
     return call
 
 
-@entries({f"HessianFree, {name}": laplace.HessianFree(mode) for name, mode in MODES.items()})
-@entries({f"HessianFree, {name}": laplace.HessianFree(solver=solver) for name, solver in SOLVERS.items()})
-def laplace_hessian_free(method: Any) -> Call:
+@entry("HessianFree")
+def laplace_hessian_free() -> Call:
     guide, _, loader = polished(known_noise)
     x = data()[0][:1]
 
     def call() -> None:
-        guide.fit(loader, method, unconverged=ACCEPT)
+        guide.fit(loader, laplace.HessianFree(), unconverged=ACCEPT)
         guide.predictive(x)
 
     return call
@@ -344,9 +331,6 @@ CALLS: dict[str, Callable[..., object]] = {
     ),
     "energy": lambda guide, loader: guide.energy(loader).at(guide.energy(loader).start).gradient,
     "query": lambda guide, loader: list(guide.query(loader[0][0]).rows()),
-    "parameter_uncertainty": lambda guide, loader: laplace.parameter_uncertainty(
-        guide, loader, solver=hessian_free.Adam(0.1, epochs=2)
-    ),
     "largest_variance": lambda guide, loader: laplace.largest_variance(guide, 3),
 }
 

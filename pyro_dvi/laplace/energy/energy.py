@@ -147,7 +147,7 @@ class Energy:
             found = self.run(batch, point, recorder)
             rows.add(found[1])
             yield found
-        rows.check(self.passes.order)
+        rows.check()
 
     def run(self, batch: Arguments, point: Tensor, recorder: Recorder | None = None) -> Run:
         """Run the model on one batch; see :meth:`runs`."""
@@ -190,13 +190,6 @@ class Energy:
         with forked(*accelerators()):
             seeder()(crc32(f"0/{batch}/{site.name}".encode()))
             return [site.sample_labels() for _ in range(_LABELS)]
-
-    def batch_gradient(self, batch: Arguments, point: Tensor) -> Tensor:
-        """Return an estimate of the gradient [D] of U: the likelihood of one batch is scaled to represent all data."""
-        with torch.enable_grad():
-            found = self.run(batch, point)
-            weight = self.likelihood_weight * self.passes.num_batches
-            return self.graph(*found, likelihood_weight=weight).gradient()
 
     def graph(self, values: list[Tensor], run: JointRun, **options: Any) -> BatchGraph:
         """Return the graph of a run, with options of :class:`BatchGraph`."""

@@ -15,7 +15,6 @@ from pyro_dvi.core.table import InNotebook
 from pyro_dvi.core.undisturbed import widest
 from pyro_dvi.errors import ArgumentError, UnsupportedError
 from pyro_dvi.laplace.energy.energy import Energy, LocalEnergy
-from pyro_dvi.laplace.energy.passes import same_data
 from pyro_dvi.laplace.energy.precision import PrecisionMatrix
 from pyro_dvi.laplace.energy.query import Layout
 from pyro_dvi.laplace.methods.full_and_low_rank import Dense
@@ -134,7 +133,6 @@ def log_evidence(
     precision: PrecisionMatrix,
     determinant: ByLanczos | None,
     posterior: LaplacePosterior | None = None,
-    data: float | None = None,
 ) -> Evidence:
     """Estimate the log evidence around ``energy.start``.
 
@@ -146,9 +144,8 @@ def log_evidence(
         precision: choice of the precision matrix.
         determinant: method for the log determinant of this matrix. None means the log determinant of the posterior, if
             available; otherwise, the exact one for D up to 1,000, and Lanczos quadrature for larger D.
-        posterior: the Gaussian of a fit, whose log determinant is used if available. This log determinant is as
-            accurate as the Gaussian's approximation of P.
-        data: checksum of the batches of that fit; the posterior is not used for other batches.
+        posterior: the Gaussian of a fit to the same data, whose log determinant is used if available. This log
+            determinant is as accurate as the Gaussian's approximation of P.
 
     Raises:
         ArgumentError: ``kl_weight`` or ``temperature`` is not 1.
@@ -160,7 +157,7 @@ def log_evidence(
     local = energy.at(energy.start)
     log_likelihood = local.log_likelihood.item()
     found: TraceEstimate | None = None
-    if determinant is None and posterior is not None and same_data(data, energy.passes.checksum):
+    if determinant is None and posterior is not None:
         with suppress(UnsupportedError):
             found = TraceEstimate(float(posterior.log_determinant()), 0.0)
     if found is None:

@@ -33,13 +33,11 @@ class Method(ABC):
         by_spectrum: whether tuning with the evidence computes the eigenvalues of this matrix once for all values,
             instead of calling :meth:`LaplacePosterior.log_determinant` for each value.
         reweights: whether its posterior may implement :meth:`LaplacePosterior.reweighted`.
-        needs_minimum: whether the mode must be a minimum, so that the policy for unconverged modes applies.
     """
 
     precision: PrecisionMatrix
     by_spectrum: ClassVar[bool] = False
     reweights: ClassVar[bool] = False
-    needs_minimum: bool = True
 
     @abstractmethod
     def fit(self, local: LocalEnergy, *, seed: int) -> "LaplacePosterior":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Diagnosis of a mode: its distance from a minimum, and a remedy."""
+"""Diagnosis of a mode: its distance from a minimum, a remedy, and the check before a fit."""
 
 import math
 from contextlib import suppress
@@ -12,10 +12,17 @@ from pyro_dvi.core.distributions import tensors_of
 from pyro_dvi.core.kinks import kinks_among
 from pyro_dvi.core.table import InNotebook
 from pyro_dvi.core.undisturbed import undisturbed
-from pyro_dvi.errors import ModelError, NotPositiveDefiniteError, UnsupportedError
+from pyro_dvi.errors import (
+    ArgumentError,
+    ModelError,
+    NotPositiveDefiniteError,
+    UnconvergedError,
+    UnsupportedError,
+)
 from pyro_dvi.laplace.energy.energy import Energy, LocalEnergy
 from pyro_dvi.laplace.energy.precision import GGN, Hessian, PrecisionMatrix
-from pyro_dvi.laplace.methods.method import LaplacePosterior
+from pyro_dvi.laplace.fitted import KnownMinimum, same_value
+from pyro_dvi.laplace.methods.method import LaplacePosterior, Method
 from pyro_dvi.linalg.lanczos import Eigenpair, smallest_eigenpair
 from pyro_dvi.linalg.operator import conjugate_gradients, gaussian_rows
 
@@ -251,6 +258,7 @@ def without_kinks(found: tuple[str, ...]) -> str:
 
 
 @undisturbed()
+@torch.enable_grad()
 def sound(energy: Energy) -> Diagnosis:
     """Return the value of U and the norm of its gradient, after checking that the model is deterministic.
 
@@ -263,25 +271,63 @@ def sound(energy: Energy) -> Diagnosis:
         raise ModelError(f"latent {bad[0]!r} has NaN or infinite values: train with a lower learning rate")
     local = energy.at(energy.start)
     value, gradient = local.value_and_gradient
-    rounding = torch.finfo(gradient.dtype).eps ** 0.5 * (1 + abs(float(value)))
-    if "repeats itself" not in energy.known and _difference(energy, local) > rounding:
-        raise ModelError(
-            "The model is random: in evaluation mode, two runs at the same latents differ, so there is no minimum. "
-            "Remove calls such as dropout(x, training=True) or torch.rand from the model."
-        )
-    energy.known.add("repeats itself")
+    if "repeats itself" not in energy.known:
+        batch = energy.passes.first()
+        first, second = (energy.graph(*energy.run(batch, energy.start)).energy.item() for _ in range(2))
+        if not same_value(first, second, gradient.dtype):
+            raise ModelError(
+                "The model is random: in evaluation mode, two runs at the same latents differ, so there is no minimum. "
+                "Remove calls such as dropout(x, training=True) or torch.rand from the model."
+            )
+        energy.known.add("repeats itself")
     return Diagnosis(value=float(value), gradient_norm=float(gradient.norm()), tolerance=1.0)
 
 
-def _difference(energy: Energy, local: LocalEnergy) -> float:
-    """Return the difference between two runs on one batch."""
-    batch = energy.passes.first_again()
-    with torch.enable_grad():  # as in the earlier run
-        first, second = (
-            local.first if known else energy.graph(*energy.run(batch, energy.start))
-            for known in (not energy.passes.reordered, False)
+def check_policy(unconverged: object) -> None:
+    """Check the policy for modes that are not minima.
+
+    Raises:
+        ArgumentError: the policy is unknown.
+    """
+    if unconverged not in ("refuse", "accept"):
+        raise ArgumentError(f'unconverged must be "refuse" or "accept", got {unconverged!r}')
+
+
+def check_mode(policy: str, method: Method, energy: Energy, known: KnownMinimum | None) -> Diagnosis | None:
+    r"""Check whether the mode is a minimum; return the diagnosis, or None if no diagnosis was needed.
+
+    The Gaussian of the Hessian exists only at a minimum. The Gauss-Newton matrix is positive definite everywhere, and
+    its Gaussian belongs to the linearised model. For the Gauss-Newton matrix, the caller therefore only issues a
+    warning, and only if a lower bound shows that the minimum is more than one posterior standard deviation away
+    (:math:`g^\top P^{-1} g > 1`).
+
+    Args:
+        policy: ``"refuse"`` raises an error if the precision is the Hessian, and either the mode is not a minimum or U
+            has kinks (ReLU). ``"accept"`` checks only that U is finite and not random.
+        method: representation of the Gaussian.
+        energy: U, of which the mode should be a minimum.
+        known: the minimum that ``polish``, ``diagnose`` or an earlier fit found at this mode; None if there is none.
+
+    Raises:
+        UnconvergedError: the policy is ``"refuse"``, the precision is the Hessian, and the mode is not a minimum.
+        ModelError: the model is random, or a latent is NaN.
+        NonFiniteError: U is NaN or infinite.
+    """
+    found = sound(energy)
+    if policy == "accept" or (known and known.is_of(energy)):
+        return None
+    if not isinstance(method.precision, Hessian):
+        return found
+    found = Diagnosis(kinks=kinks(energy))
+    if not found.kinks:
+        found = diagnose(energy)
+    if not found.converged:
+        error = UnconvergedError(
+            f"{type(method).__name__} has the Hessian as precision, so the mode must be a minimum. {found}"
         )
-        return abs(float(first.energy.detach() - second.energy.detach()))
+        error.diagnosis = found
+        raise error
+    return found
 
 
 def distance_by(posterior: LaplacePosterior, found: Diagnosis, energy: Energy) -> Diagnosis:

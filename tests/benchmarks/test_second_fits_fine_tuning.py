@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.laplace.hessian_free.second_fits import Pointwise, SecondFits, parameter_uncertainty
+from benchmarks.laplace.hessian_free.solvers import SGD, Adam, gradient_of
+from benchmarks.laplace.hessian_free.training_modes import InSample, LabelShift
 from pyro_dvi.errors import ArgumentError, DataError, UnconvergedError
-from pyro_dvi.laplace import Dense, Hessian, HessianFree, LaplaceGuide, parameter_uncertainty
+from pyro_dvi.laplace import Dense, Hessian, LaplaceGuide
 from pyro_dvi.laplace.energy.batch_graph import BatchGraph
 from pyro_dvi.laplace.energy.energy import LocalEnergy
-from pyro_dvi.laplace.hessian_free.second_fits import Pointwise
-from pyro_dvi.laplace.hessian_free.solvers import SGD, Adam
-from pyro_dvi.laplace.hessian_free.training_modes import InSample, LabelShift
 from tests.laplace.minima import pretrained
 from tests.laplace.problems import LinearRegression, SineRegression, guide_at
 
@@ -32,7 +32,7 @@ def test_gradient_descent_gives_its_closed_form_from_anywhere(less: str) -> None
     guide = guide_at(problem.model, problem.batches[0], {"weight": start})
     precision, rate, steps = problem.precision(), 2e-3, 40
     solver = SGD(strength=0.7, learning_rate=rate, epochs=steps)
-    guide.fit([(problem.x, problem.y)], HessianFree(solver=solver, less=less))
+    guide.fit([(problem.x, problem.y)], SecondFits(solver=solver, less=less), unconverged="accept")
     x = torch.randn(2, problem.num_features, dtype=torch.float64)
     eye = torch.eye(problem.num_features, dtype=torch.float64)
     left = torch.linalg.matrix_power(eye - rate * precision, steps)
@@ -60,7 +60,9 @@ def test_less_the_mode_as_it_is(off: float) -> None:
     variance = (x @ torch.linalg.solve(precision, done) @ x.T).diagonal()
     bias = x @ done @ (problem.mode() - start) / solver.strength
     for less, expected in (("mode", variance + bias), ("untilted", variance)):
-        posterior: Any = guide.fit([(problem.x, problem.y)], HessianFree(solver=solver, less=less))
+        posterior: Any = guide.fit(
+            [(problem.x, problem.y)], SecondFits(solver=solver, less=less), unconverged="accept"
+        )
         found = posterior.responses(guide.query(x))[:, 0, 0]
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
 
@@ -119,7 +121,7 @@ def test_minibatches_are_those_of_a_plain_loop(mode: Any, solver: Any, optimizer
     guide = problem.trained(steps=20)
     start = guide.unconstrained_mode()
     loader = Shuffled(problem.x, problem.y, 10)
-    posterior: Any = guide.fit(loader, HessianFree(mode, solver))
+    posterior: Any = guide.fit(loader, SecondFits(mode, solver), unconverged="accept")
     before = len(loader.passes)
     query = guide.query(GRID[:1])
     found = posterior.responses(query)[0, 0, 0]
@@ -142,7 +144,7 @@ def test_gradients_of_minibatches_have_the_right_mean() -> None:
     energy = problem.trained(steps=5).energy(problem.batches)
     local = energy.at(energy.start)
     whole = local.gradient
-    parts = [energy.batch_gradient(batch, energy.start) for batch in energy.passes]
+    parts = [gradient_of(energy, energy.start, batch) for batch in energy.passes]
     torch.testing.assert_close(torch.stack(parts).mean(0), whole, rtol=1e-12, atol=1e-12)
 
 
@@ -155,7 +157,7 @@ def test_there_is_no_product_with_a_matrix(solver: Any, less: str, monkeypatch: 
     problem = SineRegression(hidden=4, num_data=15)
     guide = problem.trained(steps=10)
     with pytest.raises(UnconvergedError):
-        guide.fit(problem.batches, HessianFree())
+        guide.fit(problem.batches, SecondFits())
 
     def refuse(*args: Any) -> Any:
         raise AssertionError("a product")
@@ -168,7 +170,7 @@ def test_there_is_no_product_with_a_matrix(solver: Any, less: str, monkeypatch: 
             monkeypatch.setattr(kind, name, refuse)
     with pytest.raises(AssertionError, match="a product"):
         guide.fit(problem.batches, Dense(Hessian()))
-    guide.fit(problem.batches, HessianFree(solver=solver, less=less))
+    guide.fit(problem.batches, SecondFits(solver=solver, less=less), unconverged="accept")
     assert bool((guide.predictive(GRID).variance > 0).all())
     assert parameter_uncertainty(guide, problem.batches, solver=solver)
 
@@ -180,7 +182,7 @@ def test_rows_that_are_missing_are_noticed() -> None:
     problem = SineRegression(hidden=4, num_data=15)
     guide: LaplaceGuide = problem.trained(steps=5)
     with pytest.raises(DataError, match="the batches contain 10 rows of plate 'data', whose size is 15"):
-        guide.fit(problem.batches[:1], HessianFree(solver=Adam(1.0, epochs=1)))
+        guide.fit(problem.batches[:1], SecondFits(solver=Adam(1.0, epochs=1)), unconverged="accept")
 
 
 @pytest.mark.parametrize(
@@ -190,7 +192,7 @@ def test_rows_that_are_missing_are_noticed() -> None:
         (lambda: Adam(math.nan), "^strength must be a positive number"),
         (lambda: SGD(1.0, 0.0), "^learning_rate must be a positive number"),
         (lambda: Adam(1.0, epochs=0), "^epochs must be a positive whole number"),
-        (lambda: HessianFree(less="central"), '^less must be "opposite", "untilted" or "mode"'),
+        (lambda: SecondFits(less="central"), '^less must be "opposite", "untilted" or "mode"'),
     ],
 )
 def test_options_out_of_range(make: Callable, message: str) -> None:

@@ -8,14 +8,14 @@ import torch
 from pyro.poutine.messenger import Messenger
 from torch import Tensor, distributions as td
 
+from benchmarks.laplace.hessian_free.second_fits import Mode
+from benchmarks.laplace.hessian_free.solvers import Tilt, gradient_of, num_batches
 from pyro_dvi.core.arguments import by_position
 from pyro_dvi.core.distributions import untransformed
 from pyro_dvi.errors import ModelError, UnsupportedError
 from pyro_dvi.laplace.energy.energy import Energy, LocalEnergy, within
 from pyro_dvi.laplace.energy.passes import Arguments
 from pyro_dvi.laplace.energy.query import Query
-from pyro_dvi.laplace.hessian_free.second_fits import Mode
-from pyro_dvi.laplace.hessian_free.solvers import OutputTilt, Tilt, gradient_of
 from pyro_dvi.runs.sites import example_axis
 
 
@@ -31,7 +31,7 @@ class _MeanTilt(Tilt):
 
     def gradient(self, point: Tensor, batch: Arguments | None = None) -> Tensor:
         if batch is not None:
-            return self.energy.passes.num_batches * self._part(batch, point)
+            return num_batches(self.energy) * self._part(batch, point)
         return torch.stack([self._part(batch, point) for batch in self.energy.passes]).sum(0)
 
     def _part(self, batch: Arguments, point: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ class _MeanTilt(Tilt):
         query = _query(self.energy, batch, self.site)
         weights = point.new_zeros(query.num_rows, self.size)
         weights[:, self.output] = 1 / self.rows
-        return OutputTilt(query, weights).gradient(point)
+        return Tilt(query, weights).gradient(point)
 
 
 def _query(energy: Energy, batch: Arguments, site: str | None) -> Query:
@@ -116,7 +116,7 @@ class LabelShift(InSample):
         \frac{(y_i + \lambda\beta\sigma_i^2/N - f_i)^2}{2\beta\sigma_i^2} + \text{const},
 
     so training on shifted labels is equivalent to the tilted fit, and the training loop does not change. The result is
-    the same as with :class:`~pyro_dvi.laplace.hessian_free.training_modes.InSample`, at the cost of ordinary training.
+    the same as with ``InSample()``, at the cost of ordinary training.
 
     Status: the same as ``InSample()``, except that masked examples are ignored, because they have no labels.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hessian-free Laplace: tilted fits for each query or for an evaluation set, and the Gaussian computed from them."""
+"""Second fits for each query or for an evaluation set, with any solver, and what is computed from them."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.laplace.hessian_free.solvers import Fits, NewtonCG, Solver, Tilt
 from pyro_dvi.core.arguments import check_choice
 from pyro_dvi.errors import ArgumentError, NonFiniteError, NotPositiveDefiniteError, UnsupportedError, warn
+from pyro_dvi.laplace import LaplaceGuide
 from pyro_dvi.laplace.energy.energy import LocalEnergy
 from pyro_dvi.laplace.energy.passes import Arguments
 from pyro_dvi.laplace.energy.precision import Hessian
 from pyro_dvi.laplace.energy.query import Query, Subset
-from pyro_dvi.laplace.guide import LaplaceGuide
-from pyro_dvi.laplace.hessian_free.solvers import Fits, NewtonCG, OutputTilt, Solver, Tilt
 from pyro_dvi.laplace.methods.method import LaplacePosterior, Method
 from pyro_dvi.linalg.operator import identity_rows
 
@@ -69,7 +69,7 @@ class Pointwise(Mode):
     def tilts(self, local: LocalEnergy, query: Query) -> Iterator[Tilt]:
         """Yield one tilt for each output of each input."""
         units = identity_rows(query.mean.flatten(), at_once=1)
-        return (OutputTilt(query, weights.reshape(query.mean.shape)) for weights in units)
+        return (Tilt(query, weights.reshape(query.mean.shape)) for weights in units)
 
     def responses(self, fits: Iterable[Fits], query: Query) -> Tensor:
         """Return the covariances of single examples."""
@@ -115,7 +115,7 @@ class Sum(Mode):
             given = self.inputs if isinstance(self.inputs, tuple) else (self.inputs,)
             evaluation = Query(energy.model, given, energy.locs, energy.layout, site=query.site)
         weights = self.weights(evaluation) / evaluation.num_rows
-        return [OutputTilt(evaluation, weights * only) for only in torch.eye(query.size).to(weights)]
+        return [Tilt(evaluation, weights * only) for only in torch.eye(query.size).to(weights)]
 
     def weights(self, evaluation: Query) -> Tensor:
         """Return the weights of the outputs of the evaluation set in the sum."""
@@ -152,7 +152,7 @@ class AbsoluteSum(Sum):
 
 
 @dataclass(frozen=True)
-class HessianFree(Method):
+class SecondFits(Method):
     r"""Compute variances from second fits: how far a prediction moves when a multiple of it is added to the loss.
 
     .. math:: u_{\pm\lambda} = \arg\min_u U(u) \mp \lambda f(x; u), \qquad
@@ -187,24 +187,6 @@ class HessianFree(Method):
         NotConvergedError: in a query, a tilted minimum was not found.
 
     Source: McInerney & Kallus (2024).
-
-    Example:
-        >>> import pyro, pyro.distributions as dist, pyro_dvi
-        >>> def model(x, y=None):
-        ...     slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
-        ...     with pyro.plate("data", len(x)):
-        ...         return pyro.sample("y", dist.Normal(slope * x, 1.0), obs=y)
-        >>> x = torch.ones(3)
-        >>> guide = pyro_dvi.LaplaceGuide(
-        ...     model,
-        ...     init_loc_fn=pyro.infer.autoguide.init_to_value(
-        ...         values={"slope": torch.tensor(0.75)}
-        ...     ),
-        ... )
-        >>> guide.initialize(x, x)
-        >>> _ = guide.fit([(x, x)], HessianFree())
-        >>> guide.predictive(2 * x).variance.round(decimals=3)
-        tensor([1., 1., 1.])
     """
 
     mode: Mode = field(default_factory=Pointwise)
@@ -221,12 +203,7 @@ class HessianFree(Method):
         if self.less not in ("opposite", "untilted", "mode"):
             raise ArgumentError(f'less must be "opposite", "untilted" or "mode", got {self.less!r}')
 
-    @property
-    def needs_minimum(self) -> bool:  # type: ignore[override]
-        """Whether the solver needs the mode to be a minimum."""
-        return self.solver.needs_minimum
-
-    def fit(self, local: LocalEnergy, *, seed: int = 0) -> "HessianFreePosterior":
+    def fit(self, local: LocalEnergy, *, seed: int = 0) -> "SecondFitsPosterior":
         """Return the posterior; the second fits run at the first query."""
         self.mode.check(local)
         if not isinstance(self.mode, Pointwise):
@@ -234,10 +211,10 @@ class HessianFree(Method):
                 f"{type(self.mode).__name__}() gives means of rows of the covariance, not variances: for variances, "
                 "use Pointwise()"
             )
-        return HessianFreePosterior(local, self)
+        return SecondFitsPosterior(local, self)
 
 
-class HessianFreePosterior(LaplacePosterior):
+class SecondFitsPosterior(LaplacePosterior):
     """A Gaussian represented by second fits.
 
     Args:
@@ -245,7 +222,7 @@ class HessianFreePosterior(LaplacePosterior):
         method: the method, with its mode and solver.
     """
 
-    def __init__(self, local: LocalEnergy, method: HessianFree) -> None:
+    def __init__(self, local: LocalEnergy, method: SecondFits) -> None:
         self.local, self.method = local, method
         self.mode = local.point
         self._kept: dict[str | None, list[Fits]] = {}
@@ -265,7 +242,7 @@ class HessianFreePosterior(LaplacePosterior):
 
     def joint_covariance(self, query: Query) -> Tensor:
         if not isinstance(self.method.mode, Pointwise):
-            raise UnsupportedError("covariances between inputs need HessianFree(Pointwise())")
+            raise UnsupportedError("covariances between inputs need SecondFits(Pointwise())")
         return self._checked(self.method.mode.joint(self._fits(query), query))
 
     def _checked(self, covariance: Tensor) -> Tensor:
@@ -275,7 +252,7 @@ class HessianFreePosterior(LaplacePosterior):
         if negative := int((variances < 0).sum()):
             raise NotPositiveDefiniteError(
                 f"{negative} of {variances.numel()} variances of {type(self.method.mode).__name__}() are negative: run "
-                "guide.polish(batches) and use HessianFree(Pointwise(), NewtonCG()), or get the values with "
+                "guide.polish(batches) and use SecondFits(Pointwise(), NewtonCG()), or get the values with "
                 "posterior.responses(query)"
             )
         return covariance
@@ -327,23 +304,6 @@ def parameter_uncertainty(
         NotConvergedError: a tilted minimum was not found.
 
     Source: McInerney & Kallus (2024), Eqs. 31 and 32.
-
-    Example:
-        >>> import pyro, pyro.distributions as dist
-        >>> def model(x, y=None):
-        ...     slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
-        ...     with pyro.plate("data", len(x)):
-        ...         return pyro.sample("y", dist.Normal(slope * x, 1.0), obs=y)
-        >>> x = torch.ones(3)
-        >>> guide = LaplaceGuide(
-        ...     model,
-        ...     init_loc_fn=pyro.infer.autoguide.init_to_value(
-        ...         values={"slope": torch.tensor(0.75)}
-        ...     ),
-        ... )
-        >>> guide.initialize(x, x)
-        >>> parameter_uncertainty(guide, [(x, x)])["slope"].round(decimals=3)
-        tensor(0.2500)
     """
     solver = NewtonCG() if solver is None else solver
     check_choice("solver", solver, Solver, "NewtonCG() or Adam(strength)")

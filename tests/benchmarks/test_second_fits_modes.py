@@ -9,16 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.laplace.hessian_free.second_fits import AbsoluteSum, SecondFits, Sum, parameter_uncertainty
+from benchmarks.laplace.hessian_free.solvers import SGD, NewtonCG
+from benchmarks.laplace.hessian_free.training_modes import InSample, LabelShift
 from pyro_dvi.errors import (
+    ArgumentError,
     DviWarning,
+    ModelError,
     NotPositiveDefiniteError,
     UnsupportedError,
 )
-from pyro_dvi.laplace import Dense, Hessian, HessianFree, LaplaceGuide, parameter_uncertainty
+from pyro_dvi.laplace import Dense, Hessian, HessianFree, LaplaceGuide
 from pyro_dvi.laplace.energy.query import Query
-from pyro_dvi.laplace.hessian_free.second_fits import AbsoluteSum, Sum
-from pyro_dvi.laplace.hessian_free.solvers import NewtonCG
-from pyro_dvi.laplace.hessian_free.training_modes import InSample, LabelShift
 from tests.laplace.minima import at_minimum, pretrained
 from tests.laplace.problems import LinearRegression, SineRegression, ragged
 
@@ -49,7 +51,7 @@ EVALUATION = torch.tensor([[-3.0], [0.5], [2.0], [5.0]], dtype=torch.float64)
 def test_sum_gives_row_means(sine: tuple[SineRegression, LaplaceGuide]) -> None:
     problem, guide = sine
     target = dense_covariance(problem, guide, GRID, EVALUATION)[: len(GRID), len(GRID) :].mean(1)
-    posterior: Any = guide.fit(problem.batches, HessianFree(Sum(EVALUATION)))
+    posterior: Any = guide.fit(problem.batches, SecondFits(Sum(EVALUATION)))
     found = responses(guide, posterior, GRID)
     torch.testing.assert_close(found, target, rtol=2e-2, atol=1e-4)
     before = posterior.local.energy.work.done
@@ -61,7 +63,7 @@ def test_sum_gives_row_means(sine: tuple[SineRegression, LaplaceGuide]) -> None:
 def test_sum_over_the_query_itself(sine: tuple[SineRegression, LaplaceGuide]) -> None:
     problem, guide = sine
     target = dense_covariance(problem, guide, GRID).mean(1)
-    posterior = guide.fit(problem.batches, HessianFree(Sum()))
+    posterior = guide.fit(problem.batches, SecondFits(Sum()))
     torch.testing.assert_close(responses(guide, posterior, GRID), target, rtol=2e-2, atol=1e-4)
 
 
@@ -71,7 +73,7 @@ def test_absolute_sum_gives_signed_row_means(sine: tuple[SineRegression, Laplace
     covariance = dense_covariance(problem, guide, GRID, EVALUATION)
     signs = guide.predictive(torch.cat([GRID, EVALUATION])).mean.sign()
     target = (covariance * signs * signs.unsqueeze(-1))[: len(GRID), len(GRID) :].mean(1)
-    posterior = guide.fit(problem.batches, HessianFree(AbsoluteSum(EVALUATION)))
+    posterior = guide.fit(problem.batches, SecondFits(AbsoluteSum(EVALUATION)))
     torch.testing.assert_close(responses(guide, posterior, GRID), target, rtol=2e-2, atol=1e-4)
 
 
@@ -82,7 +84,7 @@ def test_training_modes_give_row_means_over_the_data(
 ) -> None:
     problem, guide = sine
     target = dense_covariance(problem, guide, GRID, problem.x)[: len(GRID), len(GRID) :].mean(1)
-    posterior = guide.fit(problem.batches, HessianFree(mode))
+    posterior = guide.fit(problem.batches, SecondFits(mode))
     torch.testing.assert_close(responses(guide, posterior, GRID), target, rtol=2e-2, atol=1e-4)
 
 
@@ -124,7 +126,9 @@ def test_label_shift_of_several_columns_with_tempering() -> None:
     guide = at_minimum(guide, problem.batches, problem.model, kl_weight=0.4)
     found = []
     for mode in (InSample(), LabelShift()):
-        posterior: Any = guide.fit(problem.batches, HessianFree(mode, solver=NewtonCG(solve_tolerance=1e-9)))
+        posterior: Any = guide.fit(
+            problem.batches, SecondFits(mode, solver=NewtonCG(HessianFree(solve_tolerance=1e-9)))
+        )
         found.append(posterior.responses(query(guide, problem.x)))
     torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=1e-9)
     guide.fit(problem.batches, Dense(Hessian()))
@@ -139,7 +143,7 @@ def test_negative_row_means_are_refused_not_turned() -> None:
     problem = LinearRegression(num_features=1)
     guide = problem.guide()
     far = torch.tensor([[3.0], [1.0]], dtype=torch.float64)
-    posterior = guide.fit(problem.batches, HessianFree(Sum(far)))
+    posterior = guide.fit(problem.batches, SecondFits(Sum(far)))
     opposite = torch.tensor([[-1.0]], dtype=torch.float64)
     assert float(responses(guide, posterior, opposite)) == pytest.approx(
         -2 / float(problem.precision()), rel=1e-3
@@ -153,7 +157,7 @@ def test_negative_row_means_are_refused_not_turned() -> None:
 def test_pretrained_modes_warn() -> None:
     problem = LinearRegression()
     with pytest.warns(DviWarning, match="not variances"):
-        problem.guide().fit(problem.batches, HessianFree(InSample()))
+        problem.guide().fit(problem.batches, SecondFits(InSample()))
 
 
 def test_batches_of_named_arguments() -> None:
@@ -162,9 +166,66 @@ def test_batches_of_named_arguments() -> None:
     found = []
     for batches in (problem.batches, [{"y": y, "x": x} for x, y in problem.batches]):
         with pytest.warns(DviWarning):
-            posterior = guide.fit(batches, HessianFree(InSample()))
+            posterior = guide.fit(batches, SecondFits(InSample()))
         found.append(responses(guide, posterior, problem.x))
     torch.testing.assert_close(found[0], found[1])
+
+
+@pretrained
+def test_label_shift_needs_gaussian_noise_of_known_scale() -> None:
+    def classes(x: Tensor, y: Tensor | None = None) -> Any:
+        slope = pyro.sample("slope", dist.Normal(x.new_zeros(3), 1.0).to_event(1))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Categorical(logits=slope * x.unsqueeze(-1)), obs=y)
+
+    x, labels = torch.ones(3), torch.tensor([0, 1, 2])
+    guide = LaplaceGuide(classes)
+    guide.initialize(x, labels)
+    with pytest.raises(ModelError, match="Categorical"):
+        guide.fit([(x, labels)], SecondFits(LabelShift()), unconverged="accept")
+
+    def model(x: Tensor, y: Tensor | None = None) -> Any:
+        noise = pyro.sample("noise", dist.HalfNormal(x.new_ones(())))
+        slope = pyro.sample("slope", dist.Normal(x.new_zeros(()), 1.0))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(slope * x, noise), obs=y)
+
+    guide = LaplaceGuide(model)
+    guide.initialize(x, x)
+    with pytest.raises(ModelError, match="does not depend on the latents"):
+        guide.fit([(x, x)], SecondFits(LabelShift()), unconverged="accept")
+
+
+# --- what is subtracted, and mistakes ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("less", ["opposite", "untilted", "mode"])
+def test_linear_regression_is_exact(less: str) -> None:
+    problem = LinearRegression()
+    guide = problem.guide()
+    solver = NewtonCG(HessianFree(step=0.5, solve_tolerance=1e-10))
+    guide.fit(problem.batches, SecondFits(solver=solver, less=less))
+    x = torch.randn(4, problem.num_features, dtype=torch.float64)
+    exact = x @ torch.linalg.inv(problem.precision()) @ x.T
+    found = guide.predictive(x, joint=True)
+    torch.testing.assert_close(found.joint_covariance, exact, rtol=0, atol=1e-6 * float(exact.abs().max()))
+
+
+def test_names_instead_of_objects() -> None:
+    with pytest.raises(ArgumentError, match=r"Pointwise\(\), Sum\(inputs\)"):
+        SecondFits("pointwise")  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=r"NewtonCG\(\) or Adam\(strength\)"):
+        SecondFits(solver="adam")  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=r"NewtonCG\(\) or Adam\(strength\)"):
+        parameter_uncertainty(LinearRegression().guide(), [], solver=NewtonCG)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("solver", [NewtonCG(), SGD(0.5, 1e-3, epochs=2)], ids=type)
+def test_latents_outside_a_mask_have_no_variance(solver: Any) -> None:
+    problem = LinearRegression()
+    mask = torch.tensor([True, False, True])
+    found = parameter_uncertainty(problem.guide(), problem.batches, subset={"weight": mask}, solver=solver)
+    assert torch.equal(found["weight"] > 0, mask)
 
 
 # --- the latents themselves ----------------------------------------------------------------------------------
@@ -176,7 +237,9 @@ def test_parameter_uncertainty_gives_signed_row_sums() -> None:
     signs = problem.mode().sign()
     target = (covariance * signs * signs.unsqueeze(-1)).sum(1)
     assert bool((target > 0).all())
-    found = parameter_uncertainty(problem.guide(), problem.batches, solver=NewtonCG(solve_tolerance=1e-10))
+    found = parameter_uncertainty(
+        problem.guide(), problem.batches, solver=NewtonCG(HessianFree(solve_tolerance=1e-10))
+    )
     torch.testing.assert_close(found["weight"], target, rtol=1e-6, atol=0)
 
 

