@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Callable[..., Sequence[Tensor]] with arguments and results at fixed addresses, which CUDA runs with a single launch.
+"""Functions with arguments and results at fixed addresses, which CUDA runs with a single launch.
 
 For small networks, a GPU spends more time waiting for the launch of each operator than computing. A CUDA graph stores
 all launches of a step together with the addresses that they read and write. Arguments that change must therefore be
@@ -10,6 +10,7 @@ buffers, and returns the same result tensors each time. :class:`FixedCall` captu
 and calls it elsewhere.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -87,7 +88,9 @@ def _captured(
     try:
         with torch.cuda.stream(stream):
             rehearse()
-            torch.cuda.set_sync_debug_mode("error")  # operators that wait for the device cannot be captured
+            with warnings.catch_warnings():  # about a prototype
+                warnings.simplefilter("ignore")
+                torch.cuda.set_sync_debug_mode("error")  # operators that wait for the device cannot be captured
             rehearse()
     except RuntimeError as error:
         raise UnsupportedError(f"an operator waits for the device: {error}") from error

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from pyro_dvi.natural_gradients.estimates import NaturalSite, steps_of
 from pyro_dvi.natural_gradients.site_update import AdamUpdate, SiteUpdate
-from pyro_dvi.optim.launched_updates import FixedUpdate
+from pyro_dvi.optim.launched_updates import GRADIENT, FixedUpdate, options_of
 
 if TYPE_CHECKING:
     from pyro_dvi.natural_gradients.optimizer import NaturalGradientOptimizer
@@ -47,6 +48,8 @@ class NaturalUpdate(FixedUpdate):
         ]
         self._all: list[SiteUpdate | AdamUpdate] = [*self._sites, *self._others]
         self.size = sum(len(one.numbers) for one in self._all)
+        self._state, self._formulation = state, vars(optimizer).get("formulation")
+        self._options, self._identities = options_of(groups), self._present()
 
     @classmethod
     def fixed(cls, optimizer: NaturalGradientOptimizer) -> NaturalUpdate | None:
@@ -55,20 +58,37 @@ class NaturalUpdate(FixedUpdate):
         is_fixed = [step.measured for step in update._steps] == [optimizer.wanted]
         return update if is_fixed and all(one.has_memory for one in update._all) else None
 
+    def _present(self) -> list[int]:
+        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        steps = (getattr(p, "natural_step", None) for p in parameters)
+        sites = chain.from_iterable(site for step in self._steps for site in step.sites)
+        memories = chain.from_iterable(memory.values() for one in self._all for memory in one.memories)
+        held = (value for value in memories if isinstance(value, Tensor))
+        return list(map(id, chain(parameters, map(GRADIENT, parameters), steps, sites, held)))
+
+    def holds(self) -> bool:
+        one = self._optimizer
+        return (
+            one.state is self._state
+            and [step.measured for step in self._steps] == [one.wanted]
+            and vars(one).get("formulation") is self._formulation
+            and options_of(one.param_groups) == self._options
+            and self._present() == self._identities
+        )
+
     @property
     def tensors(self) -> list[Tensor | None]:  # type: ignore[override]
         return [tensor for update in self._all for tensor in update.tensors]
 
     @property
     def key(self) -> str:  # type: ignore[override]
-        options = [
-            [v for k, v in update.group.items() if k not in ("params", "lr")] for update in self._sites
-        ]
-        sizes = [len(update.parameters) for update in self._all]
-        return str((type(self._optimizer), vars(self._optimizer).get("formulation"), options, sizes))
+        options, sizes = options_of(one.group for one in self._sites), [len(one.parameters) for one in self._all]
+        return str((type(self._optimizer), self._formulation, options, sizes))
 
     def numbers(self) -> list[float]:
         optimizer, found = self._optimizer, list[float]()
+        for one in self._all:
+            one.set_count(one.memories[0].get("step", 0) + 1)
         for update in self._sites:
             optimizer.rate_factor, tempering = optimizer.factors(update.count, update.group)
             update.kl_weight = update.step.kl_weight * tempering

@@ -78,10 +78,14 @@ class SiteUpdate:
         # The tensors of a layer share one memory.
         self.precisions = list({id(site.precision): site.precision for site in self.sites}.values())
         self.is_layer = self.sites[0].is_of_layer
-        self.measurements = self.count
         self.has_start = self.group.get("initial_curvature") is not None
+        self.set_count(self.count)
+
+    def set_count(self, count: int) -> None:
+        """Set the number of this step."""
+        self.count = self.measurements = count
         # A curvature that is initialised with this minibatch must not include it again.
-        self.is_new = self.count > 1 or self.has_start
+        self.is_new = count > 1 or self.has_start
 
     @property
     def tensors(self) -> list[Any]:
@@ -148,11 +152,10 @@ class SiteUpdate:
 
     def damped(self) -> Tensors:
         """Return the precisions that :meth:`sum_into_precisions` wrote, with damping added."""
-        return (
-            torch._foreach_add(self.precisions, self.numbers.damping)
-            if self.group["damping"]
-            else self.precisions
-        )
+        if not self.group["damping"]:
+            return self.precisions
+        # torch._foreach_add would read a number that is a tensor.
+        return [precision + self.numbers.damping for precision in self.precisions]
 
     def move_along(self, directions: Tensors) -> None:
         """Subtract preconditioned directions from the means, with steps of at most ``max_step`` units."""
@@ -209,6 +212,10 @@ class AdamUpdate:
         """Whether later updates use the same memory."""
         pairs = zip(self.memories, self.parameters, strict=True)
         return all(_is_beside(memory.get("mean"), parameter) for memory, parameter in pairs)
+
+    def set_count(self, count: int) -> None:
+        """Set the number of this step."""
+        self.count = count
 
     def set_numbers(self, lr: float) -> None:
         """Compute the numbers of this step."""

@@ -218,7 +218,7 @@ class Captured(WrappedObjective):
         inputs = [*surroundings.tensors, *batch]
         state = State(inputs, python=True)
         try:
-            kl_weight, assuming = self._kl_weight(inputs), key not in self._varied
+            kl_weight, assuming = self._kl_weight(_device_of(inputs)), key not in self._varied
             if self._pool is None and kl_weight.is_cuda:
                 self._pool = torch.cuda.graph_pool_handle()
             step = RecordedStep(
@@ -262,7 +262,7 @@ class Captured(WrappedObjective):
         """Take an ordinary step, and drop the recording if its replay gives a different result."""
         surroundings, step = recording.surroundings, recording.step
         inputs = [*surroundings.tensors, *batch]
-        kl_weight, state = self._kl_weight(inputs), State(inputs, python=True)
+        kl_weight, state = self._kl_weight(step.device), State(inputs, python=True)
         trial, problem = None, None
         try:
             trial = Trial.of(step, inputs, kl_weight)
@@ -303,7 +303,11 @@ class Captured(WrappedObjective):
         inputs = [*surroundings.tensors, *batch]
         state = step.state(inputs) if wait else None
         try:
-            outcome = step.replay(inputs, self._kl_weight(inputs))
+            outcome = step.replay(inputs, self._kl_weight(step.device))
+            # Before the results are read, as the device computes meanwhile.
+            self.elbo.keep(outcome.terms, self.elbo.current_kl_weight())
+            self.elbo.set_record(call.guide, outcome.record)
+            _announce(surroundings.names)
             if wait and not (outcome.holds and math.isfinite(outcome.value)):
                 if step.assumes and not outcome.holds:
                     self._void(recording)
@@ -315,9 +319,6 @@ class Captured(WrappedObjective):
         if not recording.unproven:
             recording.first_unproven = self.elbo._step + 1
         recording.unproven += 1
-        self.elbo.keep(outcome.terms, self.elbo.current_kl_weight())
-        self.elbo.set_record(call.guide, outcome.record)
-        _announce(surroundings.names)
         return self._named(outcome, surroundings)
 
     @staticmethod
@@ -330,10 +331,8 @@ class Captured(WrappedObjective):
         self._recordings.remove(recording)
         self._varied.add(recording.key)
 
-    def _kl_weight(self, inputs: list[Tensor]) -> Tensor:
+    def _kl_weight(self, device: torch.device) -> Tensor:
         """Return the KL weight as a tensor on the device of the step, always the same one."""
-        devices = [value.device for value in inputs]
-        device = next((one for one in devices if one.type != "cpu"), torch.device("cpu"))
         value = self.elbo.current_kl_weight()
         if device not in self._weights:
             self._weights[device] = value, torch.full((), value, dtype=widest(device), device=device)
@@ -364,6 +363,11 @@ def _broken(problem: str, step: int, first: int) -> str:
         "plain attributes, hooks and submodules of modules: store what changes there (a buffer, an argument, an "
         "attribute of a module), or train with capture=False and without Captured"
     )
+
+
+def _device_of(inputs: Iterable[Tensor]) -> torch.device:
+    """Return the device of a step: the accelerator if there is one, as scalars may be on the CPU."""
+    return next((t.device for t in inputs if t.device.type != "cpu"), torch.device("cpu"))
 
 
 def _sees_parameters_only(handler: Any) -> bool:

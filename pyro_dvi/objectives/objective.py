@@ -258,7 +258,7 @@ class Objective(ELBO):
 
     def keep(self, terms: dict[str, Tensor], kl_weight: float) -> None:
         """Store the terms of a loss."""
-        self.terms = {k: v.detach() for k, v in terms.items()}
+        self.terms = {k: v.detach() if v.requires_grad else v for k, v in terms.items()}
         self.terms["kl_weight"] = torch.tensor(kl_weight)
 
     def _diagnosis(self, value: float) -> str:

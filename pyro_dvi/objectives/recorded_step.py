@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -161,6 +161,7 @@ class RecordedStep:
         found: tensors that the step uses but that are not inputs; if the version of one of them changes, the recording
             becomes invalid.
         is_launched: True if replays are launches.
+        device: the device of the results.
     """
 
     def __init__(
@@ -221,22 +222,24 @@ class RecordedStep:
         self.written = {k for k, tensor in enumerate(inputs) if recorder.writes(tensor)}
         self._casting = [kind for kind in KINDS if torch.is_autocast_enabled(kind)]
         self._run = called_quickly(self.operators)
-        self._device, self._fed, self._pool = report.device, range(len(inputs) - num_fed, len(inputs)), pool
-        self.is_launched = self._device.type in LAUNCHING
+        self.device, self._fed, self._pool = report.device, range(len(inputs) - num_fed, len(inputs)), pool
+        self.is_launched = self.device.type in LAUNCHING
         self._launch: Launch | None = None
+        self._fixed_record: Any = None  # of a launch, whose tensors are always the same
 
     def is_current(self) -> bool:
         """Return True if the other tensors that the step uses are unchanged."""
         return [tensor._version for tensor in self.found] == self._versions
 
-    @contextmanager
-    def _operators_only(self) -> Iterator[None]:
+    def _operators_only(self) -> AbstractContextManager[Any]:
         """Disable gradients and autocast, because the graph already contains gradients and casts."""
-        with ExitStack() as without:
-            without.enter_context(torch.no_grad())
-            for kind in self._casting:
-                without.enter_context(torch.autocast(kind, enabled=False))
-            yield
+        if not self._casting:
+            return torch.no_grad()
+        without = ExitStack()
+        without.enter_context(torch.no_grad())
+        for kind in self._casting:
+            without.enter_context(torch.autocast(kind, enabled=False))
+        return without
 
     def replay(self, inputs: list[Tensor], kl_weight: Tensor) -> Outcome:
         """Take a step with other inputs; it changes buffers and random states as the recorded step did.
@@ -244,29 +247,35 @@ class RecordedStep:
         The outcome may state that a condition has failed; the replay is then void.
         """
         with self._operators_only():
-            found = self._results([*inputs, kl_weight])
-        report, *rest = found
-        is_launched = self.is_launched
-        report = report.clone() if is_launched else report
-        results = iter(rest)
-        record = [next(results) if value is _TENSOR else value for value in self._record]
-        gradients = [next(results) if has else None for has in self._has_gradient]
+            report, *rest = self._results([*inputs, kl_weight])
+            is_launched = self.is_launched
+            report = report.clone() if is_launched else report
+        record = self._fixed_record
+        if record is None:
+            results = iter(rest)
+            leaves = [next(results) if value is _TENSOR else value for value in self._record]
+            record = tree_unflatten(leaves, self._structure)
+            self._fixed_record = record if is_launched else None
+        gradients = iter(rest[len(rest) - sum(self._has_gradient) :])
         _, *terms = report.unbind()
         return Outcome(
-            {n: term.to(dtype) for n, term, dtype in zip(self._names, terms, self._dtypes, strict=True)},
+            {
+                name: term if term.dtype is dtype else term.to(dtype)
+                for name, term, dtype in zip(self._names, terms, self._dtypes, strict=True)
+            },
             [inputs[k] for k in self._leaves],
-            gradients,
-            tree_unflatten(record, self._structure),
+            [next(gradients) if has else None for has in self._has_gradient],
+            record,
             report,
             is_launched,
         )
 
     def _results(self, inputs: list[Tensor]) -> Sequence[Tensor]:
         if self.is_launched and (self._launch is None or not self._launch.fits(inputs)):
-            self._launch = None  # before the next one, so that both do not need memory
+            self._launch = self._fixed_record = None  # before the next one, so that both do not need memory
             try:
                 self._launch = Launch(
-                    self.operators, inputs, self._fed, self.written, self._device, self._pool
+                    self.operators, inputs, self._fed, self.written, self.device, self._pool
                 )
             except UnsupportedError:
                 self.is_launched = False

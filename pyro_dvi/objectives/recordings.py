@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any
 
 import torch
@@ -110,4 +111,6 @@ def _is_plain_tensor(value: Any) -> bool:
 
 def _identity(function: Any) -> tuple[int, Any]:
     """Return a key that is equal for two accesses of the same bound method."""
-    return id(getattr(function, "__self__", function)), getattr(function, "__func__", None)
+    if not isinstance(function, MethodType):
+        return id(function), None
+    return id(function.__self__), function.__func__

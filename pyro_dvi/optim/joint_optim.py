@@ -86,6 +86,10 @@ class JointOptim(PyroOptim):
             **kwargs: keyword arguments of the same ``step``.
         """
         params, store = list(params), pyro.get_param_store()
+        if not (args or kwargs) and self._launches.again(params):
+            for parameter in params:
+                parameter.grad = None
+            return
         for parameter in params:
             is_plain = parameter.is_contiguous() and not _has_sparse_gradient(parameter)
             place = parameter.device, parameter.dtype, is_plain
@@ -106,7 +110,8 @@ class JointOptim(PyroOptim):
         for parameter in aside:
             parameter.grad = None
         optimizers = [torch_optimizer(held) for held in dict.fromkeys(map(self.optim_objs.get, params))]
-        if args or kwargs or not self._launches.take(optimizers, params):
+        repeats = not self._together and not any(map(self.grad_clip.get, params))
+        if args or kwargs or not self._launches.take(optimizers, params, repeats):
             for optimizer in optimizers:
                 optimizer.step(*args, **kwargs)
         for parameter in params:
@@ -132,6 +137,7 @@ class JointOptim(PyroOptim):
 
     def _adopt(self, parameter: Tensor, state: dict[str, Any] | None) -> None:
         """Assign a parameter with this state to the optimizer that parameters with the same options share."""
+        self._launches.forget()
         made = self._get_optim(parameter)
         if state is not None:
             load_state(made, state)

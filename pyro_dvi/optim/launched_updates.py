@@ -6,8 +6,10 @@ captured training steps, and in many other cases, because torch reuses memory. A
 launch. Numbers that change from step to step, such as the learning rate, are copied to the device.
 """
 
+import operator
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Self
 
@@ -20,6 +22,7 @@ from pyro_dvi.core.undisturbed import widest
 from pyro_dvi.errors import UnsupportedError
 
 _MOST = 8  # largest number of captured updates; more sets of addresses would mean that they do not recur
+ADDRESS, GRADIENT = operator.methodcaller("data_ptr"), operator.attrgetter("grad")
 
 
 class FixedUpdate(ABC):
@@ -46,6 +49,15 @@ class FixedUpdate(ABC):
     def finish(self) -> None:  # noqa: B027 (most updates leave nothing behind)
         """Clean up after a step."""
 
+    @abstractmethod
+    def holds(self) -> bool:
+        """Return True if the next update of the optimizer also has these tensors and this key."""
+
+
+def options_of(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the options of an optimizer that are not numbers of a step."""
+    return [{k: v for k, v in group.items() if k not in ("params", "lr")} for group in groups]
+
 
 class AdamUpdate(FixedUpdate):
     """The update of torch's fused Adam or AdamW, whose step count is on the device already."""
@@ -53,21 +65,31 @@ class AdamUpdate(FixedUpdate):
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer, self._groups = optimizer, optimizer.param_groups
         parameters = [p for group in self._groups for p in group["params"]]
-        states = [optimizer.state[p].values() for p in parameters if p.grad is not None]
-        self.tensors = [*parameters, *(p.grad for p in parameters), *chain.from_iterable(states)]
-        options = [[v for k, v in group.items() if k not in ("params", "lr")] for group in self._groups]
-        self.key, self.size = str(options), len(self._groups)
+        self._states, self._own = optimizer.state, [optimizer.state[p] for p in parameters if p.grad is not None]
+        self.tensors = list(self._present())
+        self._options = options_of(self._groups)
+        self.key, self.size = str(self._options), len(self._groups)
+
+    def _present(self) -> Iterable[Tensor | None]:
+        parameters = [p for group in self._groups for p in group["params"]]
+        return chain(parameters, map(GRADIENT, parameters), *map(dict.values, self._own))
+
+    def holds(self) -> bool:
+        one = self._optimizer
+        return (
+            one.state is self._states
+            and one.param_groups is self._groups
+            and list(map(id, self._present())) == list(map(id, self.tensors))
+            and options_of(self._groups) == self._options
+            and not _is_other(one)
+        )
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> Self | None:
         """Return the update; None if the optimizer is another one, or has not taken a step with all parameters."""
-        own: Any = vars(optimizer)
-        hooks = own["_optimizer_step_pre_hooks"] or own["_optimizer_step_post_hooks"]
-        if type(optimizer) not in (Adam, AdamW) or hooks:
+        if _is_other(optimizer) or not all(group["fused"] for group in optimizer.param_groups):
             return None
         for group in optimizer.param_groups:
-            if not group["fused"] or isinstance(group["lr"], Tensor):
-                return None
             for p in group["params"]:
                 if p.dtype is not torch.float32 or (p.grad is not None and not optimizer.state.get(p)):
                     return None
@@ -88,29 +110,79 @@ class AdamUpdate(FixedUpdate):
                 group["lr"], group["capturable"] = rate, capturable
 
 
+def _is_other(optimizer: Optimizer) -> bool:
+    own: Any = vars(optimizer)
+    hooks = own["_optimizer_step_pre_hooks"] or own["_optimizer_step_post_hooks"]
+    on_device = any(isinstance(group["lr"], Tensor) for group in optimizer.param_groups)
+    return type(optimizer) not in (Adam, AdamW) or bool(hooks) or on_device
+
+
 def fixed_update(optimizer: Any) -> FixedUpdate | None:
     """Return the update of an optimizer; None if it has none. An optimizer may define the method ``fixed_update``."""
     own = getattr(optimizer, "fixed_update", None)
     return AdamUpdate.of(optimizer) if own is None else own()  # type: ignore[no-any-return]
 
 
+@dataclass
+class _Captured:
+    """A captured update."""
+
+    updates: list[FixedUpdate]
+    parameters: set[int]  # identities
+    tensors: list[Tensor]
+    addresses: list[int]
+    call: FixedCall
+    buffer: Tensor  # of the numbers
+    numbers: list[float]
+
+    def launch(self) -> None:
+        numbers = [number for update in self.updates for number in update.numbers()]
+        if numbers != self.numbers:
+            self.numbers = numbers
+            self.buffer.copy_(torch.tensor(numbers, dtype=self.buffer.dtype), non_blocking=True)
+        self.call()
+        for update in self.updates:
+            update.finish()
+
+
 class LaunchedUpdates:
     """The captured updates of a set of optimizers, one for each set of addresses."""
 
     def __init__(self) -> None:
-        self._captured: dict[Any, tuple[FixedCall, Tensor, list[float]] | None] = {}
-        self._last: Any = None
+        self._captured: dict[Any, _Captured | None] = {}
+        self._seen: Any = None
+        self._last: _Captured | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()
 
-    def take(self, optimizers: Sequence[Any], parameters: Sequence[Tensor]) -> bool:
+    def forget(self) -> None:
+        """Make :meth:`again` return False until the next launch."""
+        self._last = None
+
+    def again(self, parameters: Iterable[Tensor]) -> bool:
+        """Launch the last update again, and return True; return False if the next update may be another one."""
+        last = self._last
+        if (
+            last is None
+            or not last.call.is_valid
+            or set(map(id, parameters)) != last.parameters
+            or not all(update.holds() for update in last.updates)
+            or list(map(ADDRESS, last.tensors)) != last.addresses
+        ):
+            return False
+        last.launch()
+        return True
+
+    def take(self, optimizers: Sequence[Any], parameters: Sequence[Tensor], repeats: bool = True) -> bool:
         """Launch the update of all optimizers, and return True; return False if they have to take ordinary steps.
 
         Args:
             optimizers: torch optimizers.
             parameters: some of their parameters.
+            repeats: whether :meth:`again` may follow, because gradients are not changed before an update.
         """
+        self.forget()
         if not parameters or parameters[0].device.type not in LAUNCHING:
             return False
         updates = [update for one in optimizers if (update := fixed_update(one)) is not None]
@@ -120,50 +192,43 @@ class LaunchedUpdates:
         addresses = tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
         key = addresses, tuple(update.key for update in updates)
         found = self._captured.get(key)
-        if found is None or not found[0].is_valid:
-            if (
-                key != self._last or key in self._captured
-            ):  # new addresses, or an update that cannot be captured
-                self._last = key
+        if found is None or not found.call.is_valid:
+            # New addresses, or an update that cannot be captured.
+            if key != self._seen or key in self._captured:
+                self._seen = key
                 return False
-            found = self._capture(updates, [t for t in tensors if t is not None])
+            found = _captured(updates, [t for t in tensors if t is not None])
             self._captured[key] = found
             if len(self._captured) > _MOST:
                 del self._captured[next(iter(self._captured))]
             if found is None:
                 return False
-        call, buffer, known = found
-        numbers = [number for update in updates for number in update.numbers()]
-        if numbers != known:
-            known[:] = numbers
-            buffer.copy_(torch.tensor(numbers, dtype=buffer.dtype), non_blocking=True)
-        call()
-        for update in updates:
-            update.finish()
+        found.updates, found.parameters = updates, set(map(id, parameters))
+        found.tensors = [tensor for tensor in tensors if tensor is not None]
+        self._last = found if repeats else None
+        found.launch()
         return True
 
-    @staticmethod
-    def _capture(
-        updates: list[FixedUpdate], tensors: list[Tensor]
-    ) -> tuple[FixedCall, Tensor, list[float]] | None:
-        device = tensors[0].device
-        lengths = [update.size for update in updates]
-        buffer = torch.ones(sum(lengths), dtype=widest(device), device=device)
 
-        def run() -> list[Tensor]:
-            with torch.no_grad():
-                for update, numbers in zip(updates, buffer.split(lengths), strict=True):
-                    update.run(numbers)
-            return []
+def _captured(updates: list[FixedUpdate], tensors: list[Tensor]) -> _Captured | None:
+    device, lengths = tensors[0].device, [update.size for update in updates]
+    buffer = torch.ones(sum(lengths), dtype=widest(device), device=device)
 
-        def rehearse() -> list[Tensor]:
-            before = [tensor.detach().clone() for tensor in tensors]
-            run()
-            with torch.no_grad():
-                torch._foreach_copy_(tensors, before)
-            return []
+    def run() -> list[Tensor]:
+        with torch.no_grad():
+            for update, numbers in zip(updates, buffer.split(lengths), strict=True):
+                update.run(numbers)
+        return []
 
-        try:
-            return FixedCall(run, rehearse, device), buffer, []
-        except UnsupportedError:
-            return None
+    def rehearse() -> list[Tensor]:
+        before = [tensor.detach().clone() for tensor in tensors]
+        run()
+        # As .data, because a counted write to a constant would make recorded steps invalid.
+        torch._foreach_copy_([tensor.data for tensor in tensors], before)
+        return []
+
+    try:
+        call = FixedCall(run, rehearse, device)
+    except UnsupportedError:
+        return None
+    return _Captured(updates, set(), tensors, list(map(ADDRESS, tensors)), call, buffer, [])

@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pyro_dvi.core.file_format import FORMAT_VERSION, check_format_version
 
@@ -21,7 +21,9 @@ def check_trainable(guide: Any, objective: Any) -> None:
     Raises:
         GuideError: if the guide rejects the objective.
     """
-    getattr(guide, "check_objective", lambda _: None)(objective)
+    check = getattr(type(guide), "check_objective", None)  # of the class, because a failed look into a module is slow
+    if check is not None:
+        check(guide, objective)
 
 
 def trained_for(guide: Any) -> Any:
@@ -36,10 +38,11 @@ def temperature_of(guide: Any) -> float:
 
 def note_trained_for(guide: Any, rule: Any, temperature: float = 1.0) -> None:
     """Record a rule (or its name) and a temperature on a guide; if handlers wrap the guide, on the guide itself."""
-    if (rule, temperature) != (trained_for(guide), temperature_of(guide)):
+    owner = _owner(guide)
+    if (rule, temperature) != (getattr(owner, _RULE, None), getattr(owner, _TEMPERATURE, 1.0)):
         with suppress(AttributeError):  # raised by an object with slots
-            setattr(_owner(guide), _RULE, rule)
-            setattr(_owner(guide), _TEMPERATURE, temperature)
+            setattr(owner, _RULE, rule)
+            setattr(owner, _TEMPERATURE, temperature)
 
 
 def encoded(rule: Any, temperature: float = 1.0) -> Tensor:
@@ -67,5 +70,7 @@ def decoded(state: Tensor) -> tuple[str | None, float]:
 
 
 def _owner(guide: Any) -> Any:
+    if isinstance(guide, nn.Module):
+        return guide
     inner = inspect.unwrap(guide)
     return getattr(inner, "__self__", inner)

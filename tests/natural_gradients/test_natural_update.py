@@ -47,6 +47,12 @@ def steps(svi, number, device):
     return [svi.step(x[k % 3 * 20 :][:20], y[k % 3 * 20 :][:20]) for k in range(number)]
 
 
+def close(found, expected, device):
+    """Bitwise equal; on a GPU, a number is rounded in another place if it is a tensor."""
+    exact = device.type == "cpu"
+    torch.testing.assert_close(found, expected, rtol=0 if exact else 1e-5, atol=0 if exact else 1e-5)
+
+
 def launches(svi):
     return [one for one in svi.optim._launches._captured.values() if one is not None]
 
@@ -95,7 +101,7 @@ def test_one_update_equals_an_ordinary_one(name, device):
         values = {str(k): p.detach().clone() for k, p in enumerate(parameters)}
         results.append({**memory, **values, "rate": torch.tensor(optimizer.rate_factor)})
         assert all(site.precision.grad is None for site in svi.guide.natural_step.sites)
-    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
+    close(results[1], results[0], device)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -108,7 +114,9 @@ def test_training_with_launches_equals_one_without(name, device):
         losses.append(steps(svi, 16, device))
         others.append({name: s["state"][0]["step"] for name, s in svi.optim.get_state().items()})
     assert len(launches(svi)) == 1
-    assert losses[1] == losses[0]
+    # Launches leave constants of the recorded step alone; other initial steps have a recording of their own.
+    assert len(svi.loss_and_grads.__self__.recordings) == (2 if "printed" in name else 1)
+    close(losses[1], losses[0], device)
     assert others[0] == others[1]
 
 
@@ -121,7 +129,7 @@ def test_a_learned_prior_scale(device):
             svi.optim._launches.take = lambda *_: False
         losses.append(steps(svi, 20, device))
     assert launches(svi)
-    assert losses[1] == losses[0]
+    close(losses[1], losses[0], device)
 
 
 ORDINARY = {
