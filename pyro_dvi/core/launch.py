@@ -90,7 +90,9 @@ def _captured(
             rehearse()
             with warnings.catch_warnings():  # about a prototype
                 warnings.simplefilter("ignore")
-                torch.cuda.set_sync_debug_mode("error")  # operators that wait for the device cannot be captured
+                torch.cuda.set_sync_debug_mode(
+                    "error"
+                )  # operators that wait for the device cannot be captured
             rehearse()
     except RuntimeError as error:
         raise UnsupportedError(f"an operator waits for the device: {error}") from error

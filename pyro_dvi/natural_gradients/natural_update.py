@@ -82,7 +82,10 @@ class NaturalUpdate(FixedUpdate):
 
     @property
     def key(self) -> str:  # type: ignore[override]
-        options, sizes = options_of(one.group for one in self._sites), [len(one.parameters) for one in self._all]
+        options, sizes = (
+            options_of(one.group for one in self._sites),
+            [len(one.parameters) for one in self._all],
+        )
         return str((type(self._optimizer), self._formulation, options, sizes))
 
     def numbers(self) -> list[float]:

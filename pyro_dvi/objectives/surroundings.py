@@ -6,6 +6,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import chain, compress
 from typing import Any
 
 import pyro
@@ -84,9 +85,11 @@ class Surroundings:
             places.setdefault(id(parameter), []).append((stored, name, parameter, name))
         self._gets, self._keys, self._values, self._labels = map(list, zip(*values, strict=True))
         self._shared = list(places.values())
-        self._tied = [entries for entries in self._shared if len(entries) > 1]
         first = [entries[0] for entries in self._shared]
-        self._places = [entry[0] for entry in first], [entry[1] for entry in first]
+        self._places = _calls(first)
+        tied = [(entries[0], entry) for entries in self._shared for entry in entries[1:]]
+        self._tied = _calls(one for one, _ in tied), _calls(other for _, other in tied)
+        self._watch()
         self.tensors: list[Tensor] = [entry[2] for entry in first]
         self._note()
 
@@ -112,19 +115,39 @@ class Surroundings:
                 return False
             self.tensors = now
             self._note()
-        elif any(map(self._is_split, self._tied)):
+        elif not all(map(operator.is_, *(map(operator.call, *calls) for calls in self._tied))):
             return False
         return self.changed() is None
 
-    @staticmethod
-    def _is_split(entries: list[Entry]) -> bool:
-        return any(get(key) is not entries[0][0](entries[0][1]) for get, key, *_ in entries[1:])
+    def _watch(self) -> None:
+        """Note the dictionaries that contain the values, because reading all of their entries is faster."""
+        holders = [key if get is len else getattr(get, "__self__", None) for get, key in self._entries()]
+        found = {id(holder): holder for holder in holders if isinstance(holder, dict)}
+        self._holders, self._lengths = list(found.values()), list(map(len, found.values()))
+        names = {
+            (id(h), key) for h, (get, key) in zip(holders, self._entries(), strict=True) if get is not len
+        }
+        self._filled = list(filter(None, self._holders))
+        self._is_watched = [(id(h), key) in names for h in self._filled for key in h]
+        self._elsewhere = _calls(
+            e for e, h in zip(self._entries(), holders, strict=True) if not isinstance(h, dict)
+        )
+        self._known = self._current()
+
+    def _entries(self) -> Iterable[tuple[Any, Any]]:
+        return zip(self._gets, self._keys, strict=True)
+
+    def _current(self) -> list[Any]:
+        held = compress(chain.from_iterable(map(dict.values, self._filled)), self._is_watched)
+        return [*held, *map(operator.call, *self._elsewhere)]
 
     def changed(self) -> str | None:
         """Return a description of a value that has changed; None if nothing has changed."""
-        now = list(map(operator.call, self._gets, self._keys))
-        if all(map(operator.is_, now, self._values)):
+        if list(map(len, self._holders)) == self._lengths and all(
+            map(operator.is_, self._current(), self._known)
+        ):
             return None
+        now = list(map(operator.call, self._gets, self._keys))
         for value, before, label in zip(now, self._values, self._labels, strict=True):
             if value is before or (is_plain(value) and type(value) is type(before) and value == before):
                 continue
@@ -132,6 +155,7 @@ class Surroundings:
                 return f"`{label}` changes from {before!r} to {value!r}"
             return f"`{label}` is replaced in each step"
         self._values = now  # equal, but other objects
+        self._watch()
         return None
 
     def moved(self) -> str | None:
@@ -140,6 +164,12 @@ class Surroundings:
         if not self.look() or any(map(operator.is_not, tensors, self.tensors)):
             return self.changed() or "each step assigns a tensor to an attribute of a module"
         return None
+
+
+def _calls(entries: Iterable[tuple[Any, ...]]) -> tuple[list[Any], list[Any]]:
+    """Return functions and their arguments, with which all entries are looked up."""
+    entries = list(entries)
+    return [entry[0] for entry in entries], [entry[1] for entry in entries]
 
 
 def _of_modules(modules: Iterable[nn.Module]) -> Iterator[Entry]:

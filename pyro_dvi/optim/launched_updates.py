@@ -65,7 +65,10 @@ class AdamUpdate(FixedUpdate):
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer, self._groups = optimizer, optimizer.param_groups
         parameters = [p for group in self._groups for p in group["params"]]
-        self._states, self._own = optimizer.state, [optimizer.state[p] for p in parameters if p.grad is not None]
+        self._states, self._own = (
+            optimizer.state,
+            [optimizer.state[p] for p in parameters if p.grad is not None],
+        )
         self.tensors = list(self._present())
         self._options = options_of(self._groups)
         self.key, self.size = str(self._options), len(self._groups)

@@ -21,7 +21,9 @@ def check_trainable(guide: Any, objective: Any) -> None:
     Raises:
         GuideError: if the guide rejects the objective.
     """
-    check = getattr(type(guide), "check_objective", None)  # of the class, because a failed look into a module is slow
+    check = getattr(
+        type(guide), "check_objective", None
+    )  # of the class, because a failed look into a module is slow
     if check is not None:
         check(guide, objective)
 

@@ -50,7 +50,7 @@ class Minibatches:
             rows = torch.tensor([row for batch in some for row in batch]).to(where)
             rows = rows if positions is None else positions[rows]
             for part in rows.split([len(batch) for batch in some]):
-                yield [tensor.index_select(0, part) for tensor in tensors]
+                yield [tensor[part] for tensor in tensors]
 
     def _copy(self, tensor: Tensor, device: torch.device) -> Tensor:
         if tensor.device == device:

@@ -242,7 +242,11 @@ METHODS = {
     "MNVI": (dvi.MultiplicativeNoiseGuide, dvi.MomentPropagationELBO, nn.ReLU),
     "mean field": (dvi.MeanFieldGuide, dvi.MomentPropagationELBO, nn.ReLU),
     # With the given labels, because other devices draw other ones.
-    "Variational Laplace": (dvi.MeanFieldGuide, lambda: dvi.TaylorELBO(curvature=MinibatchGradient()), nn.Softplus),
+    "Variational Laplace": (
+        dvi.MeanFieldGuide,
+        lambda: dvi.TaylorELBO(curvature=MinibatchGradient()),
+        nn.Softplus,
+    ),
 }
 EXPECTED = {
     "MNVI": {"rectify", "rectify_backward", "noisy", "noisy_backward", "input_gradient"},
