@@ -178,12 +178,13 @@ def test_other_optimizers_take_ordinary_steps(name, device):
     assert not Training(ORDINARY[name](), device).steps(6).launches
 
 
-def test_hooks_run(device):
-    training, seen = Training(Adam({"lr": 0.01}), device).steps(2), []
+@pytest.mark.parametrize("before", [2, 6])
+def test_hooks_run(before, device):
+    training, seen = Training(Adam({"lr": 0.01}), device).steps(before), []
     (optimizer,) = set(training.optimizer.optim_objs.values())
     optimizer.register_step_post_hook(lambda *_: seen.append(1))
     training.steps(5)
-    assert len(seen) == 5 and not training.launches
+    assert len(seen) == 5 and len(training.launches) == (before == 6)
 
 
 def test_memory_that_never_recurs_is_not_captured(device):
