@@ -273,8 +273,10 @@ def sound(energy: Energy) -> Diagnosis:
     value, gradient = local.value_and_gradient
     if "repeats itself" not in energy.known:
         batch = energy.passes.first()
-        first, second = (energy.graph(*energy.run(batch, energy.start)).energy.item() for _ in range(2))
-        if not same_value(first, second, gradient.dtype):
+        again = energy.graph(*energy.run(batch, energy.start))
+        # The first batch of a shuffled loader differs from pass to pass.
+        first = energy.graph(*energy.run(batch, energy.start)) if energy.passes.reordered else local.first
+        if not same_value(first.energy.item(), again.energy.item(), gradient.dtype):
             raise ModelError(
                 "The model is random: in evaluation mode, two runs at the same latents differ, so there is no minimum. "
                 "Remove calls such as dropout(x, training=True) or torch.rand from the model."
