@@ -237,9 +237,8 @@ _LIKE = [
 
 def _converting(function: Callable) -> Callable:
     def convert(input: Any, *args: Any, **kwargs: Any) -> Any:
-        if any(
-            isinstance(a, GaussianMoments) for a in (*args, *kwargs.values())
-        ):  # used only for dtype and device
+        # Used only for dtype and device.
+        if any(isinstance(a, GaussianMoments) for a in (*args, *kwargs.values())):
             args, kwargs = tuple(map(loc_of, args)), {key: loc_of(value) for key, value in kwargs.items()}
             return getattr(input, function.__name__)(*args, **kwargs)
         loc = function(input.loc, *args, **kwargs)

@@ -28,9 +28,8 @@ from pyro_dvi.predictive.predictive_mixture import Mixture, ObservationDraws
 from pyro_dvi.predictive.rules.rule import FromDraws, OfMembers, PredictionRule
 from pyro_dvi.training.ensemble import TrainedPosterior
 
-KEPT_LATENTS = (
-    2**26
-)  # largest number of elements of all draws that are kept for later batches: 256 MiB of float32
+# Largest number of elements of all draws that are kept for later batches: 256 MiB of float32.
+KEPT_LATENTS = 2**26
 NOTHING: Latents = MappingProxyType({})
 Reader = Mixture | ObservationDraws
 

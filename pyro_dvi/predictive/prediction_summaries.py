@@ -69,9 +69,8 @@ def metrics_of(prediction: "Prediction", values: Tensor, y: Any) -> dict[str, fl
             low, high = map(counted, limits)
             found["coverage_95"] = metrics.coverage(low, high, values)
             found["width_95"] = float((high - low).cpu().double().mean())
-        few = (
-            prediction.draws or prediction.num_components <= 100
-        )  # the cost is quadratic in the number of components
+        # The cost is quadratic in the number of components.
+        few = prediction.draws or prediction.num_components <= 100
         if few and (crps := available(lambda: counted(prediction.crps(y)))) is not None:
             found["crps"] = float(crps.mean())
     return found

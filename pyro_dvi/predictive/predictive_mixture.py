@@ -117,9 +117,8 @@ class Mixture(_Reader):
         self.mask = mask
         self.count = 0
         self.averages: dict[str, Tensor] = {}  # "log_...": log of the sum over components; others: the mean
-        self.between: Tensor | None = (
-            None  # sum over components of squared distances of their means from the mean
-        )
+        # Sum over components of squared distances of their means from the mean.
+        self.between: Tensor | None = None
         self.last: Response | None = None
         self.room = room
         self._kept: list[dict[str, Tensor]] = []

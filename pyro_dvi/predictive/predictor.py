@@ -93,9 +93,8 @@ class Predictor(nn.Module):
                 if value.dim() and value.is_floating_point():
                     nan = value.isnan().reshape(value.shape[0], -1).any(1)
                     nan = nan.reshape(-1, *[1] * (mean.dim() - 1))
-                    mean = (
-                        mean.masked_fill(nan, 0.0) / ~nan
-                    )  # files of older versions of torch cannot contain a constant NaN
+                    # Files of older versions of torch cannot contain a constant NaN.
+                    mean = mean.masked_fill(nan, 0.0) / ~nan
         outputs: Any = mean, *spread
         finite = torch.compiler.is_compiling() or math.isfinite(mean.sum())
         if not finite and (error := bad_values(inputs, {})):  # otherwise, the distribution has no mean

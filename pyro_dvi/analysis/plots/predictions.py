@@ -257,9 +257,8 @@ def rejection_curve(
         rejected, errors, color = curve.rejected.numpy(), curve.error.numpy(), f"C{k}"
         line: dict[str, Any] = {"color": color, "linestyle": LINES[k % len(LINES)], "zorder": 3}
         ax.plot(rejected, errors, label=f"{name}: {area}" if name else area, **line)
-        oracle = np.clip(errors[0] - rejected, 0, None) / np.maximum(
-            1 - rejected, 1e-12
-        )  # the error is zero at the last point
+        # The error is zero at the last point.
+        oracle = np.clip(errors[0] - rejected, 0, None) / np.maximum(1 - rejected, 1e-12)
         ax.fill_between(rejected, oracle, color=color, alpha=0.12, linewidth=0)
         ax.axhline(errors[0], color=color, linewidth=0.6, alpha=0.7, zorder=1)
         highest = max(highest, errors.max())

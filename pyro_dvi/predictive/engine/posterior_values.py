@@ -160,9 +160,8 @@ def seeded_draws(guide: Any, inputs: tuple[Any, ...], count: int) -> Iterator[di
         yield from map(_latents, traced_draws(guide, inputs, count))
         return
     check_is_set_up(guide)
-    posterior = (
-        guide.get_posterior()
-    )  # draws site by site, as the guide does, and hence with the same random numbers
+    # Draws site by site, as the guide does, and hence with the same random numbers.
+    posterior = guide.get_posterior()
     for _ in reseeded(count):
         yield {name: fn().detach() for name, fn in posterior.items()}
 
