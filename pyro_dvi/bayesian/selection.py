@@ -6,7 +6,6 @@ parameter name as in :mod:`fnmatch` (``"encoder.*"``; ``*`` also matches dots), 
 parameter)``. A list selects what any of its entries selects.
 """
 
-import difflib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -183,10 +182,7 @@ def suggestion(pattern: str, everything: Iterable[Candidate]) -> str:
     names = [candidate.name for candidate in everything]
     if below := [name for name in names if name.startswith(f"{pattern}.")]:
         return f"Did you mean {pattern + '.*'!r}, which matches {below[0]!r}?"
-    close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4) or names[:3]
-    return (
-        f"Parameters are named like {', '.join(map(repr, close))}." if close else "There are no parameters."
-    )
+    return f"Parameters are named like {', '.join(map(repr, names[:3]))}."
 
 
 def _owned(module: nn.Module, paths: Sequence[str]) -> Iterator[Candidate]:

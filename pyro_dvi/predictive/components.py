@@ -120,7 +120,6 @@ class Components:
         yield from draws
 
     def _of_members(self, inputs: tuple[Any, ...]) -> Iterator[Latents]:
-        first: Latents = {}
         for place, (member, components) in enumerate(self._members):
             drawn = components.draws(inputs)
             while True:  # the member's parameter store is active only while it draws
@@ -128,12 +127,6 @@ class Components:
                     own = next(drawn, None)
                 if own is None:
                     break
-                first = first or own
-                if own.keys() != first.keys():
-                    sites = f"{sorted(own)} and {sorted(first)}"
-                    raise UnsupportedError(
-                        f"members have different latent sites, {sites}: pass sites=[] to export only predictions"
-                    )
                 yield of_member(place, own)
 
     def _anew(self, inputs: tuple[Any, ...]) -> Iterator[Latents]:

@@ -8,8 +8,6 @@ from torch import Tensor
 
 from pyro_dvi.errors import DataError
 
-__all__ = ["alike", "classes_and_labels", "numbers"]
-
 SUM_TOLERANCE = 1e-3  # for a row of probabilities; a float16 softmax over 1,000 classes deviates less
 
 
