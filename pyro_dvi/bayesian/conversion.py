@@ -123,8 +123,7 @@ def _warn_of_padding(groups: Sequence[Sequence[Candidate]]) -> None:
             warn(
                 f"{owner.name!r} has a padding row (padding_idx={owner.module.padding_idx}), for which torch computes "
                 "no gradient. The posterior of this row stays at the prior, so padded positions get random embeddings. "
-                "Mask them, for example with layer(tokens) * (tokens != padding_idx).unsqueeze(-1), or set padding_idx "
-                "to None before the conversion"
+                "Mask them, as in layer(tokens) * (tokens != padding_idx).unsqueeze(-1), or set padding_idx to None"
             )
 
 
@@ -239,8 +238,7 @@ def _only_converted_net(model: nn.Module) -> nn.Module:
     nets = inside(model)
     if len(nets) != 1:
         raise ModelError(
-            f"{type(model).__name__} contains {len(nets)} networks that to_bayesian_ converted: pass one of them, as "
-            "in to_deterministic(model.net, guide)"
+            f"{type(model).__name__} contains {len(nets)} networks that to_bayesian_ converted: pass one, as model.net"
         )
     return nets[0]
 

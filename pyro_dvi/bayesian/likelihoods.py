@@ -117,8 +117,7 @@ class LikelihoodModule(PyroModule):
         """
         if size > self.num_data and observed and self.training:
             raise DataError(
-                f"The batch has {size} examples, but num_data is {self.num_data}: pass the size of the data set, "
-                "len(loader.dataset), not len(loader)"
+                f"The batch has {size} examples, but num_data is {self.num_data}: pass len(loader.dataset)"
             )
         # The indices are not used, but they save Pyro a random permutation of the data set in every step.
         return pyro.plate("data", max(self.num_data, size), subsample=torch.arange(size))
@@ -157,8 +156,7 @@ class Classifier(LikelihoodModule):
             if not self.warned and last in ("Softmax", "Sigmoid"):
                 self.warned = True
                 warn(
-                    f"The network ends in a {last.lower()}, but classifier() expects logits: remove the last layer, "
-                    f"nn.{last}."
+                    f"The network ends in a {last.lower()}, but classifier() expects logits: remove nn.{last}."
                 )
         with self.data_plate(logits.shape[0], observed=y is not None):
             labels = dist.Categorical(logits=logits).to_event(logits.dim() - 2)
@@ -230,8 +228,7 @@ class Regressor(LikelihoodModule):
         outputs = self.outputs(x)
         if outputs.dim() not in (1, 2):
             raise ModelError(
-                f"The network's output has the shape {tuple(outputs.shape)}; regression needs [batch] or [batch, "
-                "columns]"
+                f"The network's output has the shape {tuple(outputs.shape)}, not [batch] or [batch, columns]"
             )
         outputs = outputs.unsqueeze(-1) if outputs.dim() == 1 else outputs
         mean, scale = (outputs, self.noise_scale) if self.noise is None else self.noise.split(outputs)

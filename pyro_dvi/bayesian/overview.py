@@ -77,8 +77,7 @@ def summary(model_or_net: Any, guide: Any = None, *args: Any, **kwargs: Any) -> 
         rows = _traced(model_or_net, *args, **kwargs) | rows
     if not rows:
         raise ModelError(
-            "there are no latent sites to list: convert the network with to_bayesian_, or pass the model's arguments, "
-            "summary(model, guide, x, y)"
+            "there are no latent sites to list: call to_bayesian_(network), or summary(model, guide, x, y)"
         )
     for name in replaced:
         rows[name]["prior"] = "earlier posterior"

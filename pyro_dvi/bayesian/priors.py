@@ -60,8 +60,7 @@ class Given(Prior):
         if events < 0 or event != given.event_shape or not broadcasts_to(given.batch_shape, batch):
             raise ModelError(
                 f"{place} has the shape {tuple(given.shape())}, but the parameter has the shape {tuple(value.shape)}: "
-                "pass a scalar distribution, one of the parameter's shape, or a callable of (name, parameter) that "
-                "returns one"
+                "pass a scalar distribution, one of this shape, or a callable of (name, parameter) that returns one"
             )
         if given.support.is_discrete or not given.has_rsample:
             raise ModelError(
@@ -143,9 +142,8 @@ def as_prior(prior: PriorLike, place: str = "prior_scale") -> Prior:
     if callable(prior) and not isinstance(prior, type):
         return ByRule(prior)
     raise ArgumentError(
-        f"{place} is {prior!r}: pass a number, a distribution of pyro.distributions such as Normal(0., scale), fan_in, "
-        "LearnedScale(), OptimalScale(), HierarchicalScale(), a callable of (name, parameter), or a mapping from name "
-        "patterns to these"
+        f"{place} is {prior!r}: pass a number, a distribution of pyro.distributions, fan_in, LearnedScale(), "
+        "OptimalScale(), HierarchicalScale(), a callable of (name, parameter), or a mapping from name patterns to these"
     )
 
 
@@ -155,8 +153,7 @@ def positive(value: object, place: str) -> float:
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ArgumentError(
-            f"{place} is {value!r}, but a scale must be a positive, finite number (exclude= keeps a parameter "
-            "deterministic)"
+            f"{place} is {value!r}, but a scale must be a positive, finite number (exclude= omits a parameter)"
         )
     return float(value)
 

@@ -112,8 +112,7 @@ def chosen(root: nn.Module, include: Selection, exclude: Selection) -> list[list
         kinds = ", ".join(sorted({type(c.module).__name__ for c in everything})[:6]) or "no module"
         raise ModelError(
             f"No parameter would become Bayesian. Of {len(everything)} parameters ({kinds}), include= matches "
-            f"{len(included)} and exclude= matches {len(excluded)}. {len(touched)} chosen parameters are frozen; "
-            "requires_grad_(True) unfreezes them"
+            f"{len(included)}, exclude= {len(excluded)}; {len(touched)} are frozen (unfreeze with requires_grad_(True))"
         )
     return trained
 

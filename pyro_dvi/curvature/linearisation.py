@@ -120,9 +120,8 @@ def twice_differentiated() -> Iterator[None]:
             raise
         raise UnsupportedError(
             f"{str(error).rstrip('.')}. Variational Laplace and curvatures differentiate the model more than once: "
-            "write the model without this function (pyro_dvi.bayesian.smooth_activations_ replaces nn.Hardsigmoid and "
-            "nn.Hardswish; nn.Embedding followed by a sum replaces nn.EmbeddingBag), or use a curvature other than "
-            "HessianDiagonal"
+            "write the model without this function (smooth_activations_ replaces nn.Hardsigmoid and nn.Hardswish; "
+            "nn.Embedding and a sum replace nn.EmbeddingBag), or use a curvature other than HessianDiagonal"
         ) from error
 
 

@@ -175,9 +175,8 @@ class GaussianAtMode(FactorisedGuide):
         fitted = self._fitted
         if fitted is None:
             raise GuideError(
-                "this LaplaceGuide has no Gaussian: call guide.fit(batches, method) after training. If the fit "
-                "failed, call guide.polish(batches) first, or use GGN(). predict(..., method=AtMean()) predicts "
-                "without a Gaussian"
+                "this LaplaceGuide has no Gaussian: call guide.fit(batches, method) after training (if the fit failed, "
+                "after guide.polish(batches), or with GGN()). predict(..., method=AtMean()) needs no Gaussian"
             )
         change = self._point_mass().change_since(fitted.point)
         if change is not None:

@@ -178,9 +178,8 @@ def covariance_of(*gaussians: GaussianMoments) -> Tensor:
 def _check_bases(*noises: SharedNoise) -> None:
     if any(noise.base is not noises[0].base for noise in noises):
         raise UnsupportedError(
-            "the parameters of one distribution come from different hidden layers. Covariances between these layers "
-            "are not propagated. Compute the parameters from one layer, as regressor(noise_scale=Heteroscedastic()) "
-            "does, or omit full_covariance=True"
+            "the parameters of one distribution come from different layers, whose covariances are not propagated. "
+            "Compute them from one layer, as regressor(noise_scale=Heteroscedastic()), or omit full_covariance=True"
         )
 
 

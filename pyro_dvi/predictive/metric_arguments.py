@@ -38,8 +38,7 @@ def classes_and_labels(probabilities: Any, labels: Any) -> tuple[Tensor, Tensor]
     whole = y.long()
     if (whole != y).any() or whole.min() < 0 or whole.max() >= num_classes:
         raise DataError(
-            f"labels must be whole numbers from 0 to {num_classes - 1}; found values from {float(y.min()):.6g} to "
-            f"{float(y.max()):.6g}"
+            f"labels must be whole numbers from 0 to {num_classes - 1}; found {float(y.min()):g} to {float(y.max()):g}"
         )
     return p.reshape(-1, num_classes), whole.flatten()
 

@@ -216,7 +216,6 @@ def default_rule(guide: Any) -> PredictionRule:
         return Moments(propagation=named())
     if not (isinstance(named, type) and issubclass(named, PredictionRule)):
         raise GuideError(
-            f"the prediction_rule of {type(guide).__name__} is {rule!r}, but must be a rule such as AtMean(), or the "
-            "name of one"
+            f"the prediction_rule of {type(guide).__name__} is {rule!r}, but must be a rule or the name of one"
         )
     return named()

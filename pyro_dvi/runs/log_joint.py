@@ -138,8 +138,7 @@ def log_prior_of_entries(node: Any, entries: Tensor) -> Tensor:
     base = strip_event_dims(fn)
     if base.event_shape:
         raise UnsupportedError(
-            f"the entries of site {node['name']!r} are dependent under its prior ({type(base).__name__}): treat all "
-            "or none of them as uncertain"
+            f"the prior of {node['name']!r} ({type(base).__name__}) couples its entries: vary all or none of them"
         )
     mask = torch.zeros(value.numel(), dtype=torch.bool, device=value.device)
     mask = mask.index_fill(0, entries, True).reshape(value.shape)

@@ -266,8 +266,7 @@ class EnsembleGuide(nn.Module):
         """
         if model is not self.model:
             raise GuideError(
-                f"an ensemble predicts with the models of its members, not with this {type(model).__name__}: use "
-                "predict(guide.model, guide, x)"
+                f"an ensemble predicts with its own models, not {type(model).__name__}: predict(guide.model, guide, x)"
             )
 
     def predicted_model(self, model: Callable[..., Any]) -> Callable[..., Any]:

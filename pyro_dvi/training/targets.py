@@ -129,8 +129,7 @@ class ModuleRoute(Route):
             what = ", ".join(missing[:5]) or f"those of {type(self.guide).__name__}, which has none yet"
             raise GuideError(
                 f"The optimizer lacks {len(missing) or 'the'} parameters of the model and guide: {what}. Call "
-                "guide(*batch) before you build the optimizer. If some parameters should not be trained, freeze them "
-                "with requires_grad_(False)."
+                "guide(*batch) before you build the optimizer, or freeze parameters with requires_grad_(False)."
             )
 
     def _takes_outcomes(self) -> bool:

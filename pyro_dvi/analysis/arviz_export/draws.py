@@ -72,9 +72,8 @@ class GivenSamples(FromDraws):
             if not broadcasts_to(tuple(values.shape[1:]), shape):
                 raise ArgumentError(
                     f"a draw of site {name!r} has the shape {tuple(values.shape[1:])}, but its value in the model has "
-                    f"the shape {shape}. Pass draws as [num_samples, ...], with several chains concatenated "
-                    "(MCMC.get_samples() without group_by_chain). If the site has one value per example, pass the "
-                    "training data in one batch"
+                    f"the shape {shape}. Pass draws as [num_samples, ...], chains concatenated (MCMC.get_samples() "
+                    "without group_by_chain), and data for a site with one value per example in one batch"
                 )
             self.samples[name] = values
 

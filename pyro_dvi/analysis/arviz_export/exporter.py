@@ -266,8 +266,7 @@ def _predict(
         if changed:
             raise DataError(
                 f"the posterior of sites {changed} depends on the inputs, so it differs between batches. Pass all data "
-                "in one batch (a tuple, with batch_size at least the number of examples), or pass sites=[] to export "
-                "only predictions"
+                "in one batch (a tuple, with a large batch_size), or sites=[] to export only predictions"
             )
         inputs.append(batch.inputs)
     for group, sites in predicted.items():
@@ -295,8 +294,7 @@ def _rule_and_count(
     count = num_samples or (components if several else 500 // components * components)
     if count % components or (of_weights and count != components):
         raise ArgumentError(
-            f"num_samples={num_samples} and method={rule} disagree: the method predicts with {components} "
-            f"distributions, each of which contributes {'one draw' if of_weights else 'the same number of draws'}. "
-            "Omit num_samples"
+            f"num_samples={num_samples} does not suit method={rule}, which takes from {components} distributions "
+            f"{'one draw' if of_weights else 'the same number of draws'} each: omit num_samples"
         )
     return rule, count

@@ -115,8 +115,7 @@ def _of_classes(prediction: Any, labels: Any, name: str = "") -> tuple[Any, Any]
     observed = prediction.observed if labels is None and is_prediction else labels
     if observed is None:
         raise DataError(
-            f"the predictions{name and f' of {name!r}'} have no labels: pass labels, or predict from data that "
-            "contain them"
+            f"the predictions{name and f' of {name!r}'} have no labels: pass labels, or predict from (x, labels)"
         )
     if not is_prediction:
         return prediction, observed

@@ -226,8 +226,7 @@ def _lists(space: Any) -> dict[str, list[Any]]:
         if not own or not all(fine) or name in _SCORES:
             raise ArgumentError(
                 f"setting {name!r} with values {values!r} cannot be tuned. Values must be a list of finite numbers, "
-                f"strings, booleans or None, and the names {_SCORES} are reserved. Represent other objects by strings, "
-                "and look them up inside train"
+                f"strings (for other objects), booleans or None, and the names {_SCORES} are reserved"
             )
         kind = int if all(isinstance(value, Integral) for value in own) else float
         lists[name] = sorted(map(kind, own)) if are_numbers(own) else own

@@ -136,8 +136,7 @@ class _Arguments:
                 yield self._in_order((batch,) if torch.is_tensor(batch) else batch)
         else:
             raise DataError(
-                f"the data are of type {type(data).__name__}: pass a tensor (torch.as_tensor converts arrays), a tuple "
-                "of the model's arguments, or a loader"
+                f"the data are of type {type(data).__name__}: pass a tensor, a tuple of arguments, or a loader"
             )
 
     def observations(
@@ -164,8 +163,7 @@ class _Arguments:
         if by_name := [n for n, v in zip(self.by_name, inputs[self.count :], strict=False) if v is not None]:
             raise DataError(
                 f"the arguments {by_name} of the model are keyword-only, but predictions pass inputs by position. Move "
-                f"the * in the signature behind these arguments; if {by_name[0]!r} is the observation, pass "
-                f"observed={by_name[0]!r}"
+                f"the * in the signature behind these arguments; for an observation, pass observed={by_name[0]!r}"
             )
         while inputs and inputs[-1] is None:  # left to the model's default; see with_missing
             inputs = inputs[:-1]
@@ -219,8 +217,7 @@ def _check(what: str, value: Any, *, is_tensor: bool = False) -> None:
     for tensor in tensors_in(value):
         if tensor.is_floating_point() and tensor.isnan().any():
             raise DataError(
-                f"{what} (shape {tuple(tensor.shape)}) contains {int(tensor.isnan().sum())} NaN: drop or fill those "
-                "rows"
+                f"{what} (shape {tuple(tensor.shape)}) contains {int(tensor.isnan().sum())} NaN: drop these rows"
             )
 
 
