@@ -246,8 +246,7 @@ def _only_converted_net(model: nn.Module) -> nn.Module:
 def _value(values: Mapping[str, Tensor], site: str, like: Tensor) -> nn.Parameter:
     if site not in values:
         raise GuideError(
-            f"The guide has no value for the site {site!r}; it has {', '.join(map(repr, list(values)[:3]))}, ...: pass "
-            "the guide of the model that contains this network"
+            f"The guide has no value for the site {site!r}; it has {list(values)[:3]}, ...: pass this network's guide"
         )
     value = values[site]
     if value.shape != like.shape:

@@ -64,13 +64,11 @@ class Given(Prior):
             )
         if given.support.is_discrete or not given.has_rsample:
             raise ModelError(
-                f"{place} is discrete or its samples have no gradients: weights need a continuous, reparameterised "
-                "distribution such as Normal, Laplace or StudentT"
+                f"{place} is discrete or its samples have no gradients: use one such as Normal, Laplace or StudentT"
             )
         if not bool(placed_like(given, value).expand(batch).support.check(value).all()):
             raise ModelError(
-                f"The initial value of {target.name!r} is outside the support {given.support} of its prior: use a "
-                "prior over all real numbers, or change the initial value"
+                f"The initial value of {target.name!r} is outside the support {given.support} of its prior: change one"
             )
         return partial(DistributionPrior, given=given, attribute=target.attribute)
 

@@ -126,9 +126,7 @@ def _check_group(group: Sequence[Candidate], wanted: set[int], excluded: set[int
     for candidate in group:
         if id(candidate) in excluded:
             name = next(c.name for c in group if id(c) in wanted)
-            raise ModelError(
-                f"{name!r} and {candidate.name!r} are one shared parameter: include or exclude both"
-            )
+            raise ModelError(f"{name!r} and {candidate.name!r} share a parameter: include or exclude both")
         if candidate.obstacle is not None:
             floating = candidate.parameter.is_floating_point()  # not complex, not an integer
             kind = ModelError if floating else UnsupportedError

@@ -61,9 +61,8 @@ class ObservedSite:
                 return self.fn.sample()
         except NotImplementedError as error:
             raise UnsupportedError(
-                f"labels cannot be drawn at observed site {self.name!r}: {type(self.fn).__name__} has no sample(). "
-                "Take a curvature of the observed labels: TaylorELBO(curvature=EmpiricalFisher()), or "
-                "LayerFisher(observed=True) for NoisyKFAC."
+                f"labels cannot be drawn at observed site {self.name!r}: {type(self.fn).__name__} has no sample(). Use "
+                "observed labels: EmpiricalFisher() in TaylorELBO, or LayerFisher(observed=True) in NoisyKFAC."
             ) from error
 
 

@@ -318,8 +318,7 @@ class ReverseDeltaRecorder:
         """
         if any(tensor._version != version for tensor, version in self._versions):
             raise UnsupportedError(
-                "the reverse delta method does not support layer inputs that are changed in place after their use: in "
-                "the model, write x = x + y instead of x += y."
+                "layer inputs are changed in place after their use: in the model, write x = x + y instead of x += y"
             )
         loc = out.loc
         if not loc.requires_grad:

@@ -129,9 +129,7 @@ class LastLayerGuide(AutoGuideList):
             inside = [self._is_inside(name) for name in names]
             try:
                 if not any(inside):
-                    raise ArgumentError(
-                        f"layer={self.layer} matches no site: the sites of the model are {names}"
-                    )
+                    raise ArgumentError(f"layer={self.layer} matches no site: the sites are {names}")
                 if len(self) == 0:
                     if not all(inside):
                         self.append(self.rest(poutine.block(self.model, hide_fn=self._is_layer)))

@@ -126,8 +126,7 @@ def _check(func: Callable, rule: Callable, result: Any) -> None:
         if isinstance(part, GaussianMoments) and not is_recording() and bool((part.variance < 0).any()):
             worst = part.variance.min().item()
             raise UnsupportedError(
-                f"{where} returned a negative variance ({worst:.3g}): compute it as E[d²] - E[d]² with "
-                "d = f(x) - f(mean), or clamp it at zero"
+                f"{where} returned a negative variance, {worst:.3g}: compute it from d = f(x) - f(mean), or clamp it"
             )
 
 

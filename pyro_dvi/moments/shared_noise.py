@@ -342,6 +342,5 @@ def _refuse(joint: JointMoments, what: str) -> NoReturn:
     subject = "weights" if joint.of_weights else "outputs of the layer"
     raise UnsupportedError(
         f"the posterior of {joint.noise.sites} has covariances, but the {subject} {what}. Covariances are supported "
-        "only for a last layer: a linear layer, followed only by shifts, scaling and views. Use LastLayerGuide, "
-        "or train with Pyro's Trace_ELBO and predict with Samples(n)."
+        "only for a last linear layer, followed by shifts, scaling and views: use LastLayerGuide, or Trace_ELBO."
     )

@@ -46,9 +46,7 @@ def classes_and_labels(probabilities: Any, labels: Any) -> tuple[Tensor, Tensor]
 def _check_rows(p: Tensor) -> None:
     low, high = float(p.min()), float(p.max())
     if low < -SUM_TOLERANCE or high > 1 + SUM_TOLERANCE:
-        raise DataError(
-            f"probabilities lie between {low:.4g} and {high:.4g}: apply a softmax to logits first"
-        )
+        raise DataError(f"probabilities lie between {low:.4g} and {high:.4g}: apply a softmax first")
     worst = float((p.sum(-1) - 1).abs().max())
     if worst > SUM_TOLERANCE:
         raise DataError(

@@ -38,9 +38,7 @@ def metrics_of(prediction: "Prediction", values: Tensor, y: Any) -> dict[str, fl
     if mask is not None:
         log_likelihood = log_likelihood[~log_likelihood.isnan()]
     if log_likelihood.numel() == 0:
-        raise DataError(
-            f"the mask of site {prediction.site!r} excludes all observations, so none can be scored"
-        )
+        raise DataError(f"the mask of site {prediction.site!r} excludes all observations")
     if prediction.is_one_hot:
         values, mask = values.argmax(-1), None if mask is None else mask.any(-1)
 

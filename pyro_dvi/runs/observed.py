@@ -77,8 +77,7 @@ def _log_likelihood(site: ObservedSite) -> Tensor:
         if isinstance(error, ValueError) and value.numel():
             if lost := int((~torch.isfinite(value)).sum()):
                 raise DataError(
-                    f"observed site {site.name!r} contains {lost} NaN or infinite values: drop these rows, or replace "
-                    "the values by a number and mask them with pyro.poutine.mask"
+                    f"observed site {site.name!r} contains {lost} NaN or infinite values: drop or mask these rows"
                 ) from error
             extent = f" from {value.min().item()} to {value.max().item()}"
         raise DataError(

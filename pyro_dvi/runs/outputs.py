@@ -224,9 +224,8 @@ def _refuse_hidden(site: str, base: Any, name: str, value: Any) -> None:
     """Raise an error if an argument that cannot be linearised, such as the components of a mixture, is uncertain."""
     if isinstance(value, td.Distribution) or (torch.is_tensor(value) and value.requires_grad):
         raise UnsupportedError(
-            f"observed site {site!r}: the argument {name!r} of {type(base).__name__} cannot be represented by "
-            "unconstrained values, so the prediction cannot be linearised. Choose a pyro.deterministic site for the "
-            "prediction: guide.predictive(x, site='...')"
+            f"observed site {site!r}: the argument {name!r} of {type(base).__name__} cannot be linearised. Choose a "
+            "pyro.deterministic site for the prediction: guide.predictive(x, site='...')"
         )
 
 

@@ -242,10 +242,7 @@ class EnsembleGuide(nn.Module):
         pairs = combinations(enumerate(self.members), 2)
         same = [f"{i} and {k}" for (i, first), (k, second) in pairs if _are_same(first, second)]
         if same:
-            warn(
-                f"members {', '.join(same)} of the ensemble have the same parameters: each training run must start "
-                "from random weights and must not set a seed itself"
-            )
+            warn(f"members {', '.join(same)} have the same parameters: train must not set a seed")
 
     @property
     def model(self) -> EnsembleModel:

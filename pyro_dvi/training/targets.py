@@ -181,8 +181,7 @@ def route_of(target: Any, optimizer: Optimizer | None = None, *, train: bool = T
         raise ArgumentError(f"The loss of the SVI is the class {loss.__name__}: write loss={loss.__name__}()")
     if not isinstance(target, SVI | ELBOModule):
         raise ArgumentError(
-            f"Expected SVI(model, guide, dvi.optim.Adam({{'lr': 1e-2}}), loss=dvi.TaylorELBO()), or elbo(model, guide) "
-            f"with optimizer=, not {type(target).__name__}"
+            f"Expected SVI(model, guide, optimizer, loss), or elbo(model, guide), not {type(target).__name__}"
         )
     if isinstance(target, SVI):
         if optimizer is not None:

@@ -90,9 +90,8 @@ def chosen_sites(
         left_out = {name: value.numel() for name, value in latents.items() if value.numel() > max_size}
         if left_out:
             warn(
-                f"the exported posterior omits sites with more than {max_size:,} values: "
-                f"{', '.join(f'{name!r} ({size:,})' for name, size in left_out.items())}. Name the sites to export, as "
-                "in sites=['...'], or raise max_site_size."
+                f"the exported posterior omits sites with more than {max_size:,} values (name them in sites=[...]): "
+                f"{', '.join(f'{name!r} ({size:,})' for name, size in left_out.items())}"
             )
         return [name for name in latents if name not in left_out]
     return [sites] if isinstance(sites, str) else list(sites)

@@ -287,8 +287,7 @@ class _Verdict:
         if news and not first:
             raise ModelError(
                 f"examples of observed site {site!r} depend on rows of other examples, unlike in an earlier step, so "
-                "squared gradients since then are wrong: if the model mixes examples in some steps, train it with "
-                "IVON; if you changed the model, use a new objective"
+                "squared gradients since then are wrong: train with IVON or, after changing the model, a new objective"
             )
 
 

@@ -128,9 +128,7 @@ def prior_diagonal(local: LocalEnergy, method: str, *, independent: bool = False
         if name in coupled or (independent and coupled):
             sites = " and ".join(sorted({repr(name), repr(coupled[0])}))
             what = f"{method} needs independent latents, but the prior of {sites} couples them"
-            raise UnsupportedError(
-                f"{what}: use Dense(), ConjugateGradient(), or a subset without such priors"
-            )
+            raise UnsupportedError(f"{what}: use Dense(), ConjugateGradient(), or another subset")
     return diagonal
 
 

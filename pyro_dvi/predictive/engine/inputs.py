@@ -181,19 +181,13 @@ class _Arguments:
     def _in_order(self, batch: Any) -> tuple[Any, ...]:
         if isinstance(batch, (tuple, list)):
             if len(batch) > len(self.names) and not self._any_number:
-                raise DataError(
-                    f"the data have {len(batch)} entries, but the model has the arguments {self.names}"
-                )
+                raise DataError(f"the data have {len(batch)} entries for the arguments {self.names}")
             return tuple(batch)
         if not isinstance(batch, Mapping):
-            raise DataError(
-                f"batches are of type {type(batch).__name__}, but must be tensors, tuples or mappings"
-            )
+            raise DataError(f"batches are of type {type(batch).__name__}, not tensors, tuples or mappings")
         batch = self._own_names(batch)
         if unknown := [name for name in batch if name not in self.names]:
-            raise DataError(
-                f"a batch has entries {unknown} that are not among the model's arguments {self.names}"
-            )
+            raise DataError(f"a batch has entries {unknown} beyond the model's arguments {self.names}")
         last = max((i for i, name in enumerate(self.names) if name in batch), default=-1)
         return tuple(batch.get(name) for name in self.names[: last + 1])
 
@@ -211,9 +205,7 @@ def _holds_batches(data: Any) -> bool:
 
 def _check(what: str, value: Any, *, is_tensor: bool = False) -> None:
     if isinstance(value, np.ndarray) or (is_tensor and not isinstance(value, Tensor)):
-        raise DataError(
-            f"{what} is of type {type(value).__name__}: convert it to a tensor with torch.as_tensor"
-        )
+        raise DataError(f"{what} is of type {type(value).__name__}: convert it with torch.as_tensor")
     for tensor in tensors_in(value):
         if tensor.is_floating_point() and tensor.isnan().any():
             raise DataError(

@@ -139,9 +139,8 @@ def posterior_gaussians(guide: Any, inputs: tuple[Any, ...]) -> tuple[dict[str, 
     factorised = getattr(guide, "factorised", guide)
     if factorised is None:
         raise GuideError(
-            f"the posterior of this {type(guide).__name__} is not a factorised Gaussian: predict with Samples(30). For "
-            "a LaplaceGuide, predict with Linearised(), or fit Diagonal(). For an ensemble, pass "
-            "guide.members[k].guide, within guide.members[k].in_store()"
+            f"the posterior of this {type(guide).__name__} is not a factorised Gaussian: predict with Samples(30), a "
+            "LaplaceGuide with Linearised() or after fitting Diagonal(), and an ensemble one member at a time"
         )
     with torch.enable_grad(), AllRows():
         means = Call(factorised, factorised, _arguments(guide, inputs)).run_guide(PosteriorMeans())
