@@ -131,6 +131,8 @@ def as_prior(prior: PriorLike, place: str = "prior_scale") -> Prior:
     if isinstance(prior, TorchDistributionMixin):
         return Given(prior)
     if isinstance(prior, Mapping):
+        if not all(isinstance(pattern, str) for pattern in prior):
+            raise ArgumentError(f"{place} is a mapping, whose keys must be name patterns")
         return ByName({pattern: as_prior(value, f"{place}[{pattern!r}]") for pattern, value in prior.items()})
     if isinstance(prior, int | float) or (isinstance(prior, Tensor) and prior.dim() == 0):
         # Double precision keeps the given value exact for weights of any dtype; checking values would wait for the

@@ -6,6 +6,7 @@ parameter name as in :mod:`fnmatch` (``"encoder.*"``; ``*`` also matches dots), 
 parameter)``. A list selects what any of its entries selects.
 """
 
+import difflib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -112,7 +113,7 @@ def chosen(root: nn.Module, include: Selection, exclude: Selection) -> list[list
         kinds = ", ".join(sorted({type(c.module).__name__ for c in everything})[:6]) or "no module"
         raise ModelError(
             f"No parameter would become Bayesian. Of {len(everything)} parameters ({kinds}), include= matches "
-            f"{len(included)}, exclude= {len(excluded)}; {len(touched)} are frozen (unfreeze with requires_grad_(True))"
+            f"{len(included)}, exclude= {len(excluded)}, and {len(touched)} are frozen: see requires_grad_(True)"
         )
     return trained
 
@@ -179,7 +180,8 @@ def suggestion(pattern: str, everything: Iterable[Candidate]) -> str:
     names = [candidate.name for candidate in everything]
     if below := [name for name in names if name.startswith(f"{pattern}.")]:
         return f"Did you mean {pattern + '.*'!r}, which matches {below[0]!r}?"
-    return f"Parameters are named like {', '.join(map(repr, names[:3]))}."
+    close = difflib.get_close_matches(pattern, names) or names[:3]
+    return f"Parameters are named like {', '.join(map(repr, close))}."
 
 
 def _owned(module: nn.Module, paths: Sequence[str]) -> Iterator[Candidate]:

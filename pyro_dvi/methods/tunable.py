@@ -51,7 +51,7 @@ class Tunable:
             The posterior; its ``method`` has the chosen settings, and its ``tuned`` is the table of training runs.
 
         Raises:
-            ArgumentError: ``space`` has a name that is not an argument of this method.
+            TypeError: ``space`` has a name that is not an argument of this method.
         """
         space = self.space if space is None else space
         histories: dict[tuple[Any, ...], History] = {}

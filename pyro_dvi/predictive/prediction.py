@@ -315,7 +315,7 @@ class Prediction(InNotebook):
     def _check_is_split(self) -> None:
         if "function_variance" not in self._values and not self.method.tells_noise_apart:
             raise UnsupportedError(
-                f"{type(self.method).__name__}() does not separate noise at site {self.site!r}: use Samples(n)"
+                f"{type(self.method).__name__}() cannot separate noise and posterior of {self.site!r}: use Samples(n)"
             )
 
     def _of_distributions(

@@ -70,7 +70,7 @@ def posterior_prior(
         temperature: temperature at which the guide was trained.
 
     Raises:
-        ArgumentError: if a pattern matches no site, or if all sites are excluded.
+        ArgumentError: if a pattern matches no site.
         UnsupportedError: if the posterior of a site is not a factorised Gaussian over its values.
     """
     posteriors = list(posteriors)

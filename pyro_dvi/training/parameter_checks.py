@@ -124,6 +124,6 @@ def warn_of_decaying_scales(route: Route) -> None:
         if optimizer.param_groups[place].get("weight_decay") and re.search(SCALE_PATTERN, name):
             warn(
                 f"the weight decay of {route.optimizer_name()} acts on {name!r}, the logarithm of posterior scales, "
-                "and pulls the scales towards 1. Train without it: the prior already regularises the weights."
+                "and pulls the scales towards 1. Train without weight decay: the prior regularises the weights."
             )
             break

@@ -169,7 +169,14 @@ def _diagnosis(route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> s
     text = "; ".join(f"{what}: {', '.join(names[:5])}" for what, names in found.items() if names)
     if found["inputs of this batch"]:
         return f"Not finite: {text}. Drop or mask those values."
-    text = f"Not finite: {text}" if text else "Inputs, parameters and the known terms of the loss are finite"
+    if text:
+        text = f"Not finite: {text}"
+    else:
+        sizes = {name: float(p.detach().abs().max()) for name, p in parameters.items() if p.numel()}
+        name = max(sizes, key=sizes.__getitem__, default="none")
+        text = (
+            f"All known terms are finite; the largest parameter is {name} (up to {sizes.get(name, 0.0):.3g})"
+        )
     return (
         f"{text}. Lower the learning rate (of posterior scales first, with scale_multiplier), warm up the KL weight, "
         "clip gradients (clip_args), or train in float64."

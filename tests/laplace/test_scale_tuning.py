@@ -230,7 +230,7 @@ def test_edge_of_the_values_is_reported():
 
 def test_what_cannot_be_tuned_is_refused():
     problem = LinearRegression()
-    with pytest.raises(ArgumentError, match="matches no site whose prior has a scale"):
+    with pytest.raises(ArgumentError, match="matches no prior with a scale"):
         problem.guide().tune(problem.batches, PriorPrecision("bias"), **QUIET)
     with pytest.raises(ArgumentError, match="positive"):
         problem.guide().tune(problem.batches, values=[-1.0, 1.0], **QUIET)

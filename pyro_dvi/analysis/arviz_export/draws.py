@@ -79,13 +79,9 @@ class GivenSamples(FromDraws):
 
 
 def chosen_sites(
-    latents: Mapping[str, Tensor], nodes: Mapping[str, Any], sites: str | Sequence[str] | None, max_size: int
+    latents: Mapping[str, Tensor], sites: str | Sequence[str] | None, max_size: int
 ) -> list[str]:
-    """Return the latent and deterministic sites with the given names; without names, the latent sites of small size.
-
-    Raises:
-        ArgumentError: if neither the guide nor the model has a site with one of the names.
-    """
+    """Return the given names of latent and deterministic sites; without names, the latent sites of small size."""
     if sites is None:
         left_out = {name: value.numel() for name, value in latents.items() if value.numel() > max_size}
         if left_out:

@@ -127,8 +127,9 @@ def to_arviz(
         names of omitted sites and inputs. ArviZ adds the time and its version to each group.
 
     Raises:
-        ArgumentError: if a site is unknown, if there are no draws, if ``num_samples`` and ``method`` disagree, if given
-            draws have wrong shapes, or if several arguments may be the observation.
+        KeyError: if a site is unknown.
+        ArgumentError: if there are no draws, if ``num_samples`` and ``method`` disagree, if given draws have wrong
+            shapes, or if several arguments may be the observation.
         DataError: if the data are invalid, as in :func:`~pyro_dvi.predict`, or if there are several batches and the
             posterior depends on the inputs.
         GuideError: if the guide was never run, or has no mean.
@@ -178,7 +179,7 @@ def to_arviz(
             given.fit_to(model, first)
         latents = example_latents(guide, first.inputs)
         nodes = observed_run(model, first, latents)
-        kept = chosen_sites(latents, nodes, sites, max_site_size)
+        kept = chosen_sites(latents, sites, max_site_size)
         responses = choose_responses(site, nodes, latents)
         tuned = predicted_model(guide, model)
 

@@ -136,7 +136,7 @@ class _Arguments:
                 yield self._in_order((batch,) if torch.is_tensor(batch) else batch)
         else:
             raise DataError(
-                f"the data are of type {type(data).__name__}: pass a tensor, a tuple of arguments, or a loader"
+                f"the data are of type {type(data).__name__}: pass a tensor (torch.as_tensor), a tuple, or a loader"
             )
 
     def observations(

@@ -140,7 +140,7 @@ def posterior_gaussians(guide: Any, inputs: tuple[Any, ...]) -> tuple[dict[str, 
     if factorised is None:
         raise GuideError(
             f"the posterior of this {type(guide).__name__} is not a factorised Gaussian: predict with Samples(30), a "
-            "LaplaceGuide with Linearised() or after fitting Diagonal(), and an ensemble one member at a time"
+            "LaplaceGuide with Linearised() or after fitting Diagonal(), an ensemble by its guide.members[k].guide"
         )
     with torch.enable_grad(), AllRows():
         means = Call(factorised, factorised, _arguments(guide, inputs)).run_guide(PosteriorMeans())
