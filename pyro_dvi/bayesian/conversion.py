@@ -23,18 +23,13 @@ from pyro_dvi.bayesian.converted import (
 )
 from pyro_dvi.bayesian.priors import PriorLike, as_prior
 from pyro_dvi.bayesian.selection import DEFAULT_LAYERS, Candidate, Selection, chosen
-from pyro_dvi.errors import ArgumentError, GuideError, ModelError, UnsupportedError, warn
+from pyro_dvi.errors import GuideError, ModelError, UnsupportedError, warn
 
 M = TypeVar("M", bound=nn.Module)
 
-_WRAPPERS = {
-    "DataParallel",
-    "DistributedDataParallel",
-    "FullyShardedDataParallel",
-    "FSDPModule",
-    "OptimizedModule",
-    "ScriptModule",
-}
+_WRAPPERS = set(
+    "DataParallel DistributedDataParallel FullyShardedDataParallel FSDPModule OptimizedModule ScriptModule".split()
+)
 
 
 def to_bayesian_(
@@ -128,8 +123,7 @@ def _warn_of_padding(groups: Sequence[Sequence[Candidate]]) -> None:
             warn(
                 f"{owner.name!r} has a padding row (padding_idx={owner.module.padding_idx}), for which torch computes "
                 "no gradient. The posterior of this row stays at the prior, so padded positions get random embeddings. "
-                "Mask them, for example with layer(tokens) * (tokens != padding_idx).unsqueeze(-1), or set padding_idx "
-                "to None before the conversion"
+                "Mask them, as in layer(tokens) * (tokens != padding_idx).unsqueeze(-1), or set padding_idx to None"
             )
 
 
@@ -143,13 +137,9 @@ def _check_convertible(root: nn.Module) -> None:
     """Raise an error if some module below ``root`` cannot become a ``PyroModule``.
 
     Raises:
-        ArgumentError: if ``root`` is not a module.
         ModelError: if a lazy module has no weights yet.
         UnsupportedError: for wrapped, compiled and scripted modules.
     """
-    if not isinstance(root, nn.Module):
-        hint = " (the class itself: pass an instance)" if isinstance(root, type) else ""
-        raise ArgumentError(f"to_bayesian_ converts a torch.nn.Module, got a {type(root).__name__}{hint}")
     for path, module in root.named_modules():
         place = f"{path or 'The module'!r}, a {type(module).__name__},"
         kinds = {kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith("torch.")}
@@ -182,7 +172,6 @@ def to_deterministic(model_or_net: nn.Module, guide: Any) -> nn.Module:
         The network, in the same mode (train or eval) and with the same device and dtype.
 
     Raises:
-        ArgumentError: if ``model_or_net`` is not a module.
         GuideError: if the guide is not initialised, or has no value of the right shape for a weight.
         ModelError: if the model contains no converted network, or more than one.
         UnsupportedError: if a submodule was written as a PyroModule and has no plain form.
@@ -195,10 +184,6 @@ def to_deterministic(model_or_net: nn.Module, guide: Any) -> nn.Module:
         >>> type(plain) is nn.Linear, dict(plain.state_dict())
         (True, {'weight': tensor([[1., 1.]]), 'bias': tensor([0.])})
     """
-    if not isinstance(model_or_net, nn.Module):
-        raise ArgumentError(
-            f"to_deterministic needs a torch.nn.Module, got a {type(model_or_net).__name__}: pass a converted network"
-        )
     net = _only_converted_net(model_or_net)
     values = posterior_means(guide)
     plain = copy.deepcopy(net)
@@ -253,8 +238,7 @@ def _only_converted_net(model: nn.Module) -> nn.Module:
     nets = inside(model)
     if len(nets) != 1:
         raise ModelError(
-            f"{type(model).__name__} contains {len(nets)} networks that to_bayesian_ converted: pass one of them, as "
-            "in to_deterministic(model.net, guide)"
+            f"{type(model).__name__} contains {len(nets)} networks that to_bayesian_ converted: pass one, as model.net"
         )
     return nets[0]
 
@@ -262,8 +246,7 @@ def _only_converted_net(model: nn.Module) -> nn.Module:
 def _value(values: Mapping[str, Tensor], site: str, like: Tensor) -> nn.Parameter:
     if site not in values:
         raise GuideError(
-            f"The guide has no value for the site {site!r}; it has {', '.join(map(repr, list(values)[:3]))}, ...: pass "
-            "the guide of the model that contains this network"
+            f"The guide has no value for the site {site!r}; it has {list(values)[:3]}, ...: pass this network's guide"
         )
     value = values[site]
     if value.shape != like.shape:

@@ -103,10 +103,9 @@ class SitePrior(ABC):
     def _check_surroundings(self, module: PyroModule) -> None:
         if torch._C._current_graph_task_id() != -1:
             raise UnsupportedError(
-                f"The Bayesian parameter {self.attribute!r} is read in a backward pass, as happens with "
-                "torch.utils.checkpoint. Pyro would draw another value there. Pass the weights as arguments of the "
-                "checkpointed function, checkpoint(function, x, layer.weight, use_reentrant=False), or do not "
-                "checkpoint Bayesian layers"
+                f"The Bayesian parameter {self.attribute!r} is read in a backward pass, where Pyro would draw another "
+                "value. With torch.utils.checkpoint, pass the weights as arguments of the function, "
+                "checkpoint(function, x, layer.weight, use_reentrant=False)"
             )
         if not am_i_wrapped():
             return

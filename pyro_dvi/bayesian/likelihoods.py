@@ -41,8 +41,7 @@ class Heteroscedastic:
         columns = outputs.shape[-1]
         if columns % 2:
             raise ModelError(
-                f"The network has {columns} outputs, but Heteroscedastic() needs an even number: a mean and a "
-                "log-variance for each column of the target"
+                f"Heteroscedastic() needs a mean and a log-variance for each column of y, not {columns} outputs"
             )
         mean, log_variance = outputs[..., : columns // 2], outputs[..., columns // 2 :]
         return mean, torch.exp(0.5 * log_variance)
@@ -103,8 +102,7 @@ class LikelihoodModule(PyroModule):
             outputs = get("logits", outputs)
         if not hasattr(outputs, "dim"):
             raise ModelError(
-                f"The network returned a {type(outputs).__name__}, but {type(self).__name__.lower()} needs one tensor, "
-                "or named outputs with one called logits"
+                f"The network returned a {type(outputs).__name__}: it must return a tensor, or an output called logits"
             )
         half = getattr(outputs, "dtype", None) in (torch.bfloat16, torch.float16)
         return outputs.float() if half else outputs
@@ -117,8 +115,7 @@ class LikelihoodModule(PyroModule):
         """
         if size > self.num_data and observed and self.training:
             raise DataError(
-                f"The batch has {size} examples, but num_data is {self.num_data}: pass the size of the data set, "
-                "len(loader.dataset), not len(loader)"
+                f"The batch has {size} examples, but num_data is {self.num_data}: pass len(loader.dataset)"
             )
         # The indices are not used, but they save Pyro a random permutation of the data set in every step.
         return pyro.plate("data", max(self.num_data, size), subsample=torch.arange(size))
@@ -156,10 +153,7 @@ class Classifier(LikelihoodModule):
             last = type(getattr(given, "grad_fn", None)).__name__.removesuffix("Backward0")
             if not self.warned and last in ("Softmax", "Sigmoid"):
                 self.warned = True
-                warn(
-                    f"The network ends in a {last.lower()}, but classifier() expects logits: remove the last layer, "
-                    f"nn.{last}."
-                )
+                warn(f"The network ends in {last.lower()}, but classifier() takes logits: remove nn.{last}.")
         with self.data_plate(logits.shape[0], observed=y is not None):
             labels = dist.Categorical(logits=logits).to_event(logits.dim() - 2)
             drawn: Tensor = pyro.sample("obs", labels, obs=y)
@@ -230,8 +224,7 @@ class Regressor(LikelihoodModule):
         outputs = self.outputs(x)
         if outputs.dim() not in (1, 2):
             raise ModelError(
-                f"The network's output has the shape {tuple(outputs.shape)}; regression needs [batch] or [batch, "
-                "columns]"
+                f"The network's output has the shape {tuple(outputs.shape)}, not [batch] or [batch, columns]"
             )
         outputs = outputs.unsqueeze(-1) if outputs.dim() == 1 else outputs
         mean, scale = (outputs, self.noise_scale) if self.noise is None else self.noise.split(outputs)

@@ -65,8 +65,7 @@ def summary(model_or_net: Any, guide: Any = None, *args: Any, **kwargs: Any) -> 
     """
     if isinstance(guide, torch.Tensor) or (guide is not None and not hasattr(guide, "median")):
         raise ArgumentError(
-            f"the second argument of summary must be a guide with median(), got {type(guide).__name__}: without a "
-            "guide, call summary(model, None, x, y)"
+            f"the guide of summary must have median(), got {type(guide).__name__}: call summary(model, None, x, y)"
         )
     # A model from guide.as_prior() wraps the original model and lists the sites with new priors.
     replaced = model_or_net.priors() if callable(getattr(model_or_net, "priors", None)) else {}
@@ -77,8 +76,7 @@ def summary(model_or_net: Any, guide: Any = None, *args: Any, **kwargs: Any) -> 
         rows = _traced(model_or_net, *args, **kwargs) | rows
     if not rows:
         raise ModelError(
-            "there are no latent sites to list: convert the network with to_bayesian_, or pass the model's arguments, "
-            "summary(model, guide, x, y)"
+            "there are no latent sites to list: call to_bayesian_(network), or summary(model, guide, x, y)"
         )
     for name in replaced:
         rows[name]["prior"] = "earlier posterior"

@@ -233,7 +233,6 @@ def check_scale_prior(prior: Any, place: str) -> None:
     lower = getattr(support, "lower_bound", None)
     if lower is None or support.is_discrete or float(torch.as_tensor(lower).min()) < 0.0:
         raise ArgumentError(
-            f"{place} is {prior}, but a scale must be positive: pass dist.LogNormal(0., 1.), HalfNormal, HalfCauchy or "
-            "Gamma"
+            f"{place} is {prior}, but a scale must be positive: pass dist.LogNormal(0., 1.) or dist.HalfNormal(1.)"
         )
     check_no_gradient(prior, place)

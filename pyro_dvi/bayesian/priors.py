@@ -60,18 +60,15 @@ class Given(Prior):
         if events < 0 or event != given.event_shape or not broadcasts_to(given.batch_shape, batch):
             raise ModelError(
                 f"{place} has the shape {tuple(given.shape())}, but the parameter has the shape {tuple(value.shape)}: "
-                "pass a scalar distribution, one of the parameter's shape, or a callable of (name, parameter) that "
-                "returns one"
+                "pass a scalar distribution, one of this shape, or a callable of (name, parameter) that returns one"
             )
         if given.support.is_discrete or not given.has_rsample:
             raise ModelError(
-                f"{place} is discrete or its samples have no gradients: weights need a continuous, reparameterised "
-                "distribution such as Normal, Laplace or StudentT"
+                f"{place} is discrete or its samples have no gradients: use one such as Normal, Laplace or StudentT"
             )
         if not bool(placed_like(given, value).expand(batch).support.check(value).all()):
             raise ModelError(
-                f"The initial value of {target.name!r} is outside the support {given.support} of its prior: use a "
-                "prior over all real numbers, or change the initial value"
+                f"The initial value of {target.name!r} is outside the support {given.support} of its prior: change one"
             )
         return partial(DistributionPrior, given=given, attribute=target.attribute)
 
@@ -134,10 +131,8 @@ def as_prior(prior: PriorLike, place: str = "prior_scale") -> Prior:
     if isinstance(prior, TorchDistributionMixin):
         return Given(prior)
     if isinstance(prior, Mapping):
-        if not prior or not all(isinstance(pattern, str) for pattern in prior):
-            raise ArgumentError(
-                f"{place} is a mapping: it needs at least one entry, and its keys must be name patterns."
-            )
+        if not all(isinstance(pattern, str) for pattern in prior):
+            raise ArgumentError(f"{place} is a mapping, whose keys must be name patterns")
         return ByName({pattern: as_prior(value, f"{place}[{pattern!r}]") for pattern, value in prior.items()})
     if isinstance(prior, int | float) or (isinstance(prior, Tensor) and prior.dim() == 0):
         # Double precision keeps the given value exact for weights of any dtype; checking values would wait for the
@@ -147,9 +142,8 @@ def as_prior(prior: PriorLike, place: str = "prior_scale") -> Prior:
     if callable(prior) and not isinstance(prior, type):
         return ByRule(prior)
     raise ArgumentError(
-        f"{place} is {prior!r}: pass a number, a distribution of pyro.distributions such as Normal(0., scale), fan_in, "
-        "LearnedScale(), OptimalScale(), HierarchicalScale(), a callable of (name, parameter), or a mapping from name "
-        "patterns to these"
+        f"{place} is {prior!r}: pass a number, a distribution of pyro.distributions, fan_in, LearnedScale(), "
+        "OptimalScale(), HierarchicalScale(), a callable of (name, parameter), or a mapping from name patterns to these"
     )
 
 
@@ -159,8 +153,7 @@ def positive(value: object, place: str) -> float:
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ArgumentError(
-            f"{place} is {value!r}, but a scale must be a positive, finite number (exclude= keeps a parameter "
-            "deterministic)"
+            f"{place} is {value!r}, but a scale must be a positive, finite number (exclude= omits a parameter)"
         )
     return float(value)
 

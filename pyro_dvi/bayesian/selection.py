@@ -113,8 +113,7 @@ def chosen(root: nn.Module, include: Selection, exclude: Selection) -> list[list
         kinds = ", ".join(sorted({type(c.module).__name__ for c in everything})[:6]) or "no module"
         raise ModelError(
             f"No parameter would become Bayesian. Of {len(everything)} parameters ({kinds}), include= matches "
-            f"{len(included)} and exclude= matches {len(excluded)}. {len(touched)} chosen parameters are frozen; "
-            "requires_grad_(True) unfreezes them"
+            f"{len(included)}, exclude= {len(excluded)}, and {len(touched)} are frozen: see requires_grad_(True)"
         )
     return trained
 
@@ -128,9 +127,7 @@ def _check_group(group: Sequence[Candidate], wanted: set[int], excluded: set[int
     for candidate in group:
         if id(candidate) in excluded:
             name = next(c.name for c in group if id(c) in wanted)
-            raise ModelError(
-                f"{name!r} and {candidate.name!r} are one shared parameter: include or exclude both"
-            )
+            raise ModelError(f"{name!r} and {candidate.name!r} share a parameter: include or exclude both")
         if candidate.obstacle is not None:
             floating = candidate.parameter.is_floating_point()  # not complex, not an integer
             kind = ModelError if floating else UnsupportedError
@@ -183,10 +180,8 @@ def suggestion(pattern: str, everything: Iterable[Candidate]) -> str:
     names = [candidate.name for candidate in everything]
     if below := [name for name in names if name.startswith(f"{pattern}.")]:
         return f"Did you mean {pattern + '.*'!r}, which matches {below[0]!r}?"
-    close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4) or names[:3]
-    return (
-        f"Parameters are named like {', '.join(map(repr, close))}." if close else "There are no parameters."
-    )
+    close = difflib.get_close_matches(pattern, names) or names[:3]
+    return f"Parameters are named like {', '.join(map(repr, close))}."
 
 
 def _owned(module: nn.Module, paths: Sequence[str]) -> Iterator[Candidate]:

@@ -68,8 +68,7 @@ def check_kl_weight(name: str, value: Any) -> None:
     """
     if not is_number(value):
         raise ArgumentError(
-            f"{name} must be a finite number >= 0, not {reprlib.repr(value)}; a weight of 1 corresponds to "
-            "Bayes' rule"
+            f"{name} must be a finite number >= 0, not {reprlib.repr(value)}; 1 corresponds to Bayes' rule"
         )
 
 

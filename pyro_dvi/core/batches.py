@@ -55,13 +55,10 @@ def check_loader(loader: Any, passes: int, role: str = "loader") -> None:
         )
     if isinstance(loader, Iterator) and passes > 1:
         raise DataError(
-            f"{role} is an iterator ({type(loader).__name__}), which ends after one pass, but {passes} passes are "
-            "needed: pass a DataLoader, or list(...) of the batches"
+            f"{role} is an iterator ({type(loader).__name__}), which ends after one pass: pass a DataLoader, or a list"
         )
     if number_of_batches(loader) == 0:
-        raise DataError(
-            f"{role} is empty: it has no batches (fewer examples than batch_size with drop_last=True?)"
-        )
+        raise DataError(f"{role} is empty: it has no batches (too few examples for drop_last=True?)")
 
 
 def number_of_batches(loader: Any) -> int | None:

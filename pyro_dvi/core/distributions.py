@@ -229,9 +229,8 @@ def given_to(site: str, base: Any, made: list[Built]) -> dict[str, Any]:
             return built.given
     raise UnsupportedError(
         f"observed site {site!r}: the parameters of {type(base).__module__}.{type(base).__name__} cannot be traced to "
-        "tensors of the model. If it is a class of torch.distributions, use the class of the same name in "
-        "pyro.distributions. If it contains other distributions, like a mixture, add a pyro.deterministic site for "
-        "the prediction and choose it with site='...'"
+        "tensors of the model. In place of torch.distributions, use pyro.distributions. For a mixture of other "
+        "distributions, add a pyro.deterministic site for the prediction and choose it with site='...'"
     )
 
 

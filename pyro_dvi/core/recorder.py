@@ -283,8 +283,7 @@ def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> set[StorageWeakRef
     expected = func._schema.arguments
     named = {a.name: value for a, value in zip(expected, args, strict=False)} | kwargs
     found = [named.get(a.name) for a in expected if a.alias_info and a.alias_info.is_write]
-    if "batch_norm" in func.name() and named.get(
-        "training", named.get("train", True)
-    ):  # writes that the schema does not declare
+    # Writes that the schema does not declare.
+    if "batch_norm" in func.name() and named.get("training", named.get("train", True)):
         found += [named.get("running_mean"), named.get("running_var")]
     return set(map(memory, tensors(found)))

@@ -82,7 +82,7 @@ def _broken(text: str) -> str:
 
 @dataclass(frozen=True)
 class Table(Report):
-    """A report with one table: a heading, rows of named values, and a verdict in words.
+    """A report with one table: a heading, rows of named values, and a note below the table.
 
     ``print(report)`` shows the table, ``report["name"]`` is a column, and ``report.to_dataframe()`` contains all
     columns.
@@ -93,7 +93,7 @@ class Table(Report):
         formats: the columns to print, with their formats; the first column is the name of the row. Names and texts have
             an empty format; leading names are aligned to the left. Underscores in column names are printed as spaces,
             and missing numbers (NaN) as dashes.
-        verdict: the verdict in words.
+        verdict: text below the table.
 
     Example:
         >>> rows = (

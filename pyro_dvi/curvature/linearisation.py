@@ -61,9 +61,8 @@ class ObservedSite:
                 return self.fn.sample()
         except NotImplementedError as error:
             raise UnsupportedError(
-                f"labels cannot be drawn at observed site {self.name!r}: {type(self.fn).__name__} has no sample(). "
-                "Take a curvature of the observed labels: TaylorELBO(curvature=EmpiricalFisher()), or "
-                "LayerFisher(observed=True) for NoisyKFAC."
+                f"labels cannot be drawn at observed site {self.name!r}: {type(self.fn).__name__} has no sample(). Use "
+                "observed labels: EmpiricalFisher() in TaylorELBO, or LayerFisher(observed=True) in NoisyKFAC."
             ) from error
 
 
@@ -120,9 +119,8 @@ def twice_differentiated() -> Iterator[None]:
             raise
         raise UnsupportedError(
             f"{str(error).rstrip('.')}. Variational Laplace and curvatures differentiate the model more than once: "
-            "write the model without this function (pyro_dvi.bayesian.smooth_activations_ replaces nn.Hardsigmoid and "
-            "nn.Hardswish; nn.Embedding followed by a sum replaces nn.EmbeddingBag), or use a curvature other than "
-            "HessianDiagonal"
+            "write the model without this function (smooth_activations_ replaces nn.Hardsigmoid and nn.Hardswish; "
+            "nn.Embedding and a sum replace nn.EmbeddingBag), or use a curvature other than HessianDiagonal"
         ) from error
 
 

@@ -108,9 +108,8 @@ def information_pairs(
         except UnsupportedError as error:
             if differentiable:
                 raise UnsupportedError(
-                    f"{type(site.fn).__name__} at site {site.name!r} has no closed-form Fisher information, and with "
-                    "drawn labels the evidence has no gradient: register a rule with "
-                    "pyro_dvi.curvature.information.information_rule"
+                    f"{type(site.fn).__name__} at site {site.name!r} has no closed-form Fisher information, and drawn "
+                    "labels give no gradient: add a rule with pyro_dvi.curvature.information.information_rule"
                 ) from error
             labels = draw_labels(site)
             terms = torch.stack([site.fn.log_prob(label) for label in labels], -1)

@@ -318,8 +318,7 @@ class ReverseDeltaRecorder:
         """
         if any(tensor._version != version for tensor, version in self._versions):
             raise UnsupportedError(
-                "the reverse delta method does not support layer inputs that are changed in place after their use: in "
-                "the model, write x = x + y instead of x += y."
+                "layer inputs are changed in place after their use: in the model, write x = x + y instead of x += y"
             )
         loc = out.loc
         if not loc.requires_grad:
@@ -333,10 +332,8 @@ class ReverseDeltaRecorder:
         traced = calls_behind(rows, self._uses(), weights | made)
         if not traced:
             return out.variance
-        for trusted in (
-            traced,
-            [replace(one, uses=None) for one in traced],
-        ):  # the second attempt uses a backward pass per example
+        # The second attempt uses a backward pass per example.
+        for trusted in (traced, [replace(one, uses=None) for one in traced]):
             pullback = Pullback(trusted, makers, len(rows))
             variance = torch.stack([pullback.variance(column) for column in rows.unbind(1)], 1)
             if self._is_proved(rows[-1, -1], variance[-1, -1], traced):

@@ -255,10 +255,9 @@ def expected_log_prob(
     if dependent:
         names = ", ".join(k for k, p in given.items() if isinstance(p, GaussianMoments))
         raise UnsupportedError(
-            f"the parameters of {family.__name__}({names}) are outputs with covariances between them. Only "
-            "Categorical, OneHotCategorical, Multinomial, MultivariateNormal and Normal (with a deterministic scale or "
-            "a scale exp(h)) support these. For independent outputs, leave out full_covariance=True, use a "
-            "MeanFieldGuide, or use LastLayerGuide with PerOutput()"
+            f"{family.__name__}({names}) has parameters with covariances between them, which only Categorical, "
+            "OneHotCategorical, Multinomial, MultivariateNormal and Normal (with a fixed scale or a scale exp(h)) "
+            "support. Leave out full_covariance=True, use a MeanFieldGuide, or use LastLayerGuide with PerOutput()"
         )
     return numerical_expectation(family, given, value)
 

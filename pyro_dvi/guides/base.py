@@ -233,8 +233,7 @@ class FactorisedGuide(AutoGuide):
     def _sites(self) -> Iterable[GuideSite]:
         if self.prototype_trace is None:
             raise GuideError(
-                f"this {type(self).__name__} is not initialised: call guide.initialize(*args) with the arguments of "
-                "the model"
+                f"this {type(self).__name__} is not initialised: call guide.initialize(*args of the model)"
             )
         return self._seen.values()
 
@@ -284,9 +283,8 @@ class FactorisedGuide(AutoGuide):
         fn = site["fn"]
         if getattr(fn.support, "is_discrete", True):
             raise ModelError(
-                f"latent site {name!r} is discrete ({type(strip_event_dims(fn)).__name__}): marginalise it, replace it "
-                "by a continuous relaxation, or hide it with pyro.poutine.block. If it is observed, pass the observed "
-                "values"
+                f"latent site {name!r} is discrete ({type(strip_event_dims(fn)).__name__}): marginalise it, relax it, "
+                "or hide it with pyro.poutine.block. If it is observed, pass the observed values"
             )
         try:
             transform = unconstraining_transform(fn.support)
@@ -372,8 +370,7 @@ class FactorisedGuide(AutoGuide):
             raise
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
             raise GuideError(
-                f"the state does not fit this {type(self).__name__}: construct the guide and the model as they were "
-                f"when the state was saved ({error})"
+                f"the state does not fit this {type(self).__name__}: construct guide and model as saved ({error})"
             ) from error
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:

@@ -72,8 +72,7 @@ class PerWeight(ScaleFamily):
     def __post_init__(self) -> None:
         if not -20 <= self.log_offset <= 5:
             raise ArgumentError(
-                "log_offset, the initial log(posterior scale / prior scale), must be between -20 and 5, got "
-                f"{self.log_offset}: try -3"
+                f"log_offset, an initial log ratio of scales, must be between -20 and 5, got {self.log_offset}: try -3"
             )
 
     def initial(self, loc: Tensor, prior_scale: Tensor, event_dim: int) -> Tensor:

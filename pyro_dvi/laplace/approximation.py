@@ -13,7 +13,7 @@ from pyro_dvi.bayesian import init_to_module
 from pyro_dvi.core.arguments import check_count, check_positive, with_missing
 from pyro_dvi.core.file_format import FORMAT_VERSION, check_format_version
 from pyro_dvi.core.undisturbed import device_of
-from pyro_dvi.errors import ArgumentError, GuideError, warn
+from pyro_dvi.errors import GuideError, warn
 from pyro_dvi.guides.base import FactorisedGuide
 from pyro_dvi.guides.factors import Deterministic, Factor
 from pyro_dvi.laplace.energy.passes import Passes
@@ -175,9 +175,8 @@ class GaussianAtMode(FactorisedGuide):
         fitted = self._fitted
         if fitted is None:
             raise GuideError(
-                "this LaplaceGuide has no Gaussian: call guide.fit(batches, method) after training. If the fit "
-                "failed, call guide.polish(batches) first, or use GGN(). predict(..., method=AtMean()) predicts "
-                "without a Gaussian"
+                "this LaplaceGuide has no Gaussian: call guide.fit(batches, method) after training (if the fit failed, "
+                "after guide.polish(batches), or with GGN()). predict(..., method=AtMean()) needs no Gaussian"
             )
         change = self._point_mass().change_since(fitted.point)
         if change is not None:
@@ -340,7 +339,7 @@ def largest_variance(guide: GaussianAtMode, size: int) -> dict[str, Tensor]:
         For each site of the fit, a boolean mask with the shape of the site's unconstrained values.
 
     Raises:
-        ArgumentError: ``size`` is zero, or more than the number of latents of the fit.
+        ArgumentError: ``size`` is zero.
         GuideError: the guide is not fitted, or its mode has moved since.
         UnsupportedError: the method of the fit does not compute variances.
 
@@ -363,10 +362,6 @@ def largest_variance(guide: GaussianAtMode, size: int) -> dict[str, Tensor]:
     """
     variances, layout = guide.fitted.posterior.marginal_variance(), guide.fitted.layout
     check_count("size", size)
-    if size > layout.size:
-        raise ArgumentError(
-            f"size must be at most {layout.size}, the number of latents of the fit, got {size}"
-        )
     chosen = torch.zeros_like(variances, dtype=torch.bool)
     chosen[variances.topk(size).indices] = True
     return layout.place(layout.split(chosen))

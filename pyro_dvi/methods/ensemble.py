@@ -80,8 +80,7 @@ def _with_new_weights(net: Any, seed: int) -> Any:
     ]
     if not layers:
         raise ArgumentError(
-            "an ensemble needs a torch network whose layers have reset_parameters(); for other models, use "
-            "dvi.train_ensemble"
+            "an ensemble needs layers with reset_parameters(); for other models, use dvi.train_ensemble"
         )
     with preserve_random_state():
         pyro.set_rng_seed(seed)

@@ -11,7 +11,6 @@ from pyro.infer import SVI
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from pyro_dvi.bayesian import LearnedScale
-from pyro_dvi.errors import ArgumentError
 from pyro_dvi.methods.models import Loader, as_model, is_network
 from pyro_dvi.methods.posterior import Posterior
 from pyro_dvi.methods.tunable import Tunable
@@ -97,10 +96,6 @@ class Method(Tunable, ABC):
         return Posterior(**vars(train_apart(train, seed)), method=self.settled(model), **done)
 
     def _train(self, svi: SVI, loader: Loader, epochs: int, **options: Any) -> History:
-        if "validation" in options:
-            raise ArgumentError(
-                "validation= is an argument of tune; for fit, pass validate=loader to record a loss"
-            )
         return fit(svi, loader, epochs, **options)
 
     def load(self, path: str | os.PathLike[str], model: Any, loader: Loader, **options: Any) -> Posterior:

@@ -57,9 +57,7 @@ def _look_at(numbers: Tensor, prior_scale: Any) -> None:
     """Warn if targets look like labels, or if their size does not suit the default priors, noise and step sizes."""
     size = float(numbers.square().mean().sqrt())
     if bool((numbers * (numbers - 1) == 0).all()):
-        warn(
-            "all targets are 0.0 or 1.0, and are modelled with Normal noise: if they are labels, pass y.long()"
-        )
+        warn("all targets are 0.0 or 1.0, but get Normal noise: if they are labels, pass y.long()")
     elif prior_scale == 1.0 and (size < 0.1 or size > 10):
         warn(
             f"the root mean square of the targets is {size:.3g}, but the default priors, noise and step sizes are for "

@@ -225,8 +225,7 @@ def _check_shape(site: ObservedSite, expected: torch.Size | None) -> None:
     if expected is not None and shape != expected:
         raise ModelError(
             f"observed site {site.name!r} has the shape {tuple(expected)} if the latents are tensors, but "
-            f"{tuple(shape)} if they are moments. The model may call torch.is_tensor(x), which is False for moments: "
-            'use hasattr(x, "shape") instead'
+            f"{tuple(shape)} if they are moments, for which torch.is_tensor(x) is False: use hasattr(x, 'shape')"
         )
 
 

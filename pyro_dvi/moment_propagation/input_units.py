@@ -60,8 +60,7 @@ def chosen_units(input_axis: Mapping[str, Axes], name: str, dims: int) -> InputU
     valid = [a % dims for a in several if type(a) is int and -dims <= a < dims]
     if not several or len(set(valid)) < len(several):
         raise ArgumentError(
-            f"input_axis of site {name!r} is {axes!r}, but its values have {dims} dimensions: pass an axis, a tuple of "
-            "different axes, or None if the site is not a weight"
+            f"input_axis of site {name!r} is {axes!r}, but its values have {dims} dimensions: pass axes, or None"
         )
     return InputUnits(tuple(sorted(valid)))
 

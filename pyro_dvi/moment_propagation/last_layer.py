@@ -129,9 +129,7 @@ class LastLayerGuide(AutoGuideList):
             inside = [self._is_inside(name) for name in names]
             try:
                 if not any(inside):
-                    raise ArgumentError(
-                        f"layer={self.layer} matches no site: the sites of the model are {names}"
-                    )
+                    raise ArgumentError(f"layer={self.layer} matches no site: the sites are {names}")
                 if len(self) == 0:
                     if not all(inside):
                         self.append(self.rest(poutine.block(self.model, hide_fn=self._is_layer)))
@@ -207,9 +205,8 @@ class _RowsGuide(AutoContinuous):
             )
         loc = self._init_loc()
         places = torch.arange(len(loc), device=loc.device).split([s.numel() for s in shapes.values()])
-        table = torch.cat(
-            [place.reshape(*rows, -1) for place in places], -1
-        )  # indices of the rows' elements in the vector
+        # Indices of the rows' elements in the vector.
+        table = torch.cat([place.reshape(*rows, -1) for place in places], -1)
         self.register_buffer("order", table.flatten().argsort(), persistent=False)
         self.loc = nn.Parameter(loc)
         self.scale = PyroParam(_initial_scales(self, self.log_offset), exp_positive)

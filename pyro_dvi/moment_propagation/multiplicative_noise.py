@@ -153,8 +153,7 @@ class MultiplicativeNoiseGuide(FactorisedGuide):
         if isinstance(units, InputUnits):
             if constrained:
                 raise ModelError(
-                    f"input_axis declares site {name!r} as a weight, but the support of the site is constrained, "
-                    f"{site['fn'].support}: remove the site from input_axis"
+                    f"the support of site {name!r} is constrained, {site['fn'].support}: remove it from input_axis"
                 )
             return MultiplicativeNoise(units, self.initial_rho, self.eps)
         if local or constrained:
@@ -174,8 +173,7 @@ class MultiplicativeNoiseGuide(FactorisedGuide):
         axes = f"the axes {[units and units.axes for units in seen]}" if seen else "no axis"
         warn(
             f"the input axis of site {name!r}, of shape {tuple(loc.shape)}, is unclear: the products in the model "
-            f"suggest {axes}, so axis 1 is used. Pass the correct axis, as in input_axis={{{name!r}: 0}}. If the site "
-            "is not a weight, pass None instead of 0."
+            f"suggest {axes}, so axis 1 is used. Pass the axis, as in input_axis={{{name!r}: 0}} (None: not a weight)."
         )
         return InputUnits((1,))
 

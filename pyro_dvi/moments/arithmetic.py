@@ -186,8 +186,7 @@ def pow(input: Any, exponent: Any) -> GaussianMoments:
         exponent = exponent.item()
     if isinstance(exponent, GaussianMoments | Tensor):
         raise UnsupportedError(
-            "torch.pow of moments needs a number as exponent, as in x ** 2: for a tensor or an uncertain exponent, "
-            "write exp(exponent * log(x))"
+            "torch.pow of moments needs a number as exponent, as in x ** 2: for others, write exp(exponent * log(x))"
         )
     if exponent == 0:
         return GaussianMoments(torch.ones_like(input.loc), torch.zeros_like(input.loc))

@@ -123,15 +123,10 @@ def _observed(rule: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 def _check(func: Callable, rule: Callable, result: Any) -> None:
     where = f"the rule {getattr(rule, '__qualname__', rule)} for {name_of(func)}"
     for part in result if isinstance(result, tuple | list) else (result,):
-        if not isinstance(part, GaussianMoments | Tensor):
-            raise UnsupportedError(
-                f"{where} returned {type(part).__name__}: return GaussianMoments, or a tensor for a deterministic value"
-            )
         if isinstance(part, GaussianMoments) and not is_recording() and bool((part.variance < 0).any()):
             worst = part.variance.min().item()
             raise UnsupportedError(
-                f"{where} returned a negative variance ({worst:.3g}): compute it as E[d²] - E[d]² with "
-                "d = f(x) - f(mean), or clamp it at zero"
+                f"{where} returned a negative variance, {worst:.3g}: compute it from d = f(x) - f(mean), or clamp it"
             )
 
 

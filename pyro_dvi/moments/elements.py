@@ -49,9 +49,7 @@ _OTHERS: list[Callable] = [
 
 def _certain(name: str, args: tuple, kwargs: dict[str, Any]) -> None:
     if any(isinstance(a, GaussianMoments) for a in (*args, *kwargs.values())):
-        raise UnsupportedError(
-            f"{name} needs deterministic indices, sizes and masks: pass a tensor, such as x.loc"
-        )
+        raise UnsupportedError(f"{name} needs deterministic indices, sizes and masks: pass x.loc")
 
 
 def _moving(function: Callable, view: bool) -> Callable:
@@ -81,9 +79,7 @@ for _function in _OTHERS:
 def view(input: GaussianMoments, *shape: Any) -> GaussianMoments:
     """Moments of ``x.view(...)``; the variance is reshaped instead, because it may be an expanded tensor."""
     if shape and isinstance(shape[0], torch.dtype):
-        raise UnsupportedError(
-            "x.view(dtype) reinterprets bits, which is not defined for moments: use x.to(dtype)"
-        )
+        raise UnsupportedError("x.view(dtype) reinterprets bits, undefined for moments: use x.to(dtype)")
     return GaussianMoments(input.loc.view(*shape), input.variance.reshape(*shape)).alias(input)
 
 
@@ -209,9 +205,7 @@ def overwrite(input: Any, value: Any = 0, non_blocking: bool = False) -> Any:
 def _check(index: Any) -> None:
     for part in index if isinstance(index, tuple | list) else (index,):
         if isinstance(part, GaussianMoments):
-            raise UnsupportedError(
-                "an index must be deterministic: index with a tensor, such as x.loc.argmax()"
-            )
+            raise UnsupportedError("an index must be deterministic: use a tensor, such as x.loc.argmax()")
 
 
 def _is_basic(index: Any) -> bool:
@@ -237,9 +231,8 @@ _LIKE = [
 
 def _converting(function: Callable) -> Callable:
     def convert(input: Any, *args: Any, **kwargs: Any) -> Any:
-        if any(
-            isinstance(a, GaussianMoments) for a in (*args, *kwargs.values())
-        ):  # used only for dtype and device
+        # Used only for dtype and device.
+        if any(isinstance(a, GaussianMoments) for a in (*args, *kwargs.values())):
             args, kwargs = tuple(map(loc_of, args)), {key: loc_of(value) for key, value in kwargs.items()}
             return getattr(input, function.__name__)(*args, **kwargs)
         loc = function(input.loc, *args, **kwargs)

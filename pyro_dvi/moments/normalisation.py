@@ -81,9 +81,8 @@ def batch_norm(
     if variance is not None:
         factor = inverse if training else torch.rsqrt(running_var + eps)  # type: ignore[arg-type, operator]
         factor = factor if affine[0] is None else factor * affine[0]
-        variance = (variance * factor.square().reshape(shape)).to(
-            loc.dtype
-        )  # the factor is float32 under autocast
+        # The factor is float32 under autocast.
+        variance = (variance * factor.square().reshape(shape)).to(loc.dtype)
     if certain_scale:
         return GaussianMoments(loc, variance)
     return _affine(loc, variance, _reshaped(weight, shape), _reshaped(bias, shape))

@@ -123,9 +123,8 @@ def _gradients(
     g_mean: Tensor, g_spread: Tensor, mean: Tensor, p: Tensor, slope: Tensor
 ) -> tuple[Tensor, Tensor]:
     zero = constants(0.0, mean)
-    product = torch.addcmul(
-        zero, g_spread, mean, value=2
-    )  # with a single rounding, because the terms cancel far to the right
+    # With a single rounding, because the terms cancel far to the right.
+    product = torch.addcmul(zero, g_spread, mean, value=2)
     rest = torch.sub(g_mean, product)
     g_mu = product.addcmul_(rest, p)
     return g_mu, torch.addcmul(zero, rest, slope, value=0.5, out=rest).addcmul_(g_spread, p)

@@ -178,9 +178,8 @@ def covariance_of(*gaussians: GaussianMoments) -> Tensor:
 def _check_bases(*noises: SharedNoise) -> None:
     if any(noise.base is not noises[0].base for noise in noises):
         raise UnsupportedError(
-            "the parameters of one distribution come from different hidden layers. Covariances between these layers "
-            "are not propagated. Compute the parameters from one layer, as regressor(noise_scale=Heteroscedastic()) "
-            "does, or omit full_covariance=True"
+            "the parameters of one distribution come from different layers, whose covariances are not propagated. "
+            "Compute them from one layer, as regressor(noise_scale=Heteroscedastic()), or omit full_covariance=True"
         )
 
 
@@ -343,6 +342,5 @@ def _refuse(joint: JointMoments, what: str) -> NoReturn:
     subject = "weights" if joint.of_weights else "outputs of the layer"
     raise UnsupportedError(
         f"the posterior of {joint.noise.sites} has covariances, but the {subject} {what}. Covariances are supported "
-        "only for a last layer: a linear layer, followed only by shifts, scaling and views. Use LastLayerGuide, "
-        "or train with Pyro's Trace_ELBO and predict with Samples(n)."
+        "only for a last linear layer, followed by shifts, scaling and views: use LastLayerGuide, or Trace_ELBO."
     )

@@ -106,9 +106,8 @@ class Smooth:
         return self._around(mu, variance, slopes)
 
     def _around(self, mu: Tensor, variance: Tensor, slopes: bool) -> list[Tensor]:
-        side = torch.copysign(
-            constants(1.0, mu), mu
-        ).neg_()  # used as a factor, because torch.where is slow on CPU
+        # Used as a factor, because torch.where is slow on CPU.
+        side = torch.copysign(constants(1.0, mu), mu).neg_()
         block = _Block(mu * side, variance, side, slopes)
         table = self._tables[0 if mu.dtype is torch.float64 else 1]
         return self._mirrored_back(block, self._chosen(table, block))

@@ -194,8 +194,7 @@ def _fitted(loc: Tensor, variance: Tensor) -> Tensor:
 
 def _refuse_stale() -> NoReturn:
     raise UnsupportedError(
-        "moments are used after they were changed in place through a view: use functions that return a new tensor, "
-        "such as relu(x) instead of relu_(x), or nn.ReLU(inplace=False)"
+        "moments are used after they were changed in place through a view: use relu(x) in place of relu_(x), and so on"
     )
 
 

@@ -44,9 +44,8 @@ def warned_of_repeated_uses(weights: Mapping[str, GaussianMoments]) -> Iterator[
         warn(
             f"the result depends on {', '.join(map(repr, uses.repeated))} along two paths (a network applied twice, "
             "tied layers). Moments drop the covariance between the paths, so variances are too large for differences "
-            "f(a) - f(b) and too small for sums. Measure the effect with compare_with_sampling. To avoid it, use each "
-            "weight once, as in (a - b) @ w, predict with Moments(propagation=ReverseDelta()), or train with "
-            "TaylorELBO and predict with Samples(n)."
+            "f(a) - f(b) and too small for sums (see compare_with_sampling). Use each weight once, as in "
+            "(a - b) @ w, predict with Moments(propagation=ReverseDelta()), or train with TaylorELBO."
         )
 
 

@@ -28,9 +28,8 @@ from pyro_dvi.predictive.predictive_mixture import Mixture, ObservationDraws
 from pyro_dvi.predictive.rules.rule import FromDraws, OfMembers, PredictionRule
 from pyro_dvi.training.ensemble import TrainedPosterior
 
-KEPT_LATENTS = (
-    2**26
-)  # largest number of elements of all draws that are kept for later batches: 256 MiB of float32
+# Largest number of elements of all draws that are kept for later batches: 256 MiB of float32.
+KEPT_LATENTS = 2**26
 NOTHING: Latents = MappingProxyType({})
 Reader = Mixture | ObservationDraws
 
@@ -121,7 +120,6 @@ class Components:
         yield from draws
 
     def _of_members(self, inputs: tuple[Any, ...]) -> Iterator[Latents]:
-        first: Latents = {}
         for place, (member, components) in enumerate(self._members):
             drawn = components.draws(inputs)
             while True:  # the member's parameter store is active only while it draws
@@ -129,12 +127,6 @@ class Components:
                     own = next(drawn, None)
                 if own is None:
                     break
-                first = first or own
-                if own.keys() != first.keys():
-                    sites = f"{sorted(own)} and {sorted(first)}"
-                    raise UnsupportedError(
-                        f"members have different latent sites, {sites}: pass sites=[] to export only predictions"
-                    )
                 yield of_member(place, own)
 
     def _anew(self, inputs: tuple[Any, ...]) -> Iterator[Latents]:

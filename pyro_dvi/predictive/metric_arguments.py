@@ -8,8 +8,6 @@ from torch import Tensor
 
 from pyro_dvi.errors import DataError
 
-__all__ = ["alike", "classes_and_labels", "numbers"]
-
 SUM_TOLERANCE = 1e-3  # for a row of probabilities; a float16 softmax over 1,000 classes deviates less
 
 
@@ -40,8 +38,7 @@ def classes_and_labels(probabilities: Any, labels: Any) -> tuple[Tensor, Tensor]
     whole = y.long()
     if (whole != y).any() or whole.min() < 0 or whole.max() >= num_classes:
         raise DataError(
-            f"labels must be whole numbers from 0 to {num_classes - 1}; found values from {float(y.min()):.6g} to "
-            f"{float(y.max()):.6g}"
+            f"labels must be whole numbers from 0 to {num_classes - 1}; found {float(y.min()):g} to {float(y.max()):g}"
         )
     return p.reshape(-1, num_classes), whole.flatten()
 
@@ -49,9 +46,7 @@ def classes_and_labels(probabilities: Any, labels: Any) -> tuple[Tensor, Tensor]
 def _check_rows(p: Tensor) -> None:
     low, high = float(p.min()), float(p.max())
     if low < -SUM_TOLERANCE or high > 1 + SUM_TOLERANCE:
-        raise DataError(
-            f"probabilities lie between {low:.4g} and {high:.4g}: apply a softmax to logits first"
-        )
+        raise DataError(f"probabilities lie between {low:.4g} and {high:.4g}: apply a softmax first")
     worst = float((p.sum(-1) - 1).abs().max())
     if worst > SUM_TOLERANCE:
         raise DataError(

@@ -173,13 +173,11 @@ def rejection_curve(probabilities: Any, labels: Any, uncertainty: Any = None) ->
         ranks = torch.special.entr(p.clamp_min(0)).sum(-1)
     else:
         ranks = _one_each(uncertainty, y)
-    _, group, size = ranks.unique(
-        return_inverse=True, return_counts=True
-    )  # groups, by increasing uncertainty
+    # Groups, by increasing uncertainty.
+    _, group, size = ranks.unique(return_inverse=True, return_counts=True)
     wrong = torch.zeros(len(size), dtype=torch.float64).index_add_(0, group, (p.argmax(-1) != y).double())
-    errors = (
-        (wrong / size).repeat_interleave(size).cumsum(0)
-    )  # errors among the 1, 2, ... n most certain examples
+    # Errors among the 1, 2, ... n most certain examples.
+    errors = (wrong / size).repeat_interleave(size).cumsum(0)
     kept = torch.arange(1, len(y) + 1, dtype=torch.float64)
     error = torch.cat([(errors / kept).flip(0), torch.zeros(1, dtype=torch.float64)])
     return RejectionCurve(torch.arange(len(error), dtype=torch.float64) / len(y), error)

@@ -12,7 +12,7 @@ from pyro.infer.autoguide import AutoDelta
 from pyro_dvi.core.arguments import check_choice, with_missing
 from pyro_dvi.core.progress import progress_bar
 from pyro_dvi.core.undisturbed import device_of
-from pyro_dvi.errors import ArgumentError, GuideError, warn
+from pyro_dvi.errors import GuideError, warn
 from pyro_dvi.moment_propagation.multiplicative_noise import MultiplicativeNoiseGuide
 from pyro_dvi.predictive.components import Components
 from pyro_dvi.predictive.engine.inputs import Batch, batches, keeps_order
@@ -171,12 +171,7 @@ def rule_of(method: Any, guide: Any) -> PredictionRule:
     """
     if method is None:
         return default_rule(guide)
-    members = members_of(guide)
-    if isinstance(method, OfMembers) and len(method.rules) != len(members):
-        raise ArgumentError(
-            f"method={method} has rules for {len(method.rules)} members, but the guide has {len(members)}"
-        )
-    if members and not isinstance(method, OfMembers):
+    if (members := members_of(guide)) and not isinstance(method, OfMembers):
         return OfMembers(tuple(rule_of(method, member.guide) for member in members))
     check_choice("method", method, PredictionRule, "AtMean() or Samples(30)")
     # A Laplace approximation is exempt: its variance was fitted after training.
@@ -221,7 +216,6 @@ def default_rule(guide: Any) -> PredictionRule:
         return Moments(propagation=named())
     if not (isinstance(named, type) and issubclass(named, PredictionRule)):
         raise GuideError(
-            f"the prediction_rule of {type(guide).__name__} is {rule!r}, but must be a rule such as AtMean(), or the "
-            "name of one"
+            f"the prediction_rule of {type(guide).__name__} is {rule!r}, but must be a rule or the name of one"
         )
     return named()

@@ -315,8 +315,7 @@ class Prediction(InNotebook):
     def _check_is_split(self) -> None:
         if "function_variance" not in self._values and not self.method.tells_noise_apart:
             raise UnsupportedError(
-                f"{type(self.method).__name__}() does not separate the uncertainty of site {self.site!r} into noise "
-                "and posterior: use Samples(n)"
+                f"{type(self.method).__name__}() cannot separate noise and posterior of {self.site!r}: use Samples(n)"
             )
 
     def _of_distributions(
@@ -337,8 +336,7 @@ class Prediction(InNotebook):
             if fn is None:
                 raise UnsupportedError(
                     f"{what} at site {self.site!r} cannot be computed, because its {self.num_components} distributions "
-                    f"({self._kind}) were not kept. For regression, predict with keep_draws=True. For scores, pass "
-                    "(x, y) to predict. For draws, use pyro_dvi.to_arviz"
+                    f"({self._kind}) were not kept: predict with keep_draws=True, from (x, y), or use to_arviz"
                 )
             axis = part.axis - len(fn.event_shape)
             own = [row[start:end].movedim(0, axis) for row in rows]

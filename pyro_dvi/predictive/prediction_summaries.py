@@ -38,9 +38,7 @@ def metrics_of(prediction: "Prediction", values: Tensor, y: Any) -> dict[str, fl
     if mask is not None:
         log_likelihood = log_likelihood[~log_likelihood.isnan()]
     if log_likelihood.numel() == 0:
-        raise DataError(
-            f"the mask of site {prediction.site!r} excludes all observations, so none can be scored"
-        )
+        raise DataError(f"the mask of site {prediction.site!r} excludes all observations")
     if prediction.is_one_hot:
         values, mask = values.argmax(-1), None if mask is None else mask.any(-1)
 
@@ -69,9 +67,8 @@ def metrics_of(prediction: "Prediction", values: Tensor, y: Any) -> dict[str, fl
             low, high = map(counted, limits)
             found["coverage_95"] = metrics.coverage(low, high, values)
             found["width_95"] = float((high - low).cpu().double().mean())
-        few = (
-            prediction.draws or prediction.num_components <= 100
-        )  # the cost is quadratic in the number of components
+        # The cost is quadratic in the number of components.
+        few = prediction.draws or prediction.num_components <= 100
         if few and (crps := available(lambda: counted(prediction.crps(y)))) is not None:
             found["crps"] = float(crps.mean())
     return found

@@ -235,9 +235,8 @@ def _inverse(single: Any, level: float) -> Tensor:
     wide = widest(mean.device)
     as_whole = torch.int64 if wide == torch.float64 else torch.int32
 
-    def number(
-        place: Tensor,
-    ) -> Tensor:  # the bits of floating-point numbers, read as integers, have the same order
+    # The bits of floating-point numbers, read as integers, have the same order.
+    def number(place: Tensor) -> Tensor:
         return place.abs().view(wide) * place.sign()
 
     largest = torch.full(single.batch_shape, torch.finfo(wide).max, dtype=wide, device=mean.device)

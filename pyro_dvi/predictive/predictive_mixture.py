@@ -117,9 +117,8 @@ class Mixture(_Reader):
         self.mask = mask
         self.count = 0
         self.averages: dict[str, Tensor] = {}  # "log_...": log of the sum over components; others: the mean
-        self.between: Tensor | None = (
-            None  # sum over components of squared distances of their means from the mean
-        )
+        # Sum over components of squared distances of their means from the mean.
+        self.between: Tensor | None = None
         self.last: Response | None = None
         self.room = room
         self._kept: list[dict[str, Tensor]] = []
@@ -145,9 +144,8 @@ class Mixture(_Reader):
                 check_events(fn, self.mask, response.site)
         elif _form(response) != _form(self.last):
             raise ModelError(
-                "members of the ensemble predict different sites, or values of different shapes: (site, shape) is "
-                f"{_form(self.last)} for the first member and {_form(response)} for another. Choose a site "
-                "that all models have, with site="
+                "members of the ensemble predict different sites or shapes: choose a site that all have. The first "
+                f"member predicts (site, shape) {_form(self.last)}, another {_form(response)}"
             )
         self.last = response
         if self._scored is not None:

@@ -84,8 +84,7 @@ class Predictor(nn.Module):
         rows = [value.shape[0] for value in inputs if value.dim()]
         if shapes != self._shapes or rows != rows[:1] * len(rows):
             raise DataError(
-                f"the inputs have {rows} rows of shapes {shapes}. All inputs need the same number of rows, and rows "
-                f"must have the shapes of the example, {self._shapes}"
+                f"inputs have {rows} rows of shapes {shapes}, but need equally many rows of shapes {self._shapes}"
             )
         with torch.no_grad():
             mean, *spread = self.operators(*inputs)
@@ -93,9 +92,8 @@ class Predictor(nn.Module):
                 if value.dim() and value.is_floating_point():
                     nan = value.isnan().reshape(value.shape[0], -1).any(1)
                     nan = nan.reshape(-1, *[1] * (mean.dim() - 1))
-                    mean = (
-                        mean.masked_fill(nan, 0.0) / ~nan
-                    )  # files of older versions of torch cannot contain a constant NaN
+                    # Files of older versions of torch cannot contain a constant NaN.
+                    mean = mean.masked_fill(nan, 0.0) / ~nan
         outputs: Any = mean, *spread
         finite = torch.compiler.is_compiling() or math.isfinite(mean.sum())
         if not finite and (error := bad_values(inputs, {})):  # otherwise, the distribution has no mean
@@ -228,9 +226,7 @@ class _Run:
         way, node = ManyDraws(), self._node(example)
         chunks = way.chunks(first, iter(others), lambda draw: statistics(node(draw)["fn"], None))
         if any(found is None for _, found in chunks):
-            raise UnsupportedError(
-                "the model draws random numbers, stores values between runs, or returns NaN"
-            )
+            raise UnsupportedError("the model is random, stores values between runs, or returns NaN")
 
         def predicted(*inputs: Tensor) -> list[Tensor]:
             mixture, node = Mixture(None, rows_of(tensors_in(inputs))), self._node(inputs)

@@ -50,9 +50,7 @@ def _of_arguments(error: Exception, model: Callable, args: tuple, kwargs: dict) 
     for name, value in named_arguments(args, kwargs).items():
         if hasattr(value, "__array__") and not isinstance(value, Tensor):
             kind = type(value).__name__
-            return DataError(
-                f"{name} of the model is of type {kind}: convert it to a tensor with torch.as_tensor"
-            )
+            return DataError(f"{name} of the model is of type {kind}: convert it with torch.as_tensor")
     inner = inspect.unwrap(model)
     reason = misfit(inner, args, kwargs) if isinstance(error, TypeError) else None
     if reason is None:

@@ -100,8 +100,7 @@ class AtUnconstrained(SetLatents, SampleTrace):
         for frame in site["cond_indep_stack"]:
             if frame.full_size is not None and frame.full_size != frame.size:
                 raise UnsupportedError(
-                    f"latent site {name!r} has one value per row of the subsampled plate {frame.name!r}: pass all data "
-                    "in one batch. If the site is data, pass the observed values"
+                    f"site {name!r} has one value per row of the plate {frame.name!r}: pass all data in one batch"
                 )
         u = self.values[name]
         transform = unconstraining_transform(fn.support)
@@ -138,8 +137,7 @@ def log_prior_of_entries(node: Any, entries: Tensor) -> Tensor:
     base = strip_event_dims(fn)
     if base.event_shape:
         raise UnsupportedError(
-            f"the entries of site {node['name']!r} are dependent under its prior ({type(base).__name__}): treat all "
-            "or none of them as uncertain"
+            f"the prior of {node['name']!r} ({type(base).__name__}) couples its entries: vary all or none of them"
         )
     mask = torch.zeros(value.numel(), dtype=torch.bool, device=value.device)
     mask = mask.index_fill(0, entries, True).reshape(value.shape)
@@ -211,8 +209,7 @@ def rescaled(site: str, fn: Any, factor: float) -> Any:
     if name is None:
         raise UnsupportedError(
             f"the distribution of site {site!r} is {type(fn).__name__}, whose scale cannot be multiplied (only Normal, "
-            "MultivariateNormal, StudentT, Laplace and Cauchy are supported). Make the scale an argument of the model, "
-            "and compare models with different scales"
+            "MultivariateNormal, StudentT, Laplace and Cauchy): compare models with different scales"
         )
 
     def replaced(base: Any) -> Any:

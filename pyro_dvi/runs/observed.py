@@ -77,8 +77,7 @@ def _log_likelihood(site: ObservedSite) -> Tensor:
         if isinstance(error, ValueError) and value.numel():
             if lost := int((~torch.isfinite(value)).sum()):
                 raise DataError(
-                    f"observed site {site.name!r} contains {lost} NaN or infinite values: drop these rows, or replace "
-                    "the values by a number and mask them with pyro.poutine.mask"
+                    f"observed site {site.name!r} contains {lost} NaN or infinite values: drop or mask these rows"
                 ) from error
             extent = f" from {value.min().item()} to {value.max().item()}"
         raise DataError(
@@ -159,8 +158,7 @@ def check_num_data(sites: list[ObservedSite], num_data: int) -> None:
             raise DataError(
                 f"observed site {name!r} sees {rows} of {num_data} examples, but its likelihood is scaled to "
                 f"{scale * rows:.6g} examples. Write pyro.plate('data', size={num_data}, subsample_size=len(x)), or "
-                "correct num_data, which must be the number of examples, not of batches (fit takes it from "
-                "loader.dataset)"
+                "correct num_data, the number of examples (fit takes it from loader.dataset)"
             )
 
 

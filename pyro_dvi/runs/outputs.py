@@ -152,9 +152,8 @@ def _deterministic(site: str, value: Tensor, num_rows: int) -> Outputs:
     if value.dim() == 0 or len(value) != num_rows:
         raise DataError(
             f"deterministic site {site!r} has the shape {tuple(value.shape)}: its first dimension must index the "
-            f"{num_rows} examples. If it has one value per group, write pyro.deterministic('own', value[group]) in the "
-            "model, where group is the index of each example's group, or read the latents from guide.sample or "
-            "guide.quantiles"
+            f"{num_rows} examples. If it has one value per group, write pyro.deterministic('own', value[group]), with "
+            "the group of each example, or use guide.sample or guide.quantiles"
         )
     if not value.requires_grad:
         raise _without_latents(f"deterministic site {site!r} does not depend")
@@ -225,9 +224,8 @@ def _refuse_hidden(site: str, base: Any, name: str, value: Any) -> None:
     """Raise an error if an argument that cannot be linearised, such as the components of a mixture, is uncertain."""
     if isinstance(value, td.Distribution) or (torch.is_tensor(value) and value.requires_grad):
         raise UnsupportedError(
-            f"observed site {site!r}: the argument {name!r} of {type(base).__name__} cannot be represented by "
-            "unconstrained values, so the prediction cannot be linearised. Choose a pyro.deterministic site for the "
-            "prediction: guide.predictive(x, site='...')"
+            f"observed site {site!r}: the argument {name!r} of {type(base).__name__} cannot be linearised. Choose a "
+            "pyro.deterministic site for the prediction: guide.predictive(x, site='...')"
         )
 
 

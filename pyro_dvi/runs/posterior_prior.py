@@ -12,7 +12,7 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor, distributions as td, nn
 
 from pyro_dvi.core.distributions import strip_event_dims
-from pyro_dvi.errors import ArgumentError, ModelError, UnsupportedError
+from pyro_dvi.errors import ModelError, UnsupportedError
 from pyro_dvi.gaussians.normals import MatrixNormal
 from pyro_dvi.runs.latents import is_real
 from pyro_dvi.runs.sites import sites_named
@@ -70,7 +70,7 @@ def posterior_prior(
         temperature: temperature at which the guide was trained.
 
     Raises:
-        ArgumentError: if a pattern matches no site, or if all sites are excluded.
+        ArgumentError: if a pattern matches no site.
         UnsupportedError: if the posterior of a site is not a factorised Gaussian over its values.
     """
     posteriors = list(posteriors)
@@ -88,8 +88,6 @@ def posterior_prior(
             )
         loc, scale = torch.broadcast_tensors(base.loc.detach(), base.scale.detach())
         gaussians[name] = (loc.clone(), scale * temperature**-0.5)
-    if not gaussians:
-        raise ArgumentError(f"exclude={exclude!r} excludes all sites, so no posterior can become a prior")
     return PosteriorPrior(gaussians, origin)
 
 

@@ -77,9 +77,8 @@ def integrated(
     def predictive(base: Any) -> Any:
         with pyro.validation_enabled(False):
             found = as_pyro(predictive_distribution(type(base), given, link=link, noise=noise, joint=joint))
-        found._validate_args = (
-            False  # scores already check observations; another check would synchronise with the device
-        )
+        # Scores already check observations; another check would synchronise with the device.
+        found._validate_args = False
         return found
 
     if not joined:

@@ -130,8 +130,7 @@ def choose_response(site: str | None, names: list[str]) -> str:
         return site
     if site is not None:
         raise ModelError(
-            f"the model has no observed site {site!r}; it has {names}. Latent sites are in guide.sample and "
-            "guide.quantiles"
+            f"the model has no observed site {site!r}; it has {names}. Latent sites are in guide.quantiles"
         )
     if not names:
         raise ModelError(

@@ -165,6 +165,5 @@ def refuse_moments(fn: Any, name: str) -> None:
     """
     if any(isinstance(part, GaussianMoments) for part in vars(fn).values()):
         raise UnsupportedError(
-            f"the distribution of site {name!r}, {type(fn).__module__}.{type(fn).__name__}, has uncertain parameters: "
-            "use the class of the same name in pyro.distributions"
+            f"site {name!r} has uncertain parameters: use {type(fn).__name__} of pyro.distributions, not of torch"
         )

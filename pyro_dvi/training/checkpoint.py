@@ -127,8 +127,7 @@ def load(
         before = saved["described"][what]
         if before != now and None not in (before, now):
             raise CheckpointError(
-                f"The checkpoint was trained with {what}{before}, but the target has {now}. Build all objects as for "
-                "the saved run."
+                f"The checkpoint was trained with {what}{before}, but the target has {now}. Build both alike."
             )
     check_parameters(route)
     incomplete = any(name not in pyro.get_param_store() for name in saved["store"])
@@ -143,8 +142,7 @@ def load(
         except Exception as error:
             raise CheckpointError(
                 f"The model or guide does not run on inputs of the shapes in the file ({first_line(error)}). The "
-                "checkpoint may belong to another model or guide. If it does not, pass one batch of the loader as "
-                "example=."
+                "checkpoint may belong to another model or guide. If it does not, pass one batch as example=."
             ) from error
     if saved["fingerprint"] is not None:
         with preserve_random_state():
@@ -212,8 +210,7 @@ def _load_weights(saved: Mapping[str, Any], route: Route) -> None:
             route.set_weights(before)
             raise CheckpointError(
                 f"The checkpoint does not fit the {role}: {' '.join(str(error).split())}. Build the {role} as for the "
-                "saved run. If the guide has no parameters before its first call, pass one batch of the loader as "
-                "example=."
+                "saved run. For a guide without parameters before its first call, pass one batch as example=."
             ) from error
     with torch.no_grad():
         for name, value in existing.items():

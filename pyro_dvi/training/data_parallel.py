@@ -128,14 +128,12 @@ class DataParallel(WrappedObjective):
         shares, terms = zip(*_results_of_all(evaluate, self.group), strict=True)
         if any(other != shares[0] for other in shares):
             raise DataError(
-                f"the processes have different parts of the data set, by observed site {list(shares)}: use torch's "
-                "DistributedSampler"
+                f"the processes have parts of different sizes, by observed site {list(shares)}: use DistributedSampler"
             )
         if size > 1 and not self.own_draws and all(share == 1.0 for share in shares[0].values()):
             raise DataError(
                 f"observed sites {list(shares[0])} are not in a plate that gives the size of the data set: use "
-                "pyro.plate('data', size=N, subsample_size=len(x)), or own_draws=True if every process has all N "
-                "examples"
+                "pyro.plate('data', size=N, subsample_size=len(x)), or own_draws=True if every process has all data"
             )
         bad = [k for k, own in enumerate(terms) if not math.isfinite(own["loss"])]
         if bad:
@@ -206,8 +204,7 @@ class DataParallel(WrappedObjective):
             different = sorted(other ^ first)
             if different:
                 raise PyroDviError(
-                    f"processes 0 and {k} do not have the same parameters: {different[:3]}. Build the same model and "
-                    "guide in all of them."
+                    f"processes 0 and {k} have different parameters, {different[:3]}: build the same model and guide."
                 )
         buffers = dict(_modules_of(model, guide).named_buffers())
         source = 0 if self.group is None else td.get_global_rank(self.group, 0)
@@ -260,8 +257,7 @@ def _messages(message: T, group: Any) -> list[T]:
     except RuntimeError as error:
         raise PyroDviError(
             f"process {td.get_rank(group)} waited for the others, but one has ended or failed, or has no batch left "
-            f"({str(error).splitlines()[0]}). All processes need the same number of batches, as with torch's "
-            "DistributedSampler"
+            f"({str(error).splitlines()[0]}). All need the same number of batches, as with DistributedSampler"
         ) from error
     return messages
 

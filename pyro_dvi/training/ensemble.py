@@ -242,10 +242,7 @@ class EnsembleGuide(nn.Module):
         pairs = combinations(enumerate(self.members), 2)
         same = [f"{i} and {k}" for (i, first), (k, second) in pairs if _are_same(first, second)]
         if same:
-            warn(
-                f"members {', '.join(same)} of the ensemble have the same parameters: each training run must start "
-                "from random weights and must not set a seed itself"
-            )
+            warn(f"members {', '.join(same)} have the same parameters: train must not set a seed")
 
     @property
     def model(self) -> EnsembleModel:
@@ -266,8 +263,7 @@ class EnsembleGuide(nn.Module):
         """
         if model is not self.model:
             raise GuideError(
-                f"an ensemble predicts with the models of its members, not with this {type(model).__name__}: use "
-                "predict(guide.model, guide, x)"
+                f"an ensemble predicts with its own models, not {type(model).__name__}: predict(guide.model, guide, x)"
             )
 
     def predicted_model(self, model: Callable[..., Any]) -> Callable[..., Any]:

@@ -94,8 +94,7 @@ def check_still_own(model: Any, guide: Any) -> None:
                 raise GuideError(
                     f"Pyro's parameter store contains another parameter under the name {name!r}, which this {role} "
                     "uses, because another model or guide with the same names has been trained since. Predict before "
-                    "you train another one, separate them with pyro.get_param_store().scope(), or reload this one with "
-                    "pyro_dvi.load."
+                    "that, separate them with pyro.get_param_store().scope(), or reload this one with pyro_dvi.load."
                 )
 
 
@@ -125,7 +124,6 @@ def warn_of_decaying_scales(route: Route) -> None:
         if optimizer.param_groups[place].get("weight_decay") and re.search(SCALE_PATTERN, name):
             warn(
                 f"the weight decay of {route.optimizer_name()} acts on {name!r}, the logarithm of posterior scales, "
-                "and pulls the scales towards a value near 1. Train without weight decay: the prior already "
-                "regularises the weights."
+                "and pulls the scales towards 1. Train without weight decay: the prior regularises the weights."
             )
             break

@@ -175,8 +175,7 @@ def _diagnosis(route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> s
         sizes = {name: float(p.detach().abs().max()) for name, p in parameters.items() if p.numel()}
         name = max(sizes, key=sizes.__getitem__, default="none")
         text = (
-            "Inputs, parameters and the known terms of the loss are finite; the largest parameter is "
-            f"{name} (up to {sizes.get(name, 0.0):.3g})"
+            f"All known terms are finite; the largest parameter is {name} (up to {sizes.get(name, 0.0):.3g})"
         )
     return (
         f"{text}. Lower the learning rate (of posterior scales first, with scale_multiplier), warm up the KL weight, "

@@ -129,8 +129,7 @@ class ModuleRoute(Route):
             what = ", ".join(missing[:5]) or f"those of {type(self.guide).__name__}, which has none yet"
             raise GuideError(
                 f"The optimizer lacks {len(missing) or 'the'} parameters of the model and guide: {what}. Call "
-                "guide(*batch) before you build the optimizer. If some parameters should not be trained, freeze them "
-                "with requires_grad_(False)."
+                "guide(*batch) before you build the optimizer, or freeze parameters with requires_grad_(False)."
             )
 
     def _takes_outcomes(self) -> bool:
@@ -182,8 +181,7 @@ def route_of(target: Any, optimizer: Optimizer | None = None, *, train: bool = T
         raise ArgumentError(f"The loss of the SVI is the class {loss.__name__}: write loss={loss.__name__}()")
     if not isinstance(target, SVI | ELBOModule):
         raise ArgumentError(
-            f"Expected SVI(model, guide, dvi.optim.Adam({{'lr': 1e-2}}), loss=dvi.TaylorELBO()), or elbo(model, guide) "
-            f"with optimizer=, not {type(target).__name__}"
+            f"Expected SVI(model, guide, optimizer, loss), or elbo(model, guide), not {type(target).__name__}"
         )
     if isinstance(target, SVI):
         if optimizer is not None:

@@ -171,7 +171,7 @@ def test_a_step_draws_no_permutation_of_the_data_set():
 def test_a_network_that_ends_in_a_softmax_is_named_once():
     x, y = torch.randn(4, 2), torch.tensor([0, 1, 1, 0])
     model = classifier(nn.Sequential(nn.Linear(2, 2), nn.Softmax(-1)), 4)
-    with pytest.warns(DviWarning, match="ends in a softmax"):
+    with pytest.warns(DviWarning, match="ends in softmax"):
         model(x, y)
     model(x, y)
     classifier(nn.Sequential(nn.Linear(2, 2), nn.LogSoftmax(-1)), 4)(x, y)  # changes nothing

@@ -113,5 +113,5 @@ def test_scale_is_positive_where_the_transform_decreases():
 
 def test_data_in_place_of_the_guide_are_refused():
     net = to_bayesian_(nn.Linear(2, 1))
-    with pytest.raises(ArgumentError, match=r"second argument .* Tensor.*summary\(model, None, x, y\)"):
+    with pytest.raises(ArgumentError, match=r"guide of summary .* Tensor.*summary\(model, None, x, y\)"):
         summary(classifier(net, num_data=4), torch.ones(4, 2), torch.ones(4, 1))

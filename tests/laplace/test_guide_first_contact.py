@@ -136,7 +136,7 @@ def test_predictions_name_them_too(name):
 
 def test_data_of_less_precision_than_a_model():
     model = dvi.classifier(dvi.to_bayesian_(nn.Linear(2, 3).double()), num_data=N)
-    with pytest.raises(DataError, match=r"argument 1 torch.float32.*the weights \(torch.float64\)"):
+    with pytest.raises(DataError, match=r"argument 1 torch.float32.*Float and Double.*x.float\(\)"):
         dvi.LaplaceGuide(model).initialize(X, LABELS)
 
 

@@ -58,11 +58,11 @@ def test_a_subnetwork_of_a_subset_stays_within_it(sine):
     assert sum(int(mask.sum()) for mask in masks.values()) == 9
 
 
-@pytest.mark.parametrize("size", [0, 1.5, 32])
+@pytest.mark.parametrize("size", [0, 1.5])
 def test_sizes_that_do_not_fit_are_refused(sine, size):
     problem, guide = sine
     fit(problem, guide, Diagonal())
-    with pytest.raises(ArgumentError, match="positive whole number|at most 31"):
+    with pytest.raises(ArgumentError, match="positive whole number"):
         largest_variance(guide, size)
 
 

@@ -230,7 +230,7 @@ def test_edge_of_the_values_is_reported():
 
 def test_what_cannot_be_tuned_is_refused():
     problem = LinearRegression()
-    with pytest.raises(ArgumentError, match="matches no site whose prior has a scale"):
+    with pytest.raises(ArgumentError, match="matches no prior with a scale"):
         problem.guide().tune(problem.batches, PriorPrecision("bias"), **QUIET)
     with pytest.raises(ArgumentError, match="positive"):
         problem.guide().tune(problem.batches, values=[-1.0, 1.0], **QUIET)
@@ -381,9 +381,9 @@ def test_one_run_and_one_fit_serve_all_values_and_the_tuned_guide(network, metho
     by = ByEvidence() if criterion == "evidence" else ByValidation(batches)
     curve = guide.tune(batches, method=method, criterion=by, values=[0.5, 1.0, 2.0, 3.0, 4.0], **QUIET)
     assert counts["examples"] == 1
-    assert (
-        counts["runs"] <= 3 * len(batches) + 1
-    )  # for all values: the mode, the fit, and the mode as it was written
+    # For all values: U in the code's scales before the tuning and before the fit, the fit, and U in the tuned scales,
+    # with which log_evidence compares; once, a batch again to see that the model is not random.
+    assert counts["runs"] <= 4 * len(batches) + 1
     found = guide.posterior
     again = guide.fit(batches, method)
     assert counts["examples"] == 2 and found.mode.equal(again.mode)

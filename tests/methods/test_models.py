@@ -206,8 +206,8 @@ def on_numbers(method, **options):
         (lambda: on_numbers(dvi.Ensemble(dvi.MAP)), ArgumentError, r"member .* write MAP\("),
         (
             lambda: on_numbers(dvi.MAP(), validation=(X, Y)),
-            ArgumentError,
-            "argument of tune; for fit, pass validate=",
+            TypeError,
+            "'validation'",
         ),
         (lambda: dvi.MAP().fit(network(), [(X, X.argmax(1).float())], 1), DataError, r"y\.long\(\)"),
         (

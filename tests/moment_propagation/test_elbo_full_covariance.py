@@ -230,5 +230,5 @@ def test_a_likelihood_of_outputs_from_two_networks_is_refused():
 
     model = Two()
     guide = dvi.MeanFieldGuide(model)
-    with pytest.raises(UnsupportedError, match="come from different hidden layers"):
+    with pytest.raises(UnsupportedError, match="come from different layers"):
         dvi.MomentPropagationELBO(full_covariance=True).loss(model, guide, X, Y)

@@ -297,7 +297,9 @@ def squared_weights(x, y=None):
 def test_weights_that_are_not_those_of_a_last_layer_are_refused(data, model):
     loss = guided(model, *data)
     for _ in range(2):  # not in the first step only
-        with pytest.raises(UnsupportedError, match=r"'w'.* has covariances.*last layer.*LastLayerGuide"):
+        with pytest.raises(
+            UnsupportedError, match=r"'w'.* has covariances.*last linear layer.*LastLayerGuide"
+        ):
             loss(dvi.MomentPropagationELBO())
 
 

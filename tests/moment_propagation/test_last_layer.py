@@ -137,7 +137,7 @@ def test_a_state_is_loaded_after_a_look():
 
 def test_mistakes():
     model, (x, y) = classifier(), data()
-    with pytest.raises(ArgumentError, match=r"matches no site: the sites of the model are .*net\.2\.weight"):
+    with pytest.raises(ArgumentError, match=r"matches no site: the sites are .*net\.2\.weight"):
         dvi.LastLayerGuide(model, "net.7").initialize(x, y)
     with pytest.raises(ArgumentError, match=r"PerOutput\(\), AllOutputs\(\)"):
         dvi.LastLayerGuide(model, "net.2", covariance="dense")

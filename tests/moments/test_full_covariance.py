@@ -193,7 +193,7 @@ def test_heads_on_the_same_units_have_a_covariance():
     torch.testing.assert_close(covariance_between(first, second)[:, 0], covariance_of(together)[:, 0, 1])
     torch.testing.assert_close(covariance_of(first, second), covariance_of(together))
     other = propagated(X, layers(3, 6, 5, 1, seed=7))
-    with pytest.raises(UnsupportedError, match="come from different hidden layers"):
+    with pytest.raises(UnsupportedError, match="come from different layers"):
         covariance_of(first, other)
 
 

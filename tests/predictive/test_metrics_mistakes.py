@@ -20,7 +20,7 @@ MISTAKES = [
         "1 of the 4 values of probabilities are NaN",
     ),
     (lambda: metrics.accuracy(P, [0, 2]), DataError, "from 0 to 1.*0 to 2"),
-    (lambda: metrics.accuracy(P, [0, -1]), DataError, "found values from -1"),
+    (lambda: metrics.accuracy(P, [0, -1]), DataError, "found -1 to"),
     (lambda: metrics.accuracy(P, [0.5, 1]), DataError, "whole numbers"),
     (lambda: metrics.accuracy(P, [0]), DataError, r"labels of shape \(2,\), not \(1,\)"),
     (lambda: metrics.accuracy(P, [[1, 0], [0, 1]]), DataError, r"one-hot.*argmax"),

@@ -134,12 +134,12 @@ MISTAKES = {
     "batches of text": (
         lambda: predict(model, guide, ["x"]),
         DataError,
-        "batches are of type str, but must be tensors",
+        "batches are of type str, not tensors",
     ),
     "unknown entry": (
         lambda: predict(model, guide, {"images": X}),
         DataError,
-        r"\['images'\] that are not among the model's arguments",
+        r"\['images'\] beyond the model's arguments",
     ),
     "no examples": (lambda: predict(model, guide, X[:0]), DataError, "no examples"),
     "empty loader": (lambda: predict(model, guide, []), DataError, "no examples"),
@@ -173,7 +173,7 @@ MISTAKES = {
     "mixture not kept": (
         lambda: predict(pairs_of_labels, guide, X, Samples(3)).log_likelihood(torch.zeros(10, 2)),
         UnsupportedError,
-        r"its 3 distributions \(Bernoulli\).*For scores, pass \(x, y\) to predict",
+        r"its 3 distributions \(Bernoulli\).*from \(x, y\)",
     ),
     "entropy of a mixture": (
         lambda: predict(model, guide, X, Samples(3)).entropy,

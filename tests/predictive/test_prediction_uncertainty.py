@@ -237,7 +237,7 @@ REFUSED = {
     "parts where there are none": (
         lambda: predict(of_kind(lambda f, w: dist.StudentT(4.0, f, 1.0)), guide, X, Moments()).epistemic,
         UnsupportedError,
-        r"Moments\(\) does not separate the uncertainty of site \'obs\'.*Samples\(n\)",
+        r"Moments\(\) cannot separate noise and posterior of 'obs'.*Samples\(n\)",
     ),
     "CRPS of a Gamma": (
         lambda: predict(of_kind(KINDS["Gamma"]), guide, X, AtMean()).crps(X.abs()),

@@ -385,7 +385,7 @@ def test_models_that_torch_operators_do_not_tell(function, match):
 
 def test_noise_of_the_model_and_draws():
     pyro.set_rng_seed(0)
-    refused(with_mean(by_noise), torch.randn(N, 3), torch.randn(N), Samples(3), "draws random numbers")
+    refused(with_mean(by_noise), torch.randn(N, 3), torch.randn(N), Samples(3), "the model is random")
 
 
 def test_propagation_that_looks_at_values():

@@ -108,7 +108,7 @@ def test_a_file_without_rows_of_data_needs_an_example_for_guides_of_pyro(tmp_pat
     save(tmp_path / "x.pt", svi)
     fresh_start()
     with pytest.raises(
-        CheckpointError, match="has no parameters before its first call, pass one batch.* example="
+        CheckpointError, match="without parameters before its first call, pass one batch.* example="
     ):
         load(tmp_path / "x.pt", svi_of("AutoNormal + Trace_ELBO"))
 

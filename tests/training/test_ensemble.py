@@ -170,7 +170,7 @@ def test_trainings_that_all_start_the_same():
         pyro.set_rng_seed(0)
         return train()
 
-    with pytest.warns(DviWarning, match="members 0 and 1 of the ensemble have the same parameters"):
+    with pytest.warns(DviWarning, match="members 0 and 1 have the same parameters"):
         train_ensemble(seeded, 2, progress=False)
 
 

@@ -72,38 +72,25 @@ class GivenSamples(FromDraws):
             if not broadcasts_to(tuple(values.shape[1:]), shape):
                 raise ArgumentError(
                     f"a draw of site {name!r} has the shape {tuple(values.shape[1:])}, but its value in the model has "
-                    f"the shape {shape}. Pass draws as [num_samples, ...], with several chains concatenated "
-                    "(MCMC.get_samples() without group_by_chain). If the site has one value per example, pass the "
-                    "training data in one batch"
+                    f"the shape {shape}. Pass draws as [num_samples, ...], chains concatenated (MCMC.get_samples() "
+                    "without group_by_chain), and data for a site with one value per example in one batch"
                 )
             self.samples[name] = values
 
 
 def chosen_sites(
-    latents: Mapping[str, Tensor], nodes: Mapping[str, Any], sites: str | Sequence[str] | None, max_size: int
+    latents: Mapping[str, Tensor], sites: str | Sequence[str] | None, max_size: int
 ) -> list[str]:
-    """Return the latent and deterministic sites with the given names; without names, the latent sites of small size.
-
-    Raises:
-        ArgumentError: if neither the guide nor the model has a site with one of the names.
-    """
+    """Return the given names of latent and deterministic sites; without names, the latent sites of small size."""
     if sites is None:
         left_out = {name: value.numel() for name, value in latents.items() if value.numel() > max_size}
         if left_out:
             warn(
-                f"the exported posterior omits sites with more than {max_size:,} values: "
-                f"{', '.join(f'{name!r} ({size:,})' for name, size in left_out.items())}. Name the sites to export, as "
-                "in sites=['...'], or raise max_site_size."
+                f"the exported posterior omits sites with more than {max_size:,} values (name them in sites=[...]): "
+                f"{', '.join(f'{name!r} ({size:,})' for name, size in left_out.items())}"
             )
         return [name for name in latents if name not in left_out]
-    known = [*latents, *(name for name, node in nodes.items() if is_deterministic(node))]
-    kept = [sites] if isinstance(sites, str) else list(sites)
-    for name in kept:
-        if name not in known:
-            raise ArgumentError(
-                f"there is no site {name!r} to export; the sites of the guide and the model are {known[:20]}"
-            )
-    return kept
+    return [sites] if isinstance(sites, str) else list(sites)
 
 
 def add_latents(

@@ -127,8 +127,9 @@ def to_arviz(
         names of omitted sites and inputs. ArviZ adds the time and its version to each group.
 
     Raises:
-        ArgumentError: if a site is unknown, if there are no draws, if ``num_samples`` and ``method`` disagree, if given
-            draws have wrong shapes, or if several arguments may be the observation.
+        KeyError: if a site is unknown.
+        ArgumentError: if there are no draws, if ``num_samples`` and ``method`` disagree, if given draws have wrong
+            shapes, or if several arguments may be the observation.
         DataError: if the data are invalid, as in :func:`~pyro_dvi.predict`, or if there are several batches and the
             posterior depends on the inputs.
         GuideError: if the guide was never run, or has no mean.
@@ -178,7 +179,7 @@ def to_arviz(
             given.fit_to(model, first)
         latents = example_latents(guide, first.inputs)
         nodes = observed_run(model, first, latents)
-        kept = chosen_sites(latents, nodes, sites, max_site_size)
+        kept = chosen_sites(latents, sites, max_site_size)
         responses = choose_responses(site, nodes, latents)
         tuned = predicted_model(guide, model)
 
@@ -266,8 +267,7 @@ def _predict(
         if changed:
             raise DataError(
                 f"the posterior of sites {changed} depends on the inputs, so it differs between batches. Pass all data "
-                "in one batch (a tuple, with batch_size at least the number of examples), or pass sites=[] to export "
-                "only predictions"
+                "in one batch (a tuple, with a large batch_size), or sites=[] to export only predictions"
             )
         inputs.append(batch.inputs)
     for group, sites in predicted.items():
@@ -295,8 +295,7 @@ def _rule_and_count(
     count = num_samples or (components if several else 500 // components * components)
     if count % components or (of_weights and count != components):
         raise ArgumentError(
-            f"num_samples={num_samples} and method={rule} disagree: the method predicts with {components} "
-            f"distributions, each of which contributes {'one draw' if of_weights else 'the same number of draws'}. "
-            "Omit num_samples"
+            f"num_samples={num_samples} does not suit method={rule}, which takes from {components} distributions "
+            f"{'one draw' if of_weights else 'the same number of draws'} each: omit num_samples"
         )
     return rule, count

@@ -95,9 +95,7 @@ def compare_held_out(predictions: Mapping[str, Prediction], y: Any = None) -> "p
 def _scores(predictions: Mapping[str, Prediction], y: Any) -> dict[str, Tensor]:
     """Return the log predictive density of every example, by name."""
     if not predictions or not all(isinstance(own, Prediction) for own in predictions.values()):
-        raise ArgumentError(
-            f"predictions must map names to results of predict, not {reprlib.repr(predictions)}"
-        )
+        raise ArgumentError(f"predictions must map names to predictions, not {reprlib.repr(predictions)}")
     found: dict[str, Tensor] = {}
     first_name, first = next(iter(predictions.items()))
     for name, own in predictions.items():

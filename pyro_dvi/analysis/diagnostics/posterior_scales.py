@@ -262,9 +262,8 @@ def _gaussians(guide: Any) -> Iterator[tuple[str, Tensor, Tensor, Tensor | None,
     elif not isinstance(guide, AutoDelta):
         raise GuideError(
             f"{getattr(guide, '__name__', type(guide).__name__)} is not known to be Gaussian. Scales can be read from "
-            "guides of this library, AutoNormal, AutoDiagonalNormal, AutoMultivariateNormal, "
-            "AutoLowRankMultivariateNormal, and the result of AutoLaplaceApproximation.laplace_approximation(*args). "
-            "For an ensemble, pass guide.members[k].guide"
+            "guides of this library, Pyro's Gaussian autoguides, the result of AutoLaplaceApproximation."
+            "laplace_approximation(*args), and members of an ensemble, guide.members[k].guide"
         )
 
 

@@ -46,14 +46,14 @@ def compare(
 
     Raises:
         ArgumentError: if the numbers of axes and metrics differ.
-        DataError: if there are no results, or a metric of a method is missing or not finite.
+        DataError: if there are no results, or a metric of a method is not finite.
 
     Example:
         >>> axes = compare({"MAP": {"nll": 0.5, "nll_standard_error": 0.1}, "VL": {"nll": 0.3}})
         >>> [ax.get_title("left") for ax in axes]
         ['nll (lower is better)']
     """
-    runs = {name: _runs(name, given) for name, given in results.items()}
+    runs = {name: _runs(given) for name, given in results.items()}
     every = [row for rows in runs.values() for row in rows]
     if metrics is None and every:
         metrics = [m for m in every[0] if not m.endswith(ERROR) and all(m in row for row in every)]
@@ -145,25 +145,17 @@ def _panel(ax: Axes, metric: str, scores: Mapping[str, tuple[np.ndarray, float]]
     ax.set_ylim(len(values) - 0.5, -0.5)
 
 
-def _runs(name: str, given: Any) -> list[Mapping[str, Any]]:
+def _runs(given: Any) -> list[Mapping[str, Any]]:
     """Return the metrics of each run of a method."""
     if isinstance(given, (list, tuple)):
-        return [row for part in given for row in _runs(name, part)]
+        return [row for part in given for row in _runs(part)]
     if isinstance(given, Mapping):
         return [given]
-    if callable(getattr(given, "metrics", None)):
-        return [given.metrics()]
-    raise DataError(
-        f"the results of {name!r} must be a Prediction, a mapping of metrics, or a sequence of these, not {given!r}"
-    )
+    return [given.metrics()]
 
 
 def _score(name: str, rows: list[Mapping[str, Any]], metric: str) -> tuple[np.ndarray, float]:
     """Return the values of a metric in all runs, and the standard error of their mean (NaN if unknown)."""
-    if not rows or any(metric not in row for row in rows):
-        raise DataError(
-            f"method {name!r} has no metric {metric!r} in some run: {[list(row) for row in rows]}"
-        )
     values = column([float(row[metric]) for row in rows], f"{metric} of {name!r}")
     if len(values) > 1:
         return values, float(values.std(ddof=1) / np.sqrt(len(values)))

@@ -115,8 +115,7 @@ def _of_classes(prediction: Any, labels: Any, name: str = "") -> tuple[Any, Any]
     observed = prediction.observed if labels is None and is_prediction else labels
     if observed is None:
         raise DataError(
-            f"the predictions{name and f' of {name!r}'} have no labels: pass labels, or predict from data that "
-            "contain them"
+            f"the predictions{name and f' of {name!r}'} have no labels: pass labels, or predict from (x, labels)"
         )
     if not is_prediction:
         return prediction, observed
@@ -257,9 +256,8 @@ def rejection_curve(
         rejected, errors, color = curve.rejected.numpy(), curve.error.numpy(), f"C{k}"
         line: dict[str, Any] = {"color": color, "linestyle": LINES[k % len(LINES)], "zorder": 3}
         ax.plot(rejected, errors, label=f"{name}: {area}" if name else area, **line)
-        oracle = np.clip(errors[0] - rejected, 0, None) / np.maximum(
-            1 - rejected, 1e-12
-        )  # the error is zero at the last point
+        # The error is zero at the last point.
+        oracle = np.clip(errors[0] - rejected, 0, None) / np.maximum(1 - rejected, 1e-12)
         ax.fill_between(rejected, oracle, color=color, alpha=0.12, linewidth=0)
         ax.axhline(errors[0], color=color, linewidth=0.6, alpha=0.7, zorder=1)
         highest = max(highest, errors.max())

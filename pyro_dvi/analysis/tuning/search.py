@@ -42,9 +42,8 @@ def as_proposed(done: Trainings, sampler: Any, max_trainings: int) -> None:
         return float(done.scores[key].mean()) if key in done.scores else math.nan
 
     before = optuna.logging.get_verbosity()
-    optuna.logging.set_verbosity(
-        max(before, optuna.logging.WARNING)
-    )  # the progress bar and the table report training runs
+    # The progress bar and the table report training runs.
+    optuna.logging.set_verbosity(max(before, optuna.logging.WARNING))
     try:
         study = optuna.create_study(sampler=sampler)
         for key in filter(done.is_listed, done.recorded):

@@ -216,9 +216,7 @@ def tune(
 def _lists(space: Any) -> dict[str, list[Any]]:
     """Return the values of each setting: numbers in ascending order, other values in the given order."""
     if not isinstance(space, Mapping) or not space:
-        raise ArgumentError(
-            f'space must map settings to their values, as {{"lr": (0.01, 0.1)}}, not {space!r}'
-        )
+        raise ArgumentError(f'space must map settings to values, as {{"lr": (0.01, 0.1)}}, not {space!r}')
     lists: dict[str, list[Any]] = {}
     for name, values in space.items():
         own = [] if isinstance(values, str) else list(dict.fromkeys(values))
@@ -226,8 +224,7 @@ def _lists(space: Any) -> dict[str, list[Any]]:
         if not own or not all(fine) or name in _SCORES:
             raise ArgumentError(
                 f"setting {name!r} with values {values!r} cannot be tuned. Values must be a list of finite numbers, "
-                f"strings, booleans or None, and the names {_SCORES} are reserved. Represent other objects by strings, "
-                "and look them up inside train"
+                f"strings (for other objects), booleans or None, and the names {_SCORES} are reserved"
             )
         kind = int if all(isinstance(value, Integral) for value in own) else float
         lists[name] = sorted(map(kind, own)) if are_numbers(own) else own

@@ -152,9 +152,8 @@ class Trainings:
         if abs(first) > abs(second) and (even or min(ordered[:3]) <= 0):  # for example 0, 0.1, 0.2
             following = 2 * first - second
         elif min(ordered[:3]) > 0:
-            step = (
-                first / second if not rest else second / rest[0]
-            )  # two steps of 0.03, 0.1, 0.3 are a factor of ten
+            # Two steps of 0.03, 0.1, 0.3 are a factor of ten.
+            step = first / second if not rest else second / rest[0]
             following = first * step
         else:
             return None  # an end at zero is intended

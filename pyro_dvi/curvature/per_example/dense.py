@@ -156,8 +156,7 @@ def _embedding(
 ) -> Contribution | None:
     if sparse:
         raise UnsupportedError(
-            "latent embeddings do not support sparse gradients, because the prior changes every entry in every step: "
-            "use sparse=False"
+            "latent embeddings have no sparse gradients, because the prior changes every entry: use sparse=False"
         )
     if wanted != "weight" or input.dim() < 1 or max_norm is not None or scale_grad_by_freq:
         return None

@@ -246,9 +246,8 @@ class Proofs:
     def _verdicts_on(self, model: Any) -> "dict[Any, _Verdict]":
         owner = getattr(model, "__self__", model)  # a bound method is a new object at every access
         reference, verdicts = self._models.get(id(owner), (None, {}))
-        if (
-            reference is None or reference() is not owner
-        ):  # a new model, or one with the id of a deleted model
+        # A new model, or one with the id of a deleted model.
+        if reference is None or reference() is not owner:
             verdicts = {}
             self._models = {n: entry for n, entry in self._models.items() if entry[0]() is not None}
             self._models[id(owner)] = (weakref.ref(owner), verdicts)
@@ -288,8 +287,7 @@ class _Verdict:
         if news and not first:
             raise ModelError(
                 f"examples of observed site {site!r} depend on rows of other examples, unlike in an earlier step, so "
-                "squared gradients since then are wrong: if the model mixes examples in some steps, train it with "
-                "IVON; if you changed the model, use a new objective"
+                "squared gradients since then are wrong: train with IVON or, after changing the model, a new objective"
             )
 
 

@@ -177,15 +177,13 @@ class Energy:
         kind = type(site.fn).__name__
         if self.passes.reordered:
             raise DataError(
-                f"labels are drawn for each row of site {site.name!r} ({kind}), so the order of rows must not change "
-                "between passes: pass list(loader)"
+                f"labels of site {site.name!r} ({kind}) are drawn by row, so rows need a fixed order: pass list(loader)"
             )
         if site.name not in self.known:
             self.known.add(site.name)
             warn(
                 f"the Fisher information of {kind} at observed site {site.name!r} has no closed form here, so it is "
-                f"estimated from {_LABELS} drawn labels per observation. To avoid this, use Hessian() or add an "
-                "information_rule"
+                f"estimated from {_LABELS} drawn labels per observation: use Hessian(), or add an information_rule"
             )
         with forked(*accelerators()):
             seeder()(crc32(f"0/{batch}/{site.name}".encode()))
@@ -224,8 +222,7 @@ class LocalEnergy:
         self.energy.count(1)
         if not bool(torch.isfinite(total)):
             raise NonFiniteError(
-                f"U, the negative log joint density, is {total.item()}: check that noise scales are positive, or train "
-                "with a lower learning rate"
+                f"U, the negative log joint density, is {total.item()}: check noise scales and learning rate"
             )
         return total.to(self.point.dtype), gradient
 

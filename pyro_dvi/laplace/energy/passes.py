@@ -146,6 +146,5 @@ class Rows:
             if len(seen) > 1 and all(abs(size * scale - rows) <= 1e-5 * rows for size, scale in seen):
                 warn(
                     f"observed site {name!r} has scale {seen[0][1]:.6g} in a batch of {seen[0][0]} of {rows} "
-                    f"observations, so all data count {len(seen)} times: to compensate for the batch size, use "
-                    "pyro.plate('data', size=num_data, subsample_size=len(x))"
+                    f"observations, so all data count {len(seen)} times: use pyro.plate(name, size, subsample_size)"
                 )

@@ -120,18 +120,15 @@ def prior_diagonal(local: LocalEnergy, method: str, *, independent: bool = False
     ones = layout.named(torch.ones_like(diagonal))
     for name in layout.names:
         here = layout.flatten([v * (site == name) for site, v in ones.items()])
-        mine, probed = local.prior_hessian(
-            torch.stack([here, here * probe])
-        )  # all elements of the probe differ
+        # All elements of the probe differ.
+        mine, probed = local.prior_hessian(torch.stack([here, here * probe]))
         diagonal += mine * here
         wrong = (probed - mine * here * probe).abs() > 1e3 * torch.finfo(mine.dtype).eps * mine.abs().max()
         coupled = [site for site, places in layout.named(wrong).items() if bool(places.any())]
         if name in coupled or (independent and coupled):
             sites = " and ".join(sorted({repr(name), repr(coupled[0])}))
             what = f"{method} needs independent latents, but the prior of {sites} couples them"
-            raise UnsupportedError(
-                f"{what}: use Dense(), ConjugateGradient(), or a subset without such priors"
-            )
+            raise UnsupportedError(f"{what}: use Dense(), ConjugateGradient(), or another subset")
     return diagonal
 
 

@@ -73,9 +73,7 @@ class PriorPrecision(Scale):
         scalable = [name for name in varying if scale_name(nodes[name]["fn"]) is not None]
         chosen = scalable if self.names is None else [n for n in varying if fnmatchcase(n, self.names)]
         if not chosen:
-            raise ArgumentError(
-                f"{self} matches no site whose prior has a scale: the sites of the fit are {varying}"
-            )
+            raise ArgumentError(f"{self} matches no prior with a scale; the sites of the fit are {varying}")
         return chosen
 
 

@@ -80,9 +80,7 @@ def solutions(method: "ConjugateGradient | PosteriorSamples", local: LocalEnergy
     if not solution.converged:
         worst = float(solution.residuals.max())
         reached = f"the residual {worst:.2g}, not {tolerance:.2g}, after {solution.iterations} iterations"
-        raise NotConvergedError(
-            f"{reached} with {matrix!r}: increase tolerance or max_iterations, or use float64"
-        )
+        raise NotConvergedError(f"{reached} with {matrix!r}: increase tolerance, max_iterations or dtype")
     return solution.x * half
 
 

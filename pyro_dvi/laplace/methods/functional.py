@@ -87,8 +87,7 @@ class Functional(Method):
             size += examples.outputs.numel()
             if size > self.max_size:
                 raise ArgumentError(
-                    f"Functional() has more than {self.max_size} rows: use Dense(), PosteriorSamples(), or a larger "
-                    "max_size"
+                    f"Functional() has more than {self.max_size} rows: use Dense() or a larger max_size"
                 )
             data.append(_Rows(examples, slice(0, len(examples.outputs))))
         if not data:

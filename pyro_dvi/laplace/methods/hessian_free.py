@@ -157,8 +157,7 @@ class HessianFree(Method):
                 return found
         tried = f"with steps of {self.step:g} to {4 * step:g} posterior standard deviations"
         raise NotConvergedError(
-            f"{len(pending)} tilted minima were not found {tried}: run guide.polish(batches), or use a smaller step or "
-            "float64"
+            f"{len(pending)} tilted minima were not found {tried}: run guide.polish(batches), or use a smaller step"
         )
 
     def minima(

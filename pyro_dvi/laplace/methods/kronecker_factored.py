@@ -194,8 +194,7 @@ class KroneckerFactored(Method):
         if local.energy.layout.chosen:
             masked = ", ".join(local.energy.layout.chosen)
             raise UnsupportedError(
-                f"KroneckerFactored() does not support masks, here of {masked}: pass whole sites, or use Dense() or "
-                "Diagonal()"
+                f"KroneckerFactored() does not support masks, here of {masked}: use whole sites, Dense() or Diagonal()"
             )
         prior = independent_prior_precision(local, "KroneckerFactored()")
         factors: KroneckerFactors | None = None
@@ -203,8 +202,7 @@ class KroneckerFactored(Method):
         for examples in local.examples():
             if examples.recorder is previous:
                 raise UnsupportedError(
-                    "KroneckerFactored() needs the same number of rows in all observed sites: use Dense() or "
-                    "Diagonal()"
+                    "KroneckerFactored() needs equally many rows in all observed sites: use Dense() or Diagonal()"
                 )
             previous = examples.recorder
             factors = KroneckerFactors(examples) if factors is None else factors

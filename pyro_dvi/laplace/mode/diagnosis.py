@@ -24,7 +24,7 @@ from pyro_dvi.laplace.energy.precision import GGN, Hessian, PrecisionMatrix
 from pyro_dvi.laplace.fitted import KnownMinimum, same_value
 from pyro_dvi.laplace.methods.method import LaplacePosterior, Method
 from pyro_dvi.linalg.lanczos import Eigenpair, smallest_eigenpair
-from pyro_dvi.linalg.operator import conjugate_gradients, gaussian_rows
+from pyro_dvi.linalg.operator import conjugate_gradients
 
 
 @dataclass(frozen=True)
@@ -197,58 +197,6 @@ def kinks(energy: Energy) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
-@undisturbed()
-def scale_free(energy: Energy) -> tuple[str, ...]:
-    r"""Return sites whose common scale does not change the outputs, and whose priors pull this scale to zero.
-
-    Weights before a normalisation are such sites. If the sites are scaled by powers of t, as in
-    :math:`U(t^{c_1} u_1, t^{c_2} u_2, \dots)` with :math:`c \ge 0`, U decreases as t decreases, as long as the outputs
-    do not change. To first order, the outputs change in proportion to :math:`\sum_s c_s J_s u_s`.
-
-    Status: an estimate from the first batch, at the mode. Random combinations of outputs are examined, and relative
-    changes below 0.005 count as none, because normalisations add a small constant to the variance.
-
-    Example:
-        >>> import pyro_dvi as dvi
-        >>> net = torch.nn.Sequential(
-        ...     torch.nn.Linear(1, 9), torch.nn.LayerNorm(9), torch.nn.Tanh(), torch.nn.Linear(9, 1)
-        ... )
-        >>> guide = dvi.LaplaceGuide(
-        ...     dvi.regressor(dvi.to_bayesian_(net), num_data=9, noise_scale=0.1)
-        ... )
-        >>> batches = [(torch.linspace(-1, 1, 9)[:, None], torch.zeros(9, 1))]
-        >>> scale_free(guide.energy(batches))
-        ('net.0.weight', 'net.0.bias')
-    """
-    graph, names = energy.at(energy.start).first, energy.layout.names
-    count = len(names) + 10
-    if graph.run.factors or count * energy.layout.size > 2**27:
-        return ()
-    try:
-        jacobian, weights = graph.information
-    except (ModelError, UnsupportedError):  # labels cannot be drawn
-        return ()
-    sites = graph.layout.split(energy.start)
-    outputs = gaussian_rows(count, len(weights), weights) * weights.sqrt()
-    parts = [
-        (g * u).reshape(len(g), -1).double() for g, u in zip(jacobian.transposed(outputs), sites, strict=True)
-    ]
-    pulls = -torch.stack([(g.detach() * u).sum() for g, u in zip(graph.prior_gradients, sites, strict=True)])
-    sizes = torch.stack([part.norm() for part in parts])
-    used = (sizes > 1e-6 * sizes.max()).nonzero()[:, 0]
-    changes = torch.stack([part.sum(1) for part in parts], 1) / sizes
-    _, change, directions = torch.linalg.svd(changes[:, used], full_matrices=False)
-    free = directions[change < 5e-3]
-    exponents = (pulls.double() / sizes)[used] @ free.mT @ free / sizes[used]
-    largest = max(map(abs, exponents.tolist()), default=0.0)
-    if (
-        not 0 < 0.1 * largest < float(exponents @ pulls[used].double())
-        or float(exponents.min()) < -0.1 * largest
-    ):
-        return ()
-    return tuple(names[k] for k in used[exponents > 0.1 * largest].tolist())
-
-
 def without_kinks(found: tuple[str, ...]) -> str:
     """Return a phrase that explains how to avoid the kinks."""
     of_networks = "smooth_activations_(net) before training"
@@ -273,8 +221,10 @@ def sound(energy: Energy) -> Diagnosis:
     value, gradient = local.value_and_gradient
     if "repeats itself" not in energy.known:
         batch = energy.passes.first()
-        first, second = (energy.graph(*energy.run(batch, energy.start)).energy.item() for _ in range(2))
-        if not same_value(first, second, gradient.dtype):
+        again = energy.graph(*energy.run(batch, energy.start))
+        # The first batch of a shuffled loader differs from pass to pass.
+        first = energy.graph(*energy.run(batch, energy.start)) if energy.passes.reordered else local.first
+        if not same_value(first.energy.item(), again.energy.item(), gradient.dtype):
             raise ModelError(
                 "The model is random: in evaluation mode, two runs at the same latents differ, so there is no minimum. "
                 "Remove calls such as dropout(x, training=True) or torch.rand from the model."

@@ -34,7 +34,7 @@ from pyro_dvi.laplace.methods.kronecker_factored import (
     likelihood_diagonal,
 )
 from pyro_dvi.laplace.methods.method import RootPosterior
-from pyro_dvi.laplace.mode.diagnosis import kinks, scale_free, smallest_in_prior_units, without_kinks
+from pyro_dvi.laplace.mode.diagnosis import kinks, smallest_in_prior_units, without_kinks
 from pyro_dvi.linalg.minimise import Descent, InMetric, Minimum, descend, minimise_newton
 from pyro_dvi.linalg.operator import conjugate_gradients
 
@@ -265,9 +265,6 @@ class Search:
             value = smallest_in_prior_units(local, _KRYLOV_STEPS, 0.1).value
             positive = lowest.value > lowest.resolution and value > 0
             converged = positive and found.newton_decrement <= max(GOOD_ENOUGH, tolerance)
-        if not converged and (names := scale_free(self.energy)):
-            same = f"the scale of {', '.join(names)} hardly changes the outputs, as before a normalisation"
-            spent = f"{same}, and the priors pull it to zero, where a minimum may not exist"
         return self.ended(
             newton_decrement=found.newton_decrement,
             curvature="Hessian",
@@ -371,8 +368,7 @@ def polish(
         )
     elif not found.converged:
         ways = {
-            "normalisation": "GGN(), which does not require a minimum, or a subset without one of these sites",
-            "gradients": "longer training, a larger max_gradients or a narrower prior",
+            "gradients": "longer training, more max_gradients, a narrower prior or, after normalisation layers, GGN()",
             "": "float64, or a prior that constrains every direction",
         }
         way = next(way for word, way in ways.items() if word in found.reason)

@@ -136,8 +136,7 @@ class _Arguments:
                 yield self._in_order((batch,) if torch.is_tensor(batch) else batch)
         else:
             raise DataError(
-                f"the data are of type {type(data).__name__}: pass a tensor (torch.as_tensor converts arrays), a tuple "
-                "of the model's arguments, or a loader"
+                f"the data are of type {type(data).__name__}: pass a tensor (torch.as_tensor), a tuple, or a loader"
             )
 
     def observations(
@@ -164,8 +163,7 @@ class _Arguments:
         if by_name := [n for n, v in zip(self.by_name, inputs[self.count :], strict=False) if v is not None]:
             raise DataError(
                 f"the arguments {by_name} of the model are keyword-only, but predictions pass inputs by position. Move "
-                f"the * in the signature behind these arguments; if {by_name[0]!r} is the observation, pass "
-                f"observed={by_name[0]!r}"
+                f"the * in the signature behind these arguments; for an observation, pass observed={by_name[0]!r}"
             )
         while inputs and inputs[-1] is None:  # left to the model's default; see with_missing
             inputs = inputs[:-1]
@@ -183,19 +181,13 @@ class _Arguments:
     def _in_order(self, batch: Any) -> tuple[Any, ...]:
         if isinstance(batch, (tuple, list)):
             if len(batch) > len(self.names) and not self._any_number:
-                raise DataError(
-                    f"the data have {len(batch)} entries, but the model has the arguments {self.names}"
-                )
+                raise DataError(f"the data have {len(batch)} entries for the arguments {self.names}")
             return tuple(batch)
         if not isinstance(batch, Mapping):
-            raise DataError(
-                f"batches are of type {type(batch).__name__}, but must be tensors, tuples or mappings"
-            )
+            raise DataError(f"batches are of type {type(batch).__name__}, not tensors, tuples or mappings")
         batch = self._own_names(batch)
         if unknown := [name for name in batch if name not in self.names]:
-            raise DataError(
-                f"a batch has entries {unknown} that are not among the model's arguments {self.names}"
-            )
+            raise DataError(f"a batch has entries {unknown} beyond the model's arguments {self.names}")
         last = max((i for i, name in enumerate(self.names) if name in batch), default=-1)
         return tuple(batch.get(name) for name in self.names[: last + 1])
 
@@ -213,14 +205,11 @@ def _holds_batches(data: Any) -> bool:
 
 def _check(what: str, value: Any, *, is_tensor: bool = False) -> None:
     if isinstance(value, np.ndarray) or (is_tensor and not isinstance(value, Tensor)):
-        raise DataError(
-            f"{what} is of type {type(value).__name__}: convert it to a tensor with torch.as_tensor"
-        )
+        raise DataError(f"{what} is of type {type(value).__name__}: convert it with torch.as_tensor")
     for tensor in tensors_in(value):
         if tensor.is_floating_point() and tensor.isnan().any():
             raise DataError(
-                f"{what} (shape {tuple(tensor.shape)}) contains {int(tensor.isnan().sum())} NaN: drop or fill those "
-                "rows"
+                f"{what} (shape {tuple(tensor.shape)}) contains {int(tensor.isnan().sum())} NaN: drop these rows"
             )
 
 

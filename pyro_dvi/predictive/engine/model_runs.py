@@ -115,8 +115,7 @@ def sites_at(
             return stop.found
         missing = [name for name in names if name not in stop.found]
         raise ModelError(
-            f"sites {missing} were not reached when the model ran with other latent values: the sites of the model "
-            "must not depend on these values"
+            f"sites {missing} were not reached with other latent values, on which a model's sites must not depend"
         )
 
     return run

@@ -139,9 +139,8 @@ def posterior_gaussians(guide: Any, inputs: tuple[Any, ...]) -> tuple[dict[str, 
     factorised = getattr(guide, "factorised", guide)
     if factorised is None:
         raise GuideError(
-            f"the posterior of this {type(guide).__name__} is not a factorised Gaussian: predict with Samples(30). For "
-            "a LaplaceGuide, predict with Linearised(), or fit Diagonal(). For an ensemble, pass "
-            "guide.members[k].guide, within guide.members[k].in_store()"
+            f"the posterior of this {type(guide).__name__} is not a factorised Gaussian: predict with Samples(30), a "
+            "LaplaceGuide with Linearised() or after fitting Diagonal(), an ensemble by its guide.members[k].guide"
         )
     with torch.enable_grad(), AllRows():
         means = Call(factorised, factorised, _arguments(guide, inputs)).run_guide(PosteriorMeans())
@@ -160,9 +159,8 @@ def seeded_draws(guide: Any, inputs: tuple[Any, ...], count: int) -> Iterator[di
         yield from map(_latents, traced_draws(guide, inputs, count))
         return
     check_is_set_up(guide)
-    posterior = (
-        guide.get_posterior()
-    )  # draws site by site, as the guide does, and hence with the same random numbers
+    # Draws site by site, as the guide does, and hence with the same random numbers.
+    posterior = guide.get_posterior()
     for _ in reseeded(count):
         yield {name: fn().detach() for name, fn in posterior.items()}
 

@@ -106,9 +106,8 @@ MAX_CHUNK = 64  # draws that share one run
 # Elements of the largest tensor of a vectorised run: 16 MiB of float32, which fit into caches.
 CHUNK_OUTPUT = 2**22
 CHUNK_LATENTS = 2**24  # elements of the draws of a chunk
-POSSIBLE = (
-    "possible"  # an entry of the statistics: True if the parameters of the distribution are in their domains
-)
+# An entry of the statistics: True if the parameters of the distribution are in their domains.
+POSSIBLE = "possible"
 
 
 class ManyDraws:

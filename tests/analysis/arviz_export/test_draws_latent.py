@@ -261,7 +261,7 @@ MISTAKES = {
     "a number of draws": (
         lambda: to_arviz(model, {"weight": DRAWS}, (X, Y), 4),
         ArgumentError,
-        r"num_samples=4 and method=GivenSamples\(5\) disagree",
+        r"num_samples=4 does not suit method=GivenSamples\(5\)",
     ),
 }
 

@@ -9,7 +9,6 @@ import torch
 from pyro.infer.autoguide import AutoDelta, AutoNormal
 
 import pyro_dvi as dvi
-from pyro_dvi.errors import UnsupportedError
 
 X = torch.linspace(0.5, 1, 6)
 
@@ -67,7 +66,7 @@ def test_drawn_members():
 def test_numbers_of_draws():
     model, guide = ensemble(num_members=3)
     assert dvi.to_arviz(model, guide, X)["posterior"]["slope"].shape == (1, 498)
-    with pytest.raises(dvi.errors.ArgumentError, match="num_samples=100 .* with 3 distributions.*Omit"):
+    with pytest.raises(dvi.errors.ArgumentError, match="num_samples=100 .* from 3 distributions.*omit"):
         dvi.to_arviz(model, guide, X, 100)
 
 
@@ -86,7 +85,7 @@ def test_members_of_other_latents():
             return pyro.sample("obs", dist.Normal(slope * x, 0.01), obs=y)
 
     mixed = dvi.training.EnsembleGuide([*ensemble()[1].members[:1], *ensemble(of=other)[1].members[1:2]])
-    with pytest.raises(UnsupportedError, match=r"\['other'\].*\['slope'\].*sites=\[\]"):
+    with pytest.raises(KeyError, match="slope"):
         dvi.to_arviz(mixed.model, mixed, X)
     found = dvi.to_arviz(mixed.model, mixed, X, sites=[])
     assert found["posterior_predictive"]["obs"].shape == (1, 500, 6)

@@ -375,11 +375,11 @@ def test_a_value_beyond_the_list_may_be_one_that_cannot_be():
 @pytest.mark.parametrize(
     ("space", "message"),
     [
-        ((0.1, 0.3), "space must map settings to their values"),
+        ((0.1, 0.3), "space must map settings to values"),
         ({"lr": ()}, "'lr' with values"),
         ({"lr": "adam"}, "'lr' with values"),
         ({"lr": (0.1, math.nan)}, "finite numbers"),
-        ({"act": (torch.relu,)}, "look them up inside train"),
+        ({"act": (torch.relu,)}, r"strings \(for other objects\)"),
         ({"score": (1, 2)}, "are reserved"),
         ({"lr": range(1, 14)}, "need 13 training runs, more than max_trainings=12"),
         ({"lr": range(1, 8), "width": range(1, 8)}, "need 13 training runs"),

@@ -102,7 +102,7 @@ REFUSED = {
     "three entries": (
         lambda: predict(model, guide, (X, X, torch.arange(10))),
         DataError,
-        r"3 entries, but the model has the arguments \['x', 'y'\]",
+        r"3 entries for the arguments \['x', 'y'\]",
     ),
     "three entries of a loader": (
         lambda: predict(model, guide, DataLoader(TensorDataset(X, X, X))),

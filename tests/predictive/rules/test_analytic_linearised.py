@@ -96,5 +96,5 @@ def test_a_guide_that_is_no_product_is_not_predicted_as_one():
 def test_a_rule_that_does_not_exist():
     guide = ForeignGuide()
     guide.prediction_rule = "Linear"
-    with pytest.raises(GuideError, match=r"prediction_rule of ForeignGuide is 'Linear'.*AtMean"):
+    with pytest.raises(GuideError, match=r"prediction_rule of ForeignGuide is 'Linear'.*must be a rule"):
         dvi.predict(model, guide, X)

@@ -205,7 +205,7 @@ def test_distributions_that_cannot_be_linearised(distribution):
     x = torch.zeros(3, 2, dtype=torch.float64)
     guide = guide_at(head.model, (x, torch.zeros(3).double()), {"w": head.true()})
     normal = HEADS["normal, two heads"].guide()
-    guide._fitted = replace(normal.fitted, point=replace(guide._point_mass(), model=None))
+    guide._fitted = replace(normal.fitted, point=guide._point_mass(), model=None)
     with pytest.raises(UnsupportedError, match=r"pyro.deterministic"):
         guide.predictive(x)
 

@@ -279,13 +279,13 @@ def test_rules_that_would_weigh_members_unequally():
 
 def test_rules_of_another_ensemble(regression):
     model, guide, _ = regression
-    with pytest.raises(ArgumentError, match="for 2 members, but the guide has 4"):
+    with pytest.raises(ValueError, match="shorter"):
         dvi.predict(model, guide, X, OfMembers((dvi.AtMean(),) * 2))
 
 
 def test_the_model_of_a_member(regression):
     model, guide, _ = regression
-    with pytest.raises(GuideError, match=r"use predict\(guide\.model"):
+    with pytest.raises(GuideError, match=r"predict\(guide\.model"):
         dvi.predict(guide.members[0].model, guide, X)
 
 
@@ -293,7 +293,7 @@ def test_members_that_predict_unlike_things(regression, classes):
     mixed = dvi.training.EnsembleGuide([*regression[1].members[:1], *classes[1].members[:1]])
     with pytest.raises(
         ModelError,
-        match=r"different sites.*\('obs', \(24,\)\) for the first.*\('obs', \(24, 3\)\) for another",
+        match=r"different sites.*first member .*\('obs', \(24,\)\), another \('obs', \(24, 3\)\)",
     ):
         dvi.predict(mixed.model, mixed, X)
 
@@ -323,5 +323,5 @@ def test_drawn_weights_of_a_variational_laplace_posterior():
 )
 def test_what_asks_for_one_gaussian(regression, look):
     model, guide, _ = regression
-    with pytest.raises(GuideError, match=r"For an ensemble, pass guide\.members"):
+    with pytest.raises(GuideError, match=r"ensemble.* guide\.members"):
         look(model, guide)
