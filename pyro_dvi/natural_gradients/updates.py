@@ -226,11 +226,8 @@ class VOGNOptimizer(NaturalGradientOptimizer):
             Consistent,
             AsPrinted,
         )
-        return (
-            NaturalUpdate.fixed(self)
-            if known and self.steps_done >= self.formulation.initial_batches
-            else None
-        )
+        starts = self.steps_done < self.formulation.initial_batches
+        return NaturalUpdate.fixed(self) if known and not starts else None
 
     def _rates(self, update: SiteUpdate) -> tuple[float, float, float]:
         return self.formulation.rates(update)

@@ -44,16 +44,12 @@ class Trial:
         before = {k: inputs[k].clone() for k in step.written}
         with forked(*accelerators()), torch.no_grad():
             start = time.thread_time()
-            if step.is_launched:  # writes to the inputs themselves
-                try:
-                    outcome = step.replay(inputs, kl_weight).kept()
-                    after = [inputs[k].clone() if k in before else value for k, value in enumerate(inputs)]
-                finally:
-                    for k, value in before.items():
-                        inputs[k].copy_(value)
-            else:
-                after = [before.get(k, value) for k, value in enumerate(inputs)]
-                outcome = step.replay(after, kl_weight)
+            try:
+                outcome = step.replay(inputs, kl_weight).kept()
+                after = [inputs[k].clone() if k in before else value for k, value in enumerate(inputs)]
+            finally:
+                for k, value in before.items():
+                    inputs[k].copy_(value)
             seconds = time.thread_time() - start
             return cls(outcome, after, [value._version for value in after], random_states(), seconds)
 

@@ -90,12 +90,13 @@ class AdamUpdate(FixedUpdate):
     @classmethod
     def of(cls, optimizer: Optimizer) -> Self | None:
         """Return the update; None if the optimizer is another one, or has not taken a step with all parameters."""
-        if _is_other(optimizer) or not all(group["fused"] for group in optimizer.param_groups):
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        started = all(p.grad is None or optimizer.state.get(p) for p in parameters)
+        fused = all(group["fused"] for group in optimizer.param_groups)
+        if not (fused and started and all(p.dtype is torch.float32 for p in parameters)) or _is_other(
+            optimizer
+        ):
             return None
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                if p.dtype is not torch.float32 or (p.grad is not None and not optimizer.state.get(p)):
-                    return None
         return cls(optimizer)
 
     def numbers(self) -> list[float]:
