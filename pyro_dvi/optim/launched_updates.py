@@ -65,10 +65,8 @@ class AdamUpdate(FixedUpdate):
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer, self._groups = optimizer, optimizer.param_groups
         parameters = [p for group in self._groups for p in group["params"]]
-        self._states, self._own = (
-            optimizer.state,
-            [optimizer.state[p] for p in parameters if p.grad is not None],
-        )
+        self._states = optimizer.state
+        self._own = [self._states[p] for p in parameters if p.grad is not None]
         self.tensors = list(self._present())
         self._options = options_of(self._groups)
         self.key, self.size = str(self._options), len(self._groups)
@@ -90,14 +88,11 @@ class AdamUpdate(FixedUpdate):
     @classmethod
     def of(cls, optimizer: Optimizer) -> Self | None:
         """Return the update; None if the optimizer is another one, or has not taken a step with all parameters."""
+        if _is_other(optimizer):
+            return None
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         started = all(p.grad is None or optimizer.state.get(p) for p in parameters)
-        fused = all(group["fused"] for group in optimizer.param_groups)
-        if not (fused and started and all(p.dtype is torch.float32 for p in parameters)) or _is_other(
-            optimizer
-        ):
-            return None
-        return cls(optimizer)
+        return cls(optimizer) if started and all(p.dtype is torch.float32 for p in parameters) else None
 
     def numbers(self) -> list[float]:
         return [group["lr"] for group in self._groups]
@@ -116,9 +111,13 @@ class AdamUpdate(FixedUpdate):
 
 def _is_other(optimizer: Optimizer) -> bool:
     own: Any = vars(optimizer)
-    hooks = own["_optimizer_step_pre_hooks"] or own["_optimizer_step_post_hooks"]
-    on_device = any(isinstance(group["lr"], Tensor) for group in optimizer.param_groups)
-    return type(optimizer) not in (Adam, AdamW) or bool(hooks) or on_device
+    if (
+        type(optimizer) not in (Adam, AdamW)
+        or own["_optimizer_step_pre_hooks"]
+        or own["_optimizer_step_post_hooks"]
+    ):
+        return True
+    return any(isinstance(group["lr"], Tensor) or not group["fused"] for group in optimizer.param_groups)
 
 
 def fixed_update(optimizer: Any) -> FixedUpdate | None:
