@@ -99,6 +99,10 @@ _TEXTS: dict[str, tuple[type[PyroDviError], str]] = {
         "a minibatch has more rows than the size of its plate: {}. In pyro.plate(name, size, subsample_size=len(x)), "
         "size must be the number of examples in the whole data set.",
     ),
+    "Shape mismatch inside plate": (
+        ModelError,
+        "{}: dimensions of a site that do not belong to a plate need .to_event(n)",
+    ),
     "to satisfy the constraint": (
         ParameterError,
         "{} in the model.\nMap the parameter into this range (a scale with torch.nn.functional.softplus). "
