@@ -109,9 +109,8 @@ def examined(uses: Served, values: Mapping[int, Tensor], outputs: Tensor, seed: 
     if not uses or not outputs.requires_grad:
         return Finding(set(), set(uses))
     if outputs.dim() > 1:  # unequal weights, so that log-probabilities do not cancel
-        outputs = (
-            outputs @ torch.arange(1, outputs.shape[1] + 1, device=outputs.device).to(outputs).sqrt().sin()
-        )
+        numbers = torch.arange(1, outputs.shape[1] + 1, device=outputs.device)
+        outputs = outputs @ numbers.to(outputs).sqrt().sin()
     edges = list(dict.fromkeys(use.output for calls in uses.values() for use in calls))
     c = row_weights(len(outputs), outputs, seed)
     places: list[Any] = [*edges, *(values[k] for k in uses)]
