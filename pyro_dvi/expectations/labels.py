@@ -112,13 +112,10 @@ def categorical(value: Tensor, estimator: LogitEstimator, probs: Any = None, log
     f = gaussian_logits(logits, probs)
     if f is None:
         return NotImplemented
-    return _at_class(f.loc, value) - estimator.expected_logsumexp(f)
-
-
-def _at_class(loc: Tensor, value: Tensor) -> Tensor:
-    index = value.long().unsqueeze(-1)
-    shape = torch.broadcast_shapes(loc.shape[:-1], value.shape)
-    return loc.expand(*shape, -1).gather(-1, index.expand(*shape, 1)).squeeze(-1)
+    shape = torch.broadcast_shapes(f.loc.shape[:-1], value.shape)
+    index = value.long().expand(shape).unsqueeze(-1)
+    at_class = f.loc.expand(*shape, -1).gather(-1, index).squeeze(-1)
+    return at_class - estimator.expected_logsumexp(f)
 
 
 @expectation_rule(td.OneHotCategorical, td.Multinomial, covariances=True)

@@ -47,7 +47,7 @@ _OTHERS: list[Callable] = [
 ]
 
 
-def _certain(name: str, args: tuple, kwargs: dict[str, Any]) -> None:
+def _certain(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     if any(isinstance(a, GaussianMoments) for a in (*args, *kwargs.values())):
         raise UnsupportedError(f"{name} needs deterministic indices, sizes and masks: pass x.loc")
 
