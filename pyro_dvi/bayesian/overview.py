@@ -139,9 +139,8 @@ def _traced(model: Any, *args: Any, **kwargs: Any) -> dict[str, Row]:
 def _add_posterior(rows: dict[str, Row], guide: Any) -> None:
     means = posterior_means(guide)
     # Half the width of the central 68 % interval; point estimates have none.
-    quantiles = (
-        guide.quantiles([0.15865525, 0.84134475]) if callable(getattr(guide, "quantiles", None)) else {}
-    )
+    read = getattr(guide, "quantiles", None)
+    quantiles = read([0.15865525, 0.84134475]) if callable(read) else {}
     for name, row in rows.items():
         low, high = quantiles.get(name, (math.nan, math.nan))
         # abs: a decreasing transform, such as the transform for an upper bound, swaps the quantiles

@@ -270,11 +270,8 @@ class ExampleGradients:
         rows, outputs = self.outputs.shape
         places = torch.arange(rows * outputs).reshape(rows, outputs)[part].flatten()
         seeds = F.one_hot(places, rows * outputs).to(self.outputs).reshape(-1, rows, outputs)
-        jacobian, again = (
-            LinearMap(self.outputs, [self.values[k] for k in tensors]),
-            self.recorder.differentiable,
-        )
-        found = jacobian.transposed(seeds, create_graph=again)
+        jacobian = LinearMap(self.outputs, [self.values[k] for k in tensors])
+        found = jacobian.transposed(seeds, create_graph=self.recorder.differentiable)
         return [g.reshape(-1, outputs, g[0].numel()) for g in found]
 
 

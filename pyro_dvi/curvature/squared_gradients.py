@@ -141,11 +141,8 @@ class SquaredGradients(WeightRecorder):
         if not edges or not outputs.requires_grad:
             return {k: torch.zeros_like(self.values[k]) for k in served}
         again = self.differentiable
-        deltas = iter(
-            torch.autograd.grad(
-                outputs, edges, cotangent, retain_graph=True, create_graph=again, allow_unused=True
-            )
-        )
+        options: Any = {"retain_graph": True, "create_graph": again, "allow_unused": True}
+        deltas = iter(torch.autograd.grad(outputs, edges, cotangent, **options))
         found = {}
         for k, uses in served.items():
             passed = [(use, delta) for use in uses if (delta := next(deltas)) is not None]

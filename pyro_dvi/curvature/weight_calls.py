@@ -137,8 +137,7 @@ class Call:
     @cached_property
     def _linearised(self) -> LinearMap:
         leaves = {key: weight.loc.clone().requires_grad_() for key, weight in self.weights.items()}
+        weights = {key: GaussianMoments(leaf, self.weights[key].variance) for key, leaf in leaves.items()}
         with torch.enable_grad(), observed_by(_holding_variances):
-            result = self.again(
-                lambda key: GaussianMoments(leaves[key], self.weights[key].variance), lambda other: other
-            )
+            result = self.again(weights.__getitem__, lambda other: other)
         return LinearMap(result.loc, list(leaves.values()))

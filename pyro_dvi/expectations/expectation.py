@@ -64,7 +64,6 @@ class Evaluation:
     points: Tensor
     weights: Tensor
     at: Callable[[Tensor], Any]
-    rank: int
     size: int
 
 
@@ -113,8 +112,9 @@ def evaluation(
             shapes[keys[name]] = shape
     sizes = [math.prod(shape) for shape in shapes.values()]
     points, weights = fixed_points(sum(sizes), like, num_points)
-    rank = _batch_rank(family, parameters, value)
     options = without_checks(family)
+    fn = family(**{k: p.loc if k in uncertain else p for k, p in parameters.items()}, **options)
+    rank = max(0 if value is None else value.dim() - len(fn.event_shape), len(fn.batch_shape))
 
     def at(points: Tensor) -> Any:
         found = {}
@@ -125,7 +125,7 @@ def evaluation(
             found[name] = aligned(values, rank + (event_dim_of(family, name) or 0))
         return family(**{**parameters, **found}, **options)
 
-    return Evaluation(points, weights, at, rank, max(p.numel() for p in uncertain.values()))
+    return Evaluation(points, weights, at, max(p.numel() for p in uncertain.values()))
 
 
 def _coordinates(family: type, name: str, parameter: GaussianMoments) -> tuple[int, ...]:
@@ -137,14 +137,6 @@ def _coordinates(family: type, name: str, parameter: GaussianMoments) -> tuple[i
     if depth is None or mixed:
         return within_example(parameter)
     return tuple(inner.shape[inner.dim() - depth :]) if depth else ()
-
-
-def _batch_rank(family: type, parameters: Mapping[str, Any], value: Tensor | None) -> int:
-    """Return the number of batch dimensions of the log density."""
-    means = {k: p.loc if isinstance(p, GaussianMoments) else p for k, p in parameters.items()}
-    fn = family(**means, **without_checks(family))
-    rank = 0 if value is None else value.dim() - len(fn.event_shape)
-    return max(rank, len(fn.batch_shape))
 
 
 def aligned(values: Tensor, rank: int) -> Tensor:

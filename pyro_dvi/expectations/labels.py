@@ -112,27 +112,13 @@ def categorical(value: Tensor, estimator: LogitEstimator, probs: Any = None, log
     f = gaussian_logits(logits, probs)
     if f is None:
         return NotImplemented
-    return _at_class(f.loc, value) - estimator.expected_logsumexp(f)
+    shape = torch.broadcast_shapes(f.loc.shape[:-1], value.shape)
+    index = value.long().expand(shape).unsqueeze(-1)
+    at_class = f.loc.expand(*shape, -1).gather(-1, index).squeeze(-1)
+    return at_class - estimator.expected_logsumexp(f)
 
 
-def _at_class(loc: Tensor, value: Tensor) -> Tensor:
-    index = value.long().unsqueeze(-1)
-    shape = torch.broadcast_shapes(loc.shape[:-1], value.shape)
-    return loc.expand(*shape, -1).gather(-1, index.expand(*shape, 1)).squeeze(-1)
-
-
-@expectation_rule(td.OneHotCategorical, covariances=True)
-def one_hot_categorical(
-    value: Tensor, estimator: LogitEstimator, probs: Any = None, logits: Any = None
-) -> Tensor:
-    """Expected log probability of a one-hot vector. Status: like :func:`categorical`."""
-    f = gaussian_logits(logits, probs)
-    if f is None:
-        return NotImplemented
-    return (value * f.loc).sum(-1) - estimator.expected_logsumexp(f)
-
-
-@expectation_rule(td.Multinomial, covariances=True)
+@expectation_rule(td.OneHotCategorical, td.Multinomial, covariances=True)
 def multinomial(
     value: Tensor,
     estimator: LogitEstimator,
@@ -144,7 +130,7 @@ def multinomial(
 
     .. math:: \log n! - \sum_c\log y_c! + \sum_c y_c\bar f_c - n\,\mathrm E[\log\textstyle\sum_c e^{f_c}].
 
-    Status: like :func:`categorical`.
+    A one-hot vector is a count of one. Status: like :func:`categorical`.
     """
     f = gaussian_logits(logits, probs)
     if f is None:

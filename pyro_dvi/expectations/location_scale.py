@@ -88,15 +88,10 @@ def multivariate_normal(
         precision_matrix: likewise.
         scale_tril: likewise.
     """
-    shapes = {
-        "covariance_matrix": covariance_matrix,
-        "precision_matrix": precision_matrix,
-        "scale_tril": scale_tril,
-    }
-    given = {name: matrix for name, matrix in shapes.items() if matrix is not None}
-    if any(isinstance(matrix, GaussianMoments) for matrix in given.values()):
+    noise = covariance_matrix, precision_matrix, scale_tril
+    if any(isinstance(matrix, GaussianMoments) for matrix in noise):
         return NotImplemented
-    at_mean = td.MultivariateNormal(loc.loc, **given)
+    at_mean = td.MultivariateNormal(loc.loc, *noise)
     if has_covariances(loc):
         return at_mean.log_prob(value) - 0.5 * (at_mean.precision_matrix * covariance_of(loc)).sum((-2, -1))
     precision = torch.diagonal(at_mean.precision_matrix, dim1=-2, dim2=-1)

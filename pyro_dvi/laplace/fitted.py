@@ -316,11 +316,10 @@ class Fitted:
                 {"GGN": GGN, "Hessian": Hessian}[state["precision"]](),
             )
         except (KeyError, TypeError) as error:
-            what = f"the Gaussian in this state cannot be restored ({type(error).__name__}: {error})"
-            remedy = (
-                "import its class or, if saved by another version, set _extra_state to None and fit again"
-            )
-            raise CheckpointError(f"{what}: {remedy}") from error
+            raise CheckpointError(
+                f"the Gaussian in this state cannot be restored ({type(error).__name__}: {error}): import its class "
+                "or, if saved by another version, set _extra_state to None and fit again"
+            ) from error
 
     def moved(self, function: Callable[[Tensor], Tensor]) -> "Fitted | None":
         """Return a copy with ``function`` applied to all tensors; None if :meth:`state` is None."""

@@ -159,11 +159,9 @@ def _sizes_differ(terms: list[str], operands: tuple) -> bool:
 
 def _linear_in_one(function: Any, x: Any) -> Any:
     """Sum or rearrange elements, each of which enters an output at most once."""
-    return (
-        GaussianMoments(function(x.loc), function(x.variance))
-        if isinstance(x, GaussianMoments)
-        else function(x)
-    )
+    if not isinstance(x, GaussianMoments):
+        return function(x)
+    return GaussianMoments(function(x.loc), function(x.variance))
 
 
 def _alpha_of_columns(weight: Any) -> Tensor | None:

@@ -48,16 +48,11 @@ class MultiplicativeMoments(GaussianMoments):
     Source: Schmitt & Roth (2021), Eq. 5.
     """
 
-    __slots__ = ("_alpha",)
+    __slots__ = ("alpha",)
 
     def __init__(self, loc: Tensor, alpha: Tensor) -> None:
         super().__init__(loc, loc)
-        self._alpha = alpha
-
-    @property
-    def alpha(self) -> Tensor:
-        """Relative variance."""
-        return self._alpha
+        self.alpha = alpha
 
     @property
     def variance(self) -> Tensor:

@@ -47,7 +47,7 @@ _OTHERS: list[Callable] = [
 ]
 
 
-def _certain(name: str, args: tuple, kwargs: dict[str, Any]) -> None:
+def _certain(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     if any(isinstance(a, GaussianMoments) for a in (*args, *kwargs.values())):
         raise UnsupportedError(f"{name} needs deterministic indices, sizes and masks: pass x.loc")
 
@@ -172,7 +172,7 @@ def getitem(input: Any, index: Any) -> GaussianMoments:
 
     Status: exact.
     """
-    _check(index)
+    _certain("an index", index if isinstance(index, tuple | list) else (index,), {})
     part = GaussianMoments(input.loc[index], input.variance[index])
     return part.alias(input, index) if _is_basic(index) else part
 
@@ -183,7 +183,7 @@ def setitem(input: Any, index: Any, value: Any) -> None:
 
     Status: exact.
     """
-    _check(index)
+    _certain("an index", index if isinstance(index, tuple | list) else (index,), {})
     if not isinstance(input, GaussianMoments):
         raise UnsupportedError(
             "moments cannot be written into a tensor, which has no variance: join parts with torch.stack or torch.cat"
@@ -200,12 +200,6 @@ def overwrite(input: Any, value: Any = 0, non_blocking: bool = False) -> Any:
     """Overwrite moments with moments or constants."""
     setitem(input, ..., value)
     return input
-
-
-def _check(index: Any) -> None:
-    for part in index if isinstance(index, tuple | list) else (index,):
-        if isinstance(part, GaussianMoments):
-            raise UnsupportedError("an index must be deterministic: use a tensor, such as x.loc.argmax()")
 
 
 def _is_basic(index: Any) -> bool:

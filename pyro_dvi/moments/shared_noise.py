@@ -61,11 +61,9 @@ class SharedNoise:
     @property
     def variance(self) -> Tensor:
         """Variance of the elements due to this noise."""
-        return (
-            self.factor.square().sum(0)
-            if self.dual is None
-            else (self.factor * self.dual).sum(0).clamp_min(0)
-        )
+        if self.dual is None:
+            return self.factor.square().sum(0)
+        return (self.factor * self.dual).sum(0).clamp_min(0)
 
     def mapped(self, function: Callable[..., Any], *others: "SharedNoise") -> Any:
         """Apply a linear function to each row of the factor; return the noise of its result, or of each result."""
@@ -88,7 +86,7 @@ class JointMoments(GaussianMoments):
         variance: the total variance, if known.
     """
 
-    __slots__ = ("_rest", "noise", "of_weights")
+    __slots__ = ("noise", "of_weights", "rest")
 
     def __init__(
         self,
@@ -100,25 +98,20 @@ class JointMoments(GaussianMoments):
         variance: Tensor | None = None,
     ) -> None:
         super().__init__(loc, loc if variance is None else variance)
-        self._rest, self.noise, self.of_weights = rest, noise, of_weights
-
-    @property
-    def rest(self) -> Tensor | None:
-        """Variance that is not shared; None for zero."""
-        return self._rest
+        self.rest, self.noise, self.of_weights = rest, noise, of_weights
 
     @property
     def variance(self) -> Tensor:
         """Total variances, computed on first access."""
         if self._variance is self._loc:
             shared = self.noise.variance
-            self._variance = shared if self._rest is None else self._rest + shared
+            self._variance = shared if self.rest is None else self.rest + shared
         return self._variance
 
     def snapshot(self) -> GaussianMoments:
         """Return a new object with the same moments."""
         copy = JointMoments(
-            self.loc, self._rest, self.noise, of_weights=self.of_weights, variance=self.variance
+            self.loc, self.rest, self.noise, of_weights=self.of_weights, variance=self.variance
         )
         copy.origin = self.origin
         return copy
@@ -128,7 +121,7 @@ class JointMoments(GaussianMoments):
         if self.of_weights or not isinstance(other, JointMoments):
             _refuse(self, "are changed in place")
         super().become(other)
-        self._rest, self.noise = other.rest, other.noise
+        self.rest, self.noise = other.rest, other.noise
         return self
 
 

@@ -229,11 +229,6 @@ class Prediction(InNotebook):
         return self._kind.startswith("OneHot")
 
     @property
-    def is_binary(self) -> bool:
-        """True if labels are 0 or 1, so that only the probability of label 1 is given."""
-        return self._kind.startswith("Bernoulli")
-
-    @property
     def has_moments(self) -> bool:
         """True if the predictive distribution has a mean and a variance."""
         return "mean" in self._values
@@ -371,4 +366,4 @@ class Prediction(InNotebook):
 
     def _of_labels(self, p: Tensor) -> Tensor:
         """Return class probabilities as they are reported: for binary labels, only the probability of label 1."""
-        return p[..., 1] if self.is_binary else p
+        return p[..., 1] if self._kind.startswith("Bernoulli") else p

@@ -65,9 +65,8 @@ class Predictor(nn.Module):
         super().__init__()
         self.site, self.method, self.operators = site, method, operators
         self._shapes = [tuple(value.shape[1:]) if value.dim() else None for value in inputs]
-        floating = next(
-            (value for value in [*operators.buffers(), *inputs] if value.is_floating_point()), torch.empty(0)
-        )
+        tensors = (*operators.buffers(), *inputs)
+        floating = next((value for value in tensors if value.is_floating_point()), torch.empty(0))
         self.register_buffer("_like", floating.new_empty(0), persistent=False)
 
     def forward(self, *inputs: Tensor) -> Predicted:

@@ -74,11 +74,8 @@ class _Layer:
         batch, channel, *strides = x.stride()
         offsets = [stride * d for stride, d in zip(strides, self.dilation, strict=True)]
         steps = [stride * s for stride, s in zip(strides, self.stride, strict=True)]
-        return x.as_strided(
-            (*x.shape[:2], *self.shape[2:], *positions),
-            (batch, channel, *offsets, *steps),
-            x.storage_offset(),
-        )
+        shape = (*x.shape[:2], *self.shape[2:], *positions)
+        return x.as_strided(shape, (batch, channel, *offsets, *steps), x.storage_offset())
 
 
 def _checked(kernel: Callable[[Tensor, Tensor, int], Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -120,13 +117,12 @@ def _convolution(
     def padded(x: Tensor) -> Tensor:
         return F.pad(x, sides) if sides else x
 
+    outer = Outer(lambda x: layer.patches_of(padded(x)).mT, lambda delta: delta.flatten(2).mT)
     return Contribution(
         lambda delta, x: layer.gradients(padded(x), delta),
         (input,),
         lambda delta, x: layer.squares(padded(x), delta),
-        Outer(lambda x: layer.patches_of(padded(x)).mT, lambda delta: delta.flatten(2).mT)
-        if groups == 1
-        else None,
+        outer if groups == 1 else None,
     )
 
 

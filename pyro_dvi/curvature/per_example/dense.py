@@ -123,13 +123,7 @@ def _einsum(wanted: str, equation: str, *operands: Tensor) -> Contribution | Non
         return None
     weight, x = terms[k], terms[1 - k]
     known = all(len(set(term)) == len(term) for term in terms) and set(weight) <= {*output, *x}
-    if (
-        not known
-        or not output
-        or output[0] in weight
-        or x[:1] != output[0]
-        or operands[1 - k].dim() != len(x)
-    ):
+    if not known or x[:1] != output[:1] or x[:1] in weight or operands[1 - k].dim() != len(x):
         return None
     pullback = f"{output},{x}->{output[0]}{weight}"
     return Contribution(lambda delta, x: torch.einsum(pullback, delta, x), (operands[1 - k],))

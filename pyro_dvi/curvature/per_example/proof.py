@@ -109,16 +109,14 @@ def examined(uses: Served, values: Mapping[int, Tensor], outputs: Tensor, seed: 
     if not uses or not outputs.requires_grad:
         return Finding(set(), set(uses))
     if outputs.dim() > 1:  # unequal weights, so that log-probabilities do not cancel
-        outputs = (
-            outputs @ torch.arange(1, outputs.shape[1] + 1, device=outputs.device).to(outputs).sqrt().sin()
-        )
+        numbers = torch.arange(1, outputs.shape[1] + 1, device=outputs.device)
+        outputs = outputs @ numbers.to(outputs).sqrt().sin()
     edges = list(dict.fromkeys(use.output for calls in uses.values() for use in calls))
     c = row_weights(len(outputs), outputs, seed)
     places: list[Any] = [*edges, *(values[k] for k in uses)]
-    plain = torch.autograd.grad(
-        outputs, edges, torch.ones_like(outputs), retain_graph=True, allow_unused=True
-    )
-    weighted = torch.autograd.grad(outputs, places, c, retain_graph=True, allow_unused=True)
+    options: Any = {"retain_graph": True, "allow_unused": True}
+    plain = torch.autograd.grad(outputs, edges, torch.ones_like(outputs), **options)
+    weighted = torch.autograd.grad(outputs, places, c, **options)
     deltas: dict[Any, Deltas] = dict(zip(edges, zip(plain, weighted, strict=False), strict=True))
     wholes = dict(zip(uses, weighted[len(edges) :], strict=True))
     found = _compared(uses, deltas, wholes, c)

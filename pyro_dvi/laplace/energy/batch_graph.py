@@ -113,6 +113,5 @@ def _gradients(scalar: Tensor, values: list[Tensor], create_graph: bool = False)
     """Return the gradients with respect to each value (zero if it is not used), and keep the graph."""
     if not scalar.requires_grad:
         return [torch.zeros_like(v) for v in values]
-    options: Any = {"retain_graph": True, "create_graph": create_graph, "allow_unused": True}
-    found = torch.autograd.grad(scalar, values, **options)
-    return [torch.zeros_like(v) if g is None else g for v, g in zip(values, found, strict=True)]
+    options: Any = {"retain_graph": True, "create_graph": create_graph, "materialize_grads": True}
+    return list(torch.autograd.grad(scalar, values, **options))

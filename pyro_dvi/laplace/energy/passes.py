@@ -81,10 +81,8 @@ def _weighted_sum(batch: Arguments) -> float:
     total = 0.0
     for tensor in tensors_in(batch):
         if tensor.numel() and not tensor.is_complex():
-            wide, rows = (
-                widest(tensor.device),
-                tensor.detach().reshape(len(tensor) if tensor.dim() else 1, -1),
-            )
+            wide = widest(tensor.device)
+            rows = tensor.detach().reshape(len(tensor) if tensor.dim() else 1, -1)
             columns = rows.sum(0, dtype=wide)
             weights = torch.arange(len(columns), device=columns.device, dtype=wide).cos_()
             total += float(columns @ weights)

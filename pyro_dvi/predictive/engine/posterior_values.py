@@ -78,16 +78,12 @@ def check_is_set_up(guide: Any, inputs: tuple[Any, ...] = ()) -> None:
             become a latent site, and latent values of single examples may have been learnt for other examples.
     """
     if isinstance(guide, AutoGuide) and guide.prototype_trace is None:
-        if (
-            isinstance(guide, FactorisedGuide)
-            and inputs
-            and guide.initialize_loaded(*_arguments(guide, inputs))
-        ):
-            return
-        raise GuideError(
-            f"{type(guide).__name__} is not initialised: train it, or call guide(x, y) once with the training data "
-            "(also after load_state_dict). To load a checkpoint, use load(..., example=batch)"
-        )
+        known = isinstance(guide, FactorisedGuide) and inputs
+        if not (known and guide.initialize_loaded(*_arguments(guide, inputs))):
+            raise GuideError(
+                f"{type(guide).__name__} is not initialised: train it, or call guide(x, y) once with the training data "
+                "(also after load_state_dict). To load a checkpoint, use load(..., example=batch)"
+            )
 
 
 def predicted_model(guide: Any, model: Callable[..., Any]) -> Callable[..., Any]:

@@ -212,9 +212,8 @@ class Moments(PredictionRule):
         def predictive(part: UncertainDistribution) -> Any:
             family, given = part.family, part.parameters
             joint = joint_if_dependent(family, given)
-            return as_pyro(
-                predictive_distribution(family, given, link=self.link, noise=self.noise, joint=joint)
-            )
+            found = predictive_distribution(family, given, link=self.link, noise=self.noise, joint=joint)
+            return as_pyro(found)
 
         weights = PosteriorMoments(marginals, propagated)
         of_guide = getattr(guide, "__dict__", {})  # setattr is avoided, because a module may reject it
