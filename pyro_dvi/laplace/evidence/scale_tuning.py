@@ -266,7 +266,10 @@ def tune(
         ArgumentError: ``values`` is empty, or a value is not positive.
         NotPositiveDefiniteError: the precision is not positive definite for any value.
     """
-    grid = sorted({float(v) for v in (candidates.scale.grid if values is None else values)})
+    try:
+        grid = sorted({float(v) for v in (candidates.scale.grid if values is None else values)})
+    except (TypeError, ValueError):  # not a sequence of numbers
+        grid = []
     if not grid or not all(0 < v < math.inf for v in grid):
         raise ArgumentError(f"values must be a list of positive numbers, got {values!r}")
     what = f"{candidates.scale} by {criterion}"
