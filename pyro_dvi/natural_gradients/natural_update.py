@@ -58,11 +58,15 @@ class NaturalUpdate(FixedUpdate):
         is_fixed = [step.measured for step in update._steps] == [optimizer.wanted]
         return update if is_fixed and all(one.has_memory for one in update._all) else None
 
+    def is_at_start(self, initial_batches: int) -> bool:
+        """Return True if any site is in its first steps, whose functions are others."""
+        return any(one.count <= initial_batches for one in self._sites)
+
     def _present(self) -> list[int]:
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
         steps = (getattr(p, "natural_step", None) for p in parameters)
         sites = chain.from_iterable(site for step in self._steps for site in step.sites)
-        memories = chain.from_iterable(memory.values() for one in self._all for memory in one.memories)
+        memories = chain.from_iterable(self._state.get(p, {}).values() for p in parameters)
         held = (value for value in memories if isinstance(value, Tensor))
         return list(map(id, chain(parameters, map(GRADIENT, parameters), steps, sites, held)))
 

@@ -226,8 +226,8 @@ class VOGNOptimizer(NaturalGradientOptimizer):
             Consistent,
             AsPrinted,
         )
-        starts = self.steps_done < self.formulation.initial_batches
-        return NaturalUpdate.fixed(self) if known and not starts else None
+        update = NaturalUpdate.fixed(self) if known else None
+        return None if update is None or update.is_at_start(self.formulation.initial_batches) else update
 
     def _rates(self, update: SiteUpdate) -> tuple[float, float, float]:
         return self.formulation.rates(update)

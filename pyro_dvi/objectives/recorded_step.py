@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from pyro_dvi.objectives.objective import Objective
 
 _TENSOR = object()
+_OF_LAUNCH = "_pyro_dvi_is_of_launch"  # attribute of gradients at fixed addresses
 KINDS = ("cpu", "cuda", "xpu", "mps")  # device types of autocast
 
 
@@ -277,15 +278,16 @@ class RecordedStep:
                 self._launch = Launch(
                     self.operators, inputs, self._fed, self.written, self.device, self._pool
                 )
+                for result in self._launch.results:
+                    setattr(result, _OF_LAUNCH, True)
             except UnsupportedError:
                 self.is_launched = False
         if self._launch is None:
             found: Sequence[Tensor] = self._run(*inputs)
             return found
-        # Gradients that the program has kept must not be overwritten.
-        gradients = iter(self._launch.results[len(self._launch.results) - sum(self._has_gradient) :])
-        for k, has_gradient in zip(self._leaves, self._has_gradient, strict=True):
-            if has_gradient and inputs[k].grad is next(gradients):
+        # Gradients that the program has kept must not be overwritten; graphs that share a pool share memory, too.
+        for k in self._leaves:
+            if getattr(inputs[k].grad, _OF_LAUNCH, False):
                 inputs[k].grad = inputs[k].grad.clone()  # type: ignore[union-attr]
         return self._launch(inputs)
 

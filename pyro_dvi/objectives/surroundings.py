@@ -27,7 +27,12 @@ _CONTAINERS = frozenset(name for name in vars(nn.Module()) if "hook" in name and
 }
 _TENSORS = ("_parameters", "_buffers")
 _COUNTED = {"_step", "kl_weight", "terms"}  # attributes of an objective that change in each step
-_ADDRESS, _REQUIRES_GRAD = operator.methodcaller("data_ptr"), operator.attrgetter("requires_grad")
+_CHEAP = (  # what may change about a tensor without a new tensor
+    operator.methodcaller("data_ptr"),
+    operator.methodcaller("stride"),
+    operator.attrgetter("requires_grad"),
+    operator.attrgetter("shape"),
+)
 
 
 class UsedParts(Messenger):
@@ -98,8 +103,8 @@ class Surroundings:
         self._state = self._state_of(self.tensors)
 
     @staticmethod
-    def _state_of(tensors: list[Tensor]) -> tuple[list[int], list[bool]]:
-        return list(map(_ADDRESS, tensors)), list(map(_REQUIRES_GRAD, tensors))
+    def _state_of(tensors: list[Tensor]) -> list[list[Any]]:
+        return [list(map(read, tensors)) for read in _CHEAP]
 
     def look(self) -> bool:
         """Look up the tensors; return False if a recording no longer fits.
@@ -186,6 +191,7 @@ def _of_modules(modules: Iterable[nn.Module]) -> Iterator[Entry]:
             if isinstance(value, (Tensor, tuple)) or is_plain(value) or callable(value):
                 yield own.get, name, value, f"{place}.{name}"
             elif name in _CONTAINERS or name in _TENSORS:
+                yield own.get, name, value, f"{place}.{name}"
                 yield len, value, len(value), f"the length of {place}.{name}"
                 # A parameter or buffer that is None is a value.
                 yield from ((value.get, key, entry, f"{place}.{key}") for key, entry in value.items())

@@ -111,13 +111,15 @@ class JointOptim(PyroOptim):
             parameter.grad = None
         optimizers = [torch_optimizer(held) for held in dict.fromkeys(map(self.optim_objs.get, params))]
         repeats = not self._together and not any(map(self.grad_clip.get, params))
-        if args or kwargs or not self._launches.take(optimizers, params, repeats):
-            for optimizer in optimizers:
-                optimizer.step(*args, **kwargs)
-        for parameter in params:
-            parameter.grad = None
-        for parameter, gradient in aside.items():
-            parameter.grad = gradient
+        try:
+            if args or kwargs or not self._launches.take(optimizers, params, repeats):
+                for optimizer in optimizers:
+                    optimizer.step(*args, **kwargs)
+            for parameter in params:
+                parameter.grad = None
+        finally:
+            for parameter, gradient in aside.items():
+                parameter.grad = gradient
 
     def get_state(self) -> dict[str, Any]:
         """Return the state by parameter name, including loaded states not yet in use; tensors are not copied."""

@@ -64,16 +64,15 @@ class AdamUpdate(FixedUpdate):
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer, self._groups = optimizer, optimizer.param_groups
-        parameters = [p for group in self._groups for p in group["params"]]
         self._states = optimizer.state
-        self._own = [self._states[p] for p in parameters if p.grad is not None]
         self.tensors = list(self._present())
         self._options = options_of(self._groups)
         self.key, self.size = str(self._options), len(self._groups)
 
     def _present(self) -> Iterable[Tensor | None]:
         parameters = [p for group in self._groups for p in group["params"]]
-        return chain(parameters, map(GRADIENT, parameters), *map(dict.values, self._own))
+        own = (self._states.get(p, {}).values() for p in parameters if p.grad is not None)
+        return chain(parameters, map(GRADIENT, parameters), *own)
 
     def holds(self) -> bool:
         one = self._optimizer
@@ -154,6 +153,7 @@ class LaunchedUpdates:
     def __init__(self) -> None:
         self._captured: dict[Any, _Captured | None] = {}
         self._seen: Any = None
+        self._number = 0  # of captures
         self._last: _Captured | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -197,9 +197,10 @@ class LaunchedUpdates:
         found = self._captured.get(key)
         if found is None or not found.call.is_valid:
             # New addresses, or an update that cannot be captured.
-            if key != self._seen or key in self._captured:
+            if key != self._seen or key in self._captured or self._number == 4 * _MOST:
                 self._seen = key
                 return False
+            self._number += 1
             found = _captured(updates, [t for t in tensors if t is not None])
             self._captured[key] = found
             if len(self._captured) > _MOST:

@@ -31,7 +31,8 @@ class Minibatches:
 
     def __init__(self, loader: Iterable[Any], on_device: bool) -> None:
         self._loader, self._on_device = loader, on_device
-        self._copies: dict[int, tuple[int, Tensor]] = {}  # on the device, with the versions of the originals
+        # On the device, with the originals and their versions.
+        self._copies: dict[int, tuple[Tensor, int, Tensor]] = {}
 
     def of_epoch(self, device: torch.device | None) -> Iterator[Any]:
         """Yield the minibatches of one epoch for a model on a device."""
@@ -55,10 +56,10 @@ class Minibatches:
     def _copy(self, tensor: Tensor, device: torch.device) -> Tensor:
         if tensor.device == device:
             return tensor
-        version, copy = self._copies.get(id(tensor), (-1, tensor))
+        _, version, copy = self._copies.get(id(tensor), (tensor, -1, tensor))
         if version != tensor._version or copy.device != device:
             copy = tensor.to(device)
-            self._copies[id(tensor)] = tensor._version, copy
+            self._copies[id(tensor)] = tensor, tensor._version, copy
         return copy
 
 
@@ -66,7 +67,9 @@ def _tensors_of(loader: Any) -> tuple[list[Tensor], Tensor | None] | None:
     """Return the tensors of a loader's data set, and the rows of a subset; None if minibatches cannot be gathered."""
     if type(loader) is not DataLoader or loader.num_workers or loader.collate_fn is not default_collate:
         return None
-    if type(loader.batch_sampler) is not BatchSampler:
+    # A sampler of one's own may depend on the training so far.
+    own = type(loader.sampler).__module__.partition(".")[0] not in ("torch", "builtins")
+    if own or type(loader.batch_sampler) is not BatchSampler:
         return None
     data, positions = loader.dataset, None
     while type(data) is Subset:

@@ -5,6 +5,7 @@ import math
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from pyro_dvi.objectives.recorded_step import Outcome
 from pyro_dvi.training.history import History
@@ -41,7 +42,8 @@ class StepLog:
 
     def __init__(self, route: Route, history: History, rollback: Rollback) -> None:
         self._route, self._history, self._rollback = route, history, rollback
-        self._unread: list[tuple[dict[str, Any], Outcome | None]] = []
+        # The rows, and for those that are not read, their report and the names of what it holds.
+        self._unread: list[tuple[dict[str, Any], Tensor | None, list[str]]] = []
         self.loss = math.nan
 
     def add(self, epoch: int, loss: float | Outcome) -> None:
@@ -52,7 +54,8 @@ class StepLog:
         row |= {name: float(terms[name]) if is_read else None for name in _TERMS if name in terms}
         row |= {name: float(terms[name]) for name in ("kl_weight",) if name in terms}
         row["lr"] = self._route.learning_rate()
-        self._unread.append((row, None if is_read else loss))  # type: ignore[arg-type]
+        report, names = (loss.report, list(loss.terms)) if isinstance(loss, Outcome) else (None, [])
+        self._unread.append((row, report, names))
         if is_read or len(self._unread) == _MOST:
             self.read()
 
@@ -63,14 +66,14 @@ class StepLog:
             FailedStep: if a condition of a replay failed, or a loss is not finite.
         """
         unread, self._unread = self._unread, []
-        reports: list[Any] = [outcome.report for _, outcome in unread if outcome is not None]
+        reports = [report for _, report, _ in unread if report is not None]
         values = iter(torch.stack(reports).tolist() if reports else [])
-        for row, outcome in unread:
-            if outcome is not None:
+        for number, (row, report, names) in enumerate(unread):
+            if report is not None:
                 holds, *found = next(values)
-                row |= {k: v for k, v in zip(outcome.terms, found, strict=True) if k in row}
+                row |= {k: v for k, v in zip(names, found, strict=True) if k in row}
                 if not holds or not math.isfinite(row["loss"]):
-                    raise FailedStep(self._rollback.rewind() + len(unread))
+                    raise FailedStep(self._rollback.rewind() + len(unread) - number)
             self._history.steps.append(**row)
             self.loss = row["loss"]
         if unread:

@@ -94,9 +94,22 @@ def test_data_are_copied_to_the_device_once(device):
     own = Minibatches(DataLoader(data, 4), on_device=True)
     first = list(own.of_epoch(device))
     assert all(tensor.device == device for batch in first for tensor in batch)
-    copies = [copy.data_ptr() for _, copy in own._copies.values()]
+    copies = [copy.data_ptr() for *_, copy in own._copies.values()]
     list(own.of_epoch(device))
-    assert [copy.data_ptr() for _, copy in own._copies.values()] == copies
+    assert [copy.data_ptr() for *_, copy in own._copies.values()] == copies
     data.tensors[0].zero_()  # a change is followed
     assert not any(batch[0].cpu().any() for batch in own.of_epoch(device))
     torch.testing.assert_close(torch.cat([batch[1].cpu() for batch in first]), data.tensors[1])
+
+
+def test_a_sampler_may_depend_on_the_training_so_far():
+    class Own(list):
+        def __iter__(self):
+            return (len(taken) for _ in range(4))
+
+    taken = []
+    for batch in Minibatches(
+        DataLoader(TensorDataset(torch.arange(4)), 1, sampler=Own([0])), on_device=False
+    ).of_epoch(None):
+        taken.append(int(batch[0]))
+    assert taken == [0, 1, 2, 3]

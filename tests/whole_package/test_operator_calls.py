@@ -112,7 +112,7 @@ METHODS: dict[str, tuple[Callable, Callable, Callable]] = {
         ("VOGN", "ResNet", 1.95),
         ("IVON", "MLP", 2.3),
         ("IVON", "LeNet", 2.05),
-        ("IVON", "ResNet", 1.05),
+        ("IVON", "ResNet", 1.06),
     ],
 )
 def test_operator_calls_of_a_step(method, net, most):
