@@ -195,3 +195,11 @@ def test_memory_that_never_recurs_is_not_captured(device):
         kept.append(training.gradients)
         training.steps(1)
     assert not training.launches
+
+
+def test_a_cleared_state_is_noticed(device):
+    training = Training(Adam({"lr": 0.01}), device).steps(8)
+    (optimizer,) = set(training.optimizer.optim_objs.values())
+    optimizer.state.clear()
+    training.steps(1)
+    assert {float(state["step"]) for state in optimizer.state.values()} == {1.0}
