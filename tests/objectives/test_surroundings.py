@@ -2,6 +2,7 @@
 """What a look notices about modules that a step uses."""
 
 from collections import OrderedDict
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_changes_are_noticed(change):
-    net = nn.Linear(2, 2)
+    net: Any = nn.Linear(2, 2)
     net.inner, net.slope = nn.ReLU(), 1.0
     net.register_buffer("index", torch.arange(4.0))
     used = UsedParts()
