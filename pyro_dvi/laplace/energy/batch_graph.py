@@ -52,7 +52,8 @@ class BatchGraph:
 
     def gradient(self) -> Tensor:
         """Return the gradient of :attr:`energy`."""
-        return self.layout.flatten(_gradients(self.energy, self.values))
+        flat = self.layout.flatten(_gradients(self.energy, self.values))
+        return flat.detach()  # zeros of unused values require gradients in torch 2.8
 
     @cached_property
     def _gradients(self) -> list[Tensor]:
