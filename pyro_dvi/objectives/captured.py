@@ -51,7 +51,8 @@ class Captured(WrappedObjective):
     tensors, on torch's global random generators, and on plain attributes (numbers, strings, tuples, functions), hooks
     and submodules of the modules that it uses. All of these may change between steps. Whatever else the Python code
     reads must stay the same: globals, closures, entries of lists and dictionaries, attributes of other objects,
-    clocks and files.
+    clocks and files. The code must not count its own calls, except in buffers: replays do not run it, so even the
+    comparisons below see a count that has hardly moved.
 
     Status: exact under the contract. Before a recording is used, a replay is compared with an ordinary step at other
     parameters and, if available, on another batch. Loss, gradients, buffers and random states must be bitwise equal. On

@@ -2,6 +2,9 @@
 """What captured steps do not follow: a broken contract is an error that names the first void step."""
 
 import re
+import weakref
+from collections import ChainMap
+from contextvars import ContextVar
 from types import SimpleNamespace
 
 import numpy as np
@@ -65,7 +68,66 @@ def in_a_tensor_of_a_list():
     return lambda: kept[0], lambda: kept.__setitem__(0, torch.tensor(0.3))
 
 
-OUTSIDE = [in_a_list, in_a_closure, in_a_class, in_an_object, in_an_array, in_a_tensor_of_a_list]
+def in_a_set():
+    kept = {1.0}
+    return lambda: 1.0 if kept else 0.3, kept.clear
+
+
+def in_the_keys_of_a_dictionary():
+    kept = {1.0: None}
+    return lambda: list(kept)[-1], lambda: kept.update({0.3: None})
+
+
+def behind_a_weak_reference():
+    kept = Base()
+    kept.factor = 1.0
+    reference = weakref.ref(kept)
+    return lambda: reference().factor, lambda: setattr(kept, "factor", 0.3)
+
+
+def in_a_chain_of_dictionaries():
+    kept = {"factor": 1.0}
+    chain = ChainMap({}, kept)
+    return lambda: chain["factor"], lambda: kept.update(factor=0.3)
+
+
+def in_the_context():
+    kept = ContextVar("factor", default=1.0)
+    return kept.get, lambda: kept.set(0.3)
+
+
+def in_a_metaclass():
+    kind = type("Kind", (type,), {"factor": 1.0})
+    return lambda: kind("Of", (), {}).factor, lambda: setattr(kind, "factor", 0.3)
+
+
+def in_the_data_set():
+    loader = DataLoader(TensorDataset(X))
+    loader.dataset.factor = 1.0
+    return lambda: loader.dataset.factor, lambda: setattr(loader.dataset, "factor", 0.3)
+
+
+def in_an_objective():
+    elbo = SampledELBO()
+    return lambda: elbo.kl_weight, lambda: setattr(elbo, "kl_weight", 0.3)
+
+
+OUTSIDE = [
+    in_a_list,
+    in_a_closure,
+    in_a_class,
+    in_an_object,
+    in_an_array,
+    in_a_tensor_of_a_list,
+    in_a_set,
+    in_the_keys_of_a_dictionary,
+    behind_a_weak_reference,
+    in_a_chain_of_dictionaries,
+    in_the_context,
+    in_a_metaclass,
+    in_the_data_set,
+    in_an_objective,
+]
 
 
 def line(factor):

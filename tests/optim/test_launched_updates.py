@@ -11,7 +11,7 @@ import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR
 
 from pyro_dvi.core.launch import LAUNCHING
-from pyro_dvi.optim import Adam, JointOptim, learning_rates
+from pyro_dvi.optim import Adam, JointOptim, launched_updates, learning_rates
 
 NAMES = ("X.locs.w", "X.scales.w", "X.locs.b")
 
@@ -203,3 +203,17 @@ def test_a_cleared_state_is_noticed(device):
     optimizer.state.clear()
     training.steps(1)
     assert {float(state["step"]) for state in optimizer.state.values()} == {1.0}
+
+
+def test_memory_that_recurs_for_a_while_is_captured_a_bounded_number_of_times(device, monkeypatch):
+    captures, capture = [], launched_updates._captured
+    monkeypatch.setattr(
+        launched_updates, "_captured", lambda *parts: captures.append(parts) or capture(*parts)
+    )
+    training = Training(Adam({"lr": 0.01}), device)
+    kept = []
+    for _ in range(40):
+        training.gradients = [torch.zeros_like(p) for p in training.parameters]
+        kept.append(training.gradients)
+        training.steps(3)
+    assert len(captures) == 32 and len(training.launches) == 8
