@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of distributions in recorded steps; they replace Pyro's validation, which reads values."""
 
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -8,10 +9,19 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.distributions import Distribution
 from torch.distributions.constraints import is_dependent
+from torch.distributions.utils import lazy_property
 
 from pyro_dvi.core.distributions import innermost
 from pyro_dvi.runs.latents import is_real
 from pyro_dvi.runs.sites import is_data, is_latent
+
+
+def _parts(fn: Any) -> Iterator[Any]:
+    """Yield a distribution, and those of which it is made: bases, components of mixtures."""
+    yield fn
+    for part in vars(fn).values():
+        if isinstance(part, Distribution):
+            yield from _parts(part)
 
 
 class Checks(Messenger):
@@ -36,13 +46,15 @@ class Checks(Messenger):
         return super().__exit__(*error)
 
     def _pyro_post_sample(self, msg: Any) -> None:
-        fn = innermost(msg["fn"])
-        if not self._validates or getattr(fn, "_validate_args", 0) is False:
+        if not self._validates or getattr(innermost(msg["fn"]), "_validate_args", 0) is False:
             return
-        for name, constraint in getattr(fn, "arg_constraints", {}).items():
-            # For real parameters, only NaN is invalid, and it makes the loss NaN.
-            if name in vars(fn) and not is_dependent(constraint) and not is_real(constraint):
-                self._note(constraint, getattr(fn, name))
+        for fn in _parts(msg["fn"]):
+            for name, constraint in getattr(fn, "arg_constraints", {}).items():
+                # For real parameters, only NaN is invalid, and it makes the loss NaN. Of probabilities and logits,
+                # the one that was given is checked.
+                computed = name not in vars(fn) and isinstance(getattr(type(fn), name, None), lazy_property)
+                if not computed and not is_dependent(constraint) and not is_real(constraint):
+                    self._note(constraint, getattr(fn, name, None))
         with suppress(NotImplementedError, AttributeError):
             if is_data(msg) or (is_latent(msg) and not is_real(msg["fn"].support)):
                 self._note(msg["fn"].support, msg["value"])

@@ -11,7 +11,7 @@ from pyro.infer import SVI
 from pyro.infer.autoguide import AutoDelta
 
 import pyro_dvi as dvi
-from pyro_dvi.errors import NonFiniteError
+from pyro_dvi.errors import NonFiniteError, ParameterError
 from pyro_dvi.objectives import Captured
 from pyro_dvi.objectives.comparison import Trial
 
@@ -54,6 +54,46 @@ def test_invalid_parameters_of_a_distribution_are_an_error(capture):
     good = [(ZEROS + 0.001 * k, ONES) for k in range(7)] * 8
     with pytest.raises(NonFiniteError, match="epoch 1, step 57"):
         losses_of(with_probabilities, [*good, (ZEROS + 0.9, ONES), (ZEROS, ONES)], capture)
+
+
+# Families whose positive parameter belongs to a part of them, or is a property, and for comparison some others.
+FAMILIES = {
+    "Beta": lambda c: dist.Beta(c, 1.0),
+    "BetaBinomial": lambda c: dist.BetaBinomial(c, 1.0, total_count=5),
+    "Chi2": dist.Chi2,
+    "Dirichlet": lambda c: dist.Dirichlet(torch.stack([c, ONES], -1)),
+    "Gamma": lambda c: dist.Gamma(c, 1.0),
+    "GammaPoisson": lambda c: dist.GammaPoisson(c, 1.0),
+    "InverseGamma": lambda c: dist.InverseGamma(c, 1.0),
+    "LogNormal": lambda c: dist.LogNormal(0.0, c),
+    "MaskedMixture": lambda c: dist.MaskedMixture(Y > 0, dist.Gamma(c, 1.0), dist.Gamma(ONES, 1.0)),
+    "MixtureSameFamily": lambda c: dist.MixtureSameFamily(
+        dist.Categorical(torch.ones(20, 2)), dist.Gamma(torch.stack([c, c], -1), 1.0)
+    ),
+    "Multinomial": lambda c: dist.Multinomial(2, torch.stack([c, ONES], -1)),
+    "NegativeBinomial": lambda c: dist.NegativeBinomial(c, logits=0.0),
+    "RelaxedBernoulli": lambda c: dist.RelaxedBernoulli(ONES, c / 2),
+    "ZeroInflatedPoisson": lambda c: dist.ZeroInflatedPoisson(c, gate=0.5 * ONES),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_replays_refuse_the_parameters_that_ordinary_steps_refuse(family):
+    make = FAMILIES[family]
+    y = make(ONES).sample()
+    if family in ("Beta", "RelaxedBernoulli"):
+        y = y.clamp(0.1, 0.9)
+
+    def model(x, y=None):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", 20):
+            pyro.sample("y", make(x * torch.exp(0.01 * w)), obs=y)
+
+    good = [(ONES + 0.001 * k, y) for k in range(7)] * 8
+    assert len(losses_of(model, good, capture=True)) == 3
+    for capture in (False, True):
+        with pytest.raises(ParameterError, match="to satisfy the constraint"):
+            losses_of(model, [*good, (-0.5 * ONES, y), (ONES, y)], capture)
 
 
 @pytest.mark.parametrize("capture", [False, True])
