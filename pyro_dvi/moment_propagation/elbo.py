@@ -256,7 +256,9 @@ def _root(gaussian: GaussianMoments) -> Tensor:
 
 def _check_reached(call: Call, log_likelihood: Tensor, latents: list[Latent], structure: Structure) -> None:
     """Raise an error if a function drops the gradients of moments because moments are not tensors."""
-    locs = {latent.source.name: latent.source.loc for latent in latents if latent.source is not None}
+    locs = dict(
+        (one.name, one.value) if one.source is None else (one.source.name, one.source.loc) for one in latents
+    )
     trainable = {name for name, loc in locs.items() if loc.requires_grad}
     missing = trainable - reached_by(log_likelihood, locs) - structure.sampled.keys()
     if missing - structure.reached:

@@ -30,6 +30,7 @@ _TYPES = [torch.finfo(t) for t in (torch.float16, torch.bfloat16, torch.float32,
 _OPEN_INTERVALS = {(low, 1 - t.eps) for t in _TYPES for low in (t.eps, t.tiny)}
 # Autograd nodes of functions whose derivative is zero wherever it exists.
 _FLAT = {f"{name}Backward{k}" for name in ("Round", "Floor", "Ceil", "Trunc", "Sign") for k in range(2)}
+_DRAWS = 4  # from the prior; a single draw is often rounded to the same number as the value of the latent
 _UNLIMITED: Any = float("inf")  # the value that Pyro expects, although its annotation is int
 
 # A site, its means (stored in their parameter), and the corresponding weights of the network, if there are any.
@@ -45,7 +46,7 @@ class Structure:
             them at their mean would lose the prior's curvature with respect to them.
         function_names: functions whose autograd nodes lead from the latents to the observed distributions.
         shapes: shape of a draw at each observed site, with the arguments of the first run.
-        reached: guide sites that the observed sites depend on.
+        reached: Gaussian guide sites, and latents that are point masses, that the observed sites depend on.
         joint: Gaussian vectors with covariances among the guide sites, by name.
         starts: means at zero that must be changed before training; see :func:`start_apart`.
     """
@@ -109,7 +110,8 @@ def _look(run: PosteriorRun, gradients: bool) -> Structure:
     graph = graph_of(t for site in observed.terms for t in _tensors(site.fn))
     names = frozenset(function_of(node) for node in graph if not _keeps_probabilities(node))
     shapes = {site.name: site.fn.batch_shape + site.fn.event_shape for site in observed.sites}
-    reached = reached_by(log_likelihood, {g.name: g.value for g in run.gaussians})
+    points = {latent.name: latent.value for latent in run.latents if latent.source is None}
+    reached = reached_by(log_likelihood, {g.name: g.value for g in run.gaussians} | points)
     sampled, starts = _sampled(run.latents), _equal_units(run.latents, log_likelihood)
     joint = {g.name: g.base for g in run.gaussians if is_joint(g.base)}
     for latent in run.latents:
@@ -147,9 +149,12 @@ def _sampled(latents: list[Latent]) -> dict[str, Tensor | bool]:
 
 
 def reached_by(log_likelihood: Tensor, values: dict[str, Tensor]) -> frozenset[str]:
-    """Return the names of the values that a log-likelihood depends on, according to its autograd graph."""
-    reached = enters(list(values.values()), [log_likelihood])
-    return frozenset(name for name, is_reached in zip(values, reached, strict=True) if is_reached)
+    """Return the names of values that gradients of a log-likelihood reach; functions without a slope do not count."""
+    sloped = graph_of([log_likelihood], without=_FLAT)
+    entered = zip(values.items(), enters(list(values.values()), [log_likelihood]), strict=True)
+    return frozenset(
+        name for (name, value), enter in entered if enter and get_gradient_edge(value).node in sloped
+    )
 
 
 def check_gradients(call: Call, trace: Any, log_likelihood: Tensor) -> None:
@@ -177,12 +182,13 @@ def check_gradients(call: Call, trace: Any, log_likelihood: Tensor) -> None:
     other, seen = trace.copy(), []
     # The model may fail on draws from the prior.
     with suppress(Exception), undisturbed(), torch.no_grad():
-        for name in blind:
-            other.nodes[name] = {**latents[name], "value": latents[name]["fn"].sample()}
-        for run in (trace, other):
-            with undisturbed():  # both runs use the same random numbers
-                seen.append(observed_sites(call.trace_model(run)).log_likelihood())
-    if len(seen) == 2 and not bool(torch.isclose(seen[0], seen[1], rtol=1e-3, equal_nan=True)):
+        draws = [{name: latents[name]["fn"].sample() for name in blind} for _ in range(_DRAWS)]
+        for values in ({}, *draws):
+            for name, value in values.items():
+                other.nodes[name] = {**latents[name], "value": value}
+            with undisturbed():  # all runs use the same random numbers
+                seen.append(observed_sites(call.trace_model(other)).log_likelihood())
+    if any(not bool(torch.isclose(seen[0], one, rtol=1e-3, equal_nan=True)) for one in seen):
         observed = ", ".join(repr(site["name"]) for site in sites_of(trace, is_data))
         raise ModelError(
             f"observed site {observed} depends on latent site {blind[0]!r}, but no gradient of the likelihood reaches "

@@ -207,9 +207,12 @@ def test_a_cleared_state_is_noticed(device):
 
 def test_memory_that_recurs_for_a_while_is_captured_a_bounded_number_of_times(device, monkeypatch):
     captures, capture = [], launched_updates._captured
-    monkeypatch.setattr(
-        launched_updates, "_captured", lambda *parts: captures.append(parts) or capture(*parts)
-    )
+
+    def counted(*parts):
+        captures.append(parts)
+        return capture(*parts)
+
+    monkeypatch.setattr(launched_updates, "_captured", counted)
     training = Training(Adam({"lr": 0.01}), device)
     kept = []
     for _ in range(40):

@@ -29,6 +29,7 @@ METHODS = {
     "IVON": (dvi.NaturalGradientGuide, dvi.NaturalGradientELBO, IVON),
     "Taylor": (dvi.MeanFieldGuide, dvi.TaylorELBO, Adam),
     "moments": (dvi.MeanFieldGuide, dvi.MomentPropagationELBO, Adam),
+    "MNVI, point": (dvi.MultiplicativeNoiseGuide, dvi.MomentPropagationELBO, Adam),
     "sampled": (dvi.MeanFieldGuide, dvi.SampledELBO, Adam),
     "point": (AutoDelta, dvi.SampledELBO, Adam),
     "not factorised": (AutoMultivariateNormal, dvi.SampledELBO, Adam),
@@ -105,6 +106,19 @@ def test_a_gradient_that_is_zero_or_passes_by_another_way_is_none_of_these(metho
     if method == "moments":
         through = torch.tanh  # others have no rule
     assert torch.isfinite(torch.as_tensor(step(method, regression(through)))).all()
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("method", sorted(METHODS.keys() - {"moments", "Laplace"}))
+def test_a_draw_that_is_rounded_to_the_same_number_hides_nothing(method, seed):
+    def model(x: Tensor, y: Tensor) -> None:
+        slope = pyro.sample("slope", dist.Normal(torch.zeros(()), 1.0))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(slope.round() * x, 0.5), obs=y)
+
+    pyro.set_rng_seed(seed)
+    with pytest.raises(ModelError, match="'slope', but no gradient"):
+        step(method, model)
 
 
 @EACH
