@@ -34,13 +34,13 @@ class Succession(WeightRecorder):
 
     Attributes:
         followed: ids of weights on whose results some weight acts.
-        used: ids of weights that were seen together with activations.
+        acting: ids of weights that were seen together with activations.
     """
 
     def __init__(self, data: Iterable[Tensor]) -> None:
         super().__init__()
         self.followed: set[int] = set()
-        self.used: set[int] = set()
+        self.acting: set[int] = set()
         # By id: whether a value is an activation, and the value, kept alive so that its id is not reused.
         self._known = {id(value): (True, value) for value in data}
 
@@ -65,7 +65,7 @@ class Succession(WeightRecorder):
         if not (name.endswith("_as") or name == "broadcast_tensors"):  # where each result has one source
             kinds = [bool(acted)] * len(results)
             if acted and weights:
-                self.used |= weights_in(weights)
+                self.acting |= weights_in(weights)
                 if name not in _JOINS:
                     self.followed |= weights_in(acted)
                 if name in _RECURRENT:
@@ -117,12 +117,12 @@ def last_layer(guide: LaplaceGuide, batches: Iterable[Any]) -> list[str]:
     outputs = [t for site in run.sites for t in tensors_of(site.fn) if order.is_activation(t)]
     names = {id(value): name for name, value in zip(energy.layout.names, values, strict=True)}
     last = weights_in(outputs) - order.followed
-    if last & names.keys() and last <= order.used:
+    if last & names.keys() and last <= order.acting:
         return [name for key, name in names.items() if key in last]
     modules = model.named_parameters() if isinstance(model, nn.Module) else ()
     names |= {id(p): name for name, p in (*pyro.get_param_store().named_parameters(), *modules)}
     acting = [repr(name) for key, name in names.items() if key in last] or ["tensors without names"]
-    if last - order.used:
+    if last - order.acting:
         why = f"some function that uses {', '.join(acting)} cannot be observed"
     elif last:
         why = f"parameters that are trained but not latent act after all latents: {', '.join(acting)}"
