@@ -64,7 +64,9 @@ def to_bayesian_(
     warning explains how to mask it.
 
     In a layer with :func:`torch.nn.utils.parametrizations.weight_norm`, the length and the direction of the weights
-    become Bayesian.
+    become Bayesian. Other parametrizations stay, if ``exclude`` names their weights. Call
+    ``parametrize.remove_parametrizations`` before the conversion, or on the result of :func:`to_deterministic`; between
+    these, torch raises an ``AttributeError`` and changes nothing.
 
     Status: exact; the model is the network with the given prior.
 

@@ -14,6 +14,7 @@ import torch
 from pyro.infer.autoguide import AutoDelta, AutoDiagonalNormal, AutoNormal
 from pyro.nn.module import PyroModule
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
 
 from pyro_dvi.bayesian import (
     HierarchicalScale,
@@ -148,3 +149,26 @@ def test_the_whole_model_is_saved_and_loaded():
     twin = torch.load(file, weights_only=False)
     values = {name: value.detach() for name, value in _latents(twin).items()}
     assert list(to_deterministic(twin, values).state_dict()) == list(convolutional().state_dict())
+
+
+@pytest.mark.parametrize(
+    ("parametrization", "options"),
+    [
+        (parametrizations.weight_norm, {}),
+        (parametrizations.spectral_norm, {"exclude": "0.*"}),
+        (parametrizations.orthogonal, {"exclude": "0.*"}),
+    ],
+)
+def test_parametrizations_are_removed_from_the_plain_network(parametrization, options):
+    """Of the converted network torch cannot remove them; it says so, and the network stays as it was."""
+    net = nn.Sequential(parametrization(nn.Linear(3, 6)), nn.Tanh(), nn.Linear(6, 2)).double().eval()
+    x = torch.randn(5, 3, dtype=torch.float64)
+    expected, own = net(x), {name: value.clone() for name, value in net.named_parameters()}
+    to_bayesian_(net, **options)
+    with pytest.raises(AttributeError, match="weight"):
+        parametrize.remove_parametrizations(net[0], "weight")
+    plain = to_deterministic(net, own)
+    torch.testing.assert_close(plain(x), expected)
+    parametrize.remove_parametrizations(plain[0], "weight")
+    assert type(plain[0]) is nn.Linear
+    torch.testing.assert_close(plain(x), expected)
