@@ -12,7 +12,7 @@ updates the buffers.
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -274,25 +274,22 @@ def plain_type(module: nn.Module) -> type[nn.Module] | None:
 
 
 @contextmanager
-def parametrized_outside(root: nn.Module, owners: Container[int]) -> Iterator[None]:
+def parametrized_outside(root: nn.Module, owners: set[int]) -> Iterator[None]:
     """Convert classes inside those of torch's parametrizations, so that torch can remove the latter.
 
     Args:
         root: the module to convert.
         owners: ids of modules with latent weights. Parametrizations of latent weights cannot be removed.
     """
-    kinds = {
-        module: type(module)
-        for module in root.modules()
-        if is_parametrized(module)
-        and not any(id(part) in owners for part in module.parametrizations.modules())
-    }
-    for module, kind in kinds.items():
-        module.__class__ = kind.__bases__[0]
+    found: list[Any] = [module for module in root.modules() if is_parametrized(module)]
+    removable = [m for m in found if owners.isdisjoint(map(id, m.parametrizations.modules()))]
+    kinds = list(map(type, removable))
+    for module in removable:
+        module.__class__ = type(module).__bases__[0]
     yield
-    for module, kind in kinds.items():
+    for module, kind in zip(removable, kinds, strict=True):
+        inner: Any = type(module)
         own = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
-        inner = type(module)
         module.__class__ = type(inner)(kind.__name__, (inner,), {_PLAIN: kind} | own)
 
 

@@ -52,24 +52,20 @@ class Succession(WeightRecorder):
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
-        kinds = list(map(self.is_activation, given))
-        acted = [value for value, is_activation in zip(given, kinds, strict=True) if is_activation]
-        weights = [
-            v for v, is_activation in zip(given, kinds, strict=True) if v.requires_grad > is_activation
-        ]
+        given = [(v, self.is_activation(v)) for v in tree_leaves((args, kwargs)) if isinstance(v, Tensor)]
+        acted = [value for value, is_activation in given if is_activation]
+        weights = [value for value, is_activation in given if value.requires_grad > is_activation]
         output, name = super().__torch_function__(func, types, args, kwargs), name_of(func)
         results = [v for v in tree_leaves(args[:1] if output is None else output) if isinstance(v, Tensor)]
         if name.endswith("_like") or name.startswith("new_"):  # which take only a shape
             return output
+        kinds = [is_activation for _, is_activation in given]
         if not (name.endswith("_as") or name == "broadcast_tensors"):  # where each result has one source
             kinds = [bool(acted)] * len(results)
             if acted and weights:
                 self.acting |= weights_in(weights)
-                if name not in _JOINS:
-                    self.followed |= weights_in(acted)
-                if name in _RECURRENT:
-                    self.followed |= weights_in(weights)
+                self.followed |= weights_in(() if name in _JOINS else acted)
+                self.followed |= weights_in(weights if name in _RECURRENT else ())
         if acted or weights:
             self._known |= {id(v): (kind, v) for v, kind in zip(results, kinds, strict=False)}
         return output
@@ -121,13 +117,12 @@ def last_layer(guide: LaplaceGuide, batches: Iterable[Any]) -> list[str]:
         return [name for key, name in names.items() if key in last]
     modules = model.named_parameters() if isinstance(model, nn.Module) else ()
     names |= {id(p): name for name, p in (*pyro.get_param_store().named_parameters(), *modules)}
-    acting = [repr(name) for key, name in names.items() if key in last] or ["tensors without names"]
+    found = [name for key, name in names.items() if key in last]
+    why = "its weights act on their own results, as in a loop, or its outputs do not depend on its arguments"
+    if last:
+        why = f"parameters that are trained but not latent act after all latents: {found}"
     if last - order.acting:
-        why = f"some function that uses {', '.join(acting)} cannot be observed"
-    elif last:
-        why = f"parameters that are trained but not latent act after all latents: {', '.join(acting)}"
-    else:
-        why = "its weights act on their own results, as in a loop, or its outputs do not depend on its arguments"
+        why = f"some function that uses {found} cannot be observed"
     raise ModelError(
         f"the model has no last layer: {why}. Pass names of sites as layers, or None for all latents"
     )
