@@ -2,7 +2,7 @@
 """Conversion of torch modules to Bayesian modules, and back to modules with the posterior means as weights."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from pyro.nn.module import PyroModule, PyroSample, to_pyro_module_
@@ -16,6 +16,7 @@ from pyro_dvi.bayesian.converted import (
     buffer_name,
     forget,
     parameter_order,
+    parametrized_outside,
     plain_type,
     remember,
     set_attribute,
@@ -64,7 +65,8 @@ def to_bayesian_(
     warning explains how to mask it.
 
     In a layer with :func:`torch.nn.utils.parametrizations.weight_norm`, the length and the direction of the weights
-    become Bayesian.
+    become Bayesian. Other parametrizations stay if ``exclude`` names their weights, and ``remove_parametrizations`` can
+    remove them later.
 
     Status: exact; the model is the network with the given prior.
 
@@ -107,7 +109,8 @@ def to_bayesian_(
     makers = [prior.prepared(owner) for owner in owners]  # raises all errors before the first change
     _warn_of_padding(groups)
 
-    to_pyro_module_(module)
+    with parametrized_outside(module, {id(owner.module) for owner in owners}):
+        to_pyro_module_(module)
     remember(module)
     for (owner, *others), make in zip(groups, makers, strict=True):
         _make_site(owner, make())
@@ -184,8 +187,17 @@ def to_deterministic(model_or_net: nn.Module, guide: Any) -> nn.Module:
         >>> type(plain) is nn.Linear, dict(plain.state_dict())
         (True, {'weight': tensor([[1., 1.]]), 'bias': tensor([0.])})
     """
-    net = _only_converted_net(model_or_net)
     values = posterior_means(guide)
+    return _plain_copy(_only_converted_net(model_or_net), lambda site, own: _value(values, site, own))
+
+
+def with_own_weights(net: nn.Module) -> nn.Module:
+    """Return a plain copy of a converted network, with the weights that the network had before the conversion."""
+    return _plain_copy(net, lambda site, own: nn.Parameter(own.clone()))
+
+
+def _plain_copy(net: nn.Module, value_of: Callable[[str, Tensor], nn.Parameter]) -> nn.Module:
+    """Return a plain copy of a converted network; ``value_of`` takes a site and the network's own weight."""
     plain = copy.deepcopy(net)
     made: dict[tuple[int, str], nn.Parameter] = {}
     for path, module in plain.named_modules():
@@ -197,7 +209,7 @@ def to_deterministic(model_or_net: nn.Module, guide: Any) -> nn.Module:
         for attribute, prior in getattr(module, "_pyro_samples", {}).items():
             if isinstance(prior, SitePrior) and not isinstance(prior, TiedPrior):
                 site = ".".join(filter(None, (module._pyro_name, attribute)))
-                made[id(module), attribute] = _value(values, site, prior.shown_value(module))
+                made[id(module), attribute] = value_of(site, prior.shown_value(module))
     modules = list(plain.modules())
     for module in modules:
         _restore_parameters(module, made)

@@ -7,7 +7,7 @@ from pyro_dvi.errors import CheckpointError
 
 # One number for all formats; it is raised when any of them changes. Later code must still read the files in
 # tests/whole_package/saved.
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 
 def check_format_version(what: str, found: int) -> None:

@@ -11,6 +11,7 @@ from pyro_dvi.laplace.evidence.evidence import ByLanczos
 from pyro_dvi.laplace.evidence.online_evidence import OnlineEvidence
 from pyro_dvi.laplace.evidence.scale_tuning import ByEvidence, ByValidation
 from pyro_dvi.laplace.guide import LaplaceGuide
+from pyro_dvi.laplace.last_layer import last_layer
 from pyro_dvi.laplace.methods.conjugate_gradient import ConjugateGradient, PosteriorSamples
 from pyro_dvi.laplace.methods.full_and_low_rank import Dense, TopEigen
 from pyro_dvi.laplace.methods.functional import Functional
@@ -39,4 +40,5 @@ __all__ = [
     "PriorPrecision",
     "TopEigen",
     "largest_variance",
+    "last_layer",
 ]

@@ -69,7 +69,8 @@ class SobolSoftmax(ClassLink):
         parts = []
         for chunk in points.split(max(1, _CHUNK // max(loc.numel(), 1))):
             if is_covariance:
-                noise = torch.einsum("...ij,sj->is...", root, chunk)
+                with torch.autocast(root.device.type, enabled=False):
+                    noise = torch.einsum("...ij,sj->is...", root, chunk)
             else:
                 noise = root * chunk.mT.reshape(*chunk.mT.shape, *(1,) * (loc.dim() - 1))
             parts.append(torch.log_softmax(noise.add_(mean), 0).logsumexp(1))

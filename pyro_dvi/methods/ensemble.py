@@ -9,9 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pyro
+import torch
+from torch import nn
 
+from pyro_dvi.bayesian.conversion import with_own_weights
+from pyro_dvi.bayesian.converted import was_converted
 from pyro_dvi.core.arguments import check_choice
-from pyro_dvi.errors import ArgumentError
+from pyro_dvi.errors import ArgumentError, warn
 from pyro_dvi.methods.method import Method
 from pyro_dvi.methods.models import Loader, is_network
 from pyro_dvi.methods.posterior import Posterior
@@ -45,8 +49,8 @@ class Ensemble:
         """Train all members.
 
         Args:
-            net: a torch module. Each member is a copy of it in which ``reset_parameters()`` gives the layers new random
-                weights. Frozen layers keep their weights.
+            net: a torch module, with or without priors. Each member is a copy of it in which ``reset_parameters()``
+                gives the layers new random weights. Frozen parameters keep their values.
             loader: as for :meth:`Method.fit`.
             epochs: number of epochs of each training run.
             seed: random seed of the first training run; the others use the following integers.
@@ -54,6 +58,7 @@ class Ensemble:
 
         Raises:
             ArgumentError: ``net`` is a Pyro model, or none of its layers has ``reset_parameters()``.
+            DviWarning: ``reset_parameters()`` leaves some random weights unchanged, so all members start with them.
         """
         check_choice("member", self.member, Method, "MAP()")
         return self._of(
@@ -72,18 +77,29 @@ class Ensemble:
 
 
 def _with_new_weights(net: Any, seed: int) -> Any:
-    """Return a copy of a network with new random weights."""
-    fresh = copy.deepcopy(net) if is_network(net) else None
-    modules = () if fresh is None else fresh.modules()  # frozen modules keep their weights
-    layers = [
-        m for m in modules if hasattr(m, "reset_parameters") and any(p.requires_grad for p in m.parameters())
-    ]
-    if not layers:
+    """Return a copy of a network, which may have priors, with new random weights."""
+    fresh = copy.deepcopy(net) if is_network(net) else nn.Identity()
+    plain = with_own_weights(fresh) if was_converted(fresh) else fresh
+    before = {name: p.detach().clone() for name, p in plain.named_parameters()}
+    with preserve_random_state():
+        pyro.set_rng_seed(seed)
+        for layer in reversed(list(plain.modules())):  # as in a constructor, parts come first
+            reset = getattr(layer, "reset_parameters", getattr(layer, "_reset_parameters", None))
+            if reset is not None and any(p.requires_grad for p in layer.parameters()):
+                reset()
+    for name, parameter in plain.named_parameters():
+        if not parameter.requires_grad:
+            parameter.copy_(before[name])
+    kept = {name: p for name, p in plain.named_parameters() if torch.equal(p, before[name])}
+    if kept.keys() == before.keys():
         raise ArgumentError(
             "an ensemble needs layers with reset_parameters(); for other models, use dvi.train_ensemble"
         )
-    with preserve_random_state():
-        pyro.set_rng_seed(seed)
-        for layer in layers:
-            layer.reset_parameters()
+    if alike := [name for name, p in kept.items() if p.requires_grad and p.unique().numel() > 1]:
+        warn(
+            f"all members start with the same {alike}, because reset_parameters() does not change them: define this "
+            "method in the module that has them, or use dvi.train_ensemble"
+        )
+    if plain is not fresh:
+        fresh.load_state_dict(plain.state_dict())
     return fresh

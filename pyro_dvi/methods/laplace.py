@@ -6,13 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from pyro_dvi.bayesian import LearnedScale
 from pyro_dvi.bayesian.likelihoods import Regressor
 from pyro_dvi.core.batches import arguments, check_loader
-from pyro_dvi.errors import ArgumentError
-from pyro_dvi.laplace import ByValidation, LaplaceGuide
+from pyro_dvi.laplace import ByValidation, LaplaceGuide, last_layer
 from pyro_dvi.methods.method import Method
 from pyro_dvi.methods.posterior import Posterior
 from pyro_dvi.predictive import AtMean, predict
@@ -28,8 +26,8 @@ class Laplace(Method):
     validation data, tunes the prior scale.
 
     Args:
-        layers: layers that get a posterior: "last" for the last ``Linear``, None for all, or a ``subset`` as in
-            :meth:`LaplaceGuide.fit <pyro_dvi.LaplaceGuide.fit>`.
+        layers: layers that get a posterior: "last" for the layer (or heads) that :func:`~pyro_dvi.laplace.last_layer`
+            finds, None for all, or a ``subset`` as in :meth:`LaplaceGuide.fit <pyro_dvi.LaplaceGuide.fit>`.
         covariance: a method of :mod:`pyro_dvi.laplace`; None means ``Dense()``.
         unconverged: what to do if the mode is not a minimum, as in
             :meth:`LaplaceGuide.fit <pyro_dvi.LaplaceGuide.fit>`.
@@ -93,7 +91,7 @@ class Laplace(Method):
             svi.guide.initialize(*args, **named)
             residuals = predict(svi.model, svi.guide, loader, AtMean()).metrics()["rmse"]
             svi.model.noise_scale = torch.full_like(svi.model.noise_scale, residuals)
-        subset = self._subset(svi.model)
+        subset = last_layer(svi.guide, loader) if self.layers == "last" else self.layers
         policy = {"unconverged": self.unconverged, "progress": progress}
         svi.guide.polish(loader, subset=subset, progress=progress)
         svi.guide.fit(loader, self.covariance, subset=subset, **policy)
@@ -102,14 +100,3 @@ class Laplace(Method):
             check_loader(held_out, 2, role="validation")
             svi.guide.tune(loader, criterion=ByValidation(held_out), **policy)
         return history
-
-    def _subset(self, model: Any) -> Any:
-        if self.layers != "last":
-            return self.layers
-        modules = model.named_modules() if isinstance(model, nn.Module) else ()
-        names = [name for name, module in modules if isinstance(module, nn.Linear)]
-        if not names:
-            raise ArgumentError(
-                'layers="last" needs a network with a Linear layer: pass names of sites as layers, or None for all'
-            )
-        return f"{names[-1]}.*"

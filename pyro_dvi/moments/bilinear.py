@@ -23,6 +23,7 @@ Source: Schmitt & Roth (2021), Eq. 9; Wu et al. (2019), "Deterministic variation
 """
 
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import torch
@@ -93,10 +94,12 @@ def bilinear_moments(
         raise UnsupportedError(
             "the product of uncertain x with itself has no rule: write x.square().sum() for a sum of squares"
         )
-    if are_followed():
-        return full_product(product, x, weight, bias)
-    if any(isinstance(factor, JointMoments) for factor in (x, weight, bias)):
-        return joint_product(product, x, weight, bias)
+    if are_followed() or any(isinstance(factor, JointMoments) for factor in (x, weight, bias)):
+        dependent = full_product if are_followed() else joint_product
+        with torch.autocast(
+            weight.device.type, enabled=False
+        ):  # which loses covariances, and skips vmap of a bias
+            return dependent(product, *_widened(x, weight, bias))
     noisy = alpha is not None and isinstance(weight, MultiplicativeMoments) and isinstance(x, GaussianMoments)
     variance = None if noisy else variance_of(weight)
     shift, spread = (() if bias is None else (bias,) for bias in (loc_of(bias), variance_of(bias)))
@@ -116,6 +119,13 @@ def bilinear_moments(
     second = _SECOND.plain(mean, x_variance) if second is None else second
     of_weights = product(second, variance, *spread)
     return GaussianMoments(loc, of_weights + product(x_variance, w * w))
+
+
+def _widened(*factors: Any) -> list[Any]:
+    """Return the arguments of a product in the widest floating-point dtype among them."""
+    kinds = [f.dtype for f in factors if f is not None and f.is_floating_point()]
+    wide = reduce(torch.promote_types, kinds)
+    return [f.to(wide) if f is not None and f.dtype in kinds and f.dtype is not wide else f for f in factors]
 
 
 def _square(certain: Tensor, like: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from pyro_dvi.core.distributions import unexpanded
 from pyro_dvi.core.undisturbed import device_of, evaluating, seeder, undisturbed
 from pyro_dvi.runs.sites import core, is_latent
 
+_ELEMENTS = 64  # maximum number of elements of a parameter that are stored
 _ROWS = 4  # number of rows of the artificial inputs, if the model accepts so few
 # Relative tolerance: above the accumulated rounding error of a deep network (0.003 with TensorFloat-32 in ResNet-50),
 # and below the effect of a different activation, prior or noise.
@@ -37,7 +38,8 @@ class Fingerprint:
             of the tensors are used.
         kwargs: keyword arguments of the model, in the same form.
         sites: for each site, whether it is latent, its family and its shape; and, at given values of the latents, for
-            each parameter of its distribution the mean, the mean absolute value, and a mean weighted by position.
+            each parameter of its distribution the mean, the mean absolute value, a mean weighted by position, and some
+            elements. Files of earlier versions lack the elements, which are then not compared.
     """
 
     args: tuple[Any, ...]
@@ -149,7 +151,8 @@ def _parameters(part: Any) -> Iterator[tuple[str, list[float]]]:
             values = unexpanded(torch.as_tensor(value)).detach().flatten().cpu().double().nan_to_num()
             weights = torch.linspace(0.5, 1.5, len(values), dtype=values.dtype, device="cpu")
             means = (values, values.abs(), values * weights)
-            yield name, [float(v.mean()) for v in means] if len(values) else []
+            some = values[:: len(values) // _ELEMENTS + 1].tolist()
+            yield name, [*(float(v.mean()) for v in means), *some] if len(values) else []
 
 
 def _compared(before: Any, after: Any) -> Iterator[str]:

@@ -4,12 +4,14 @@
 import os
 import pickle
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pyro
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from pyro_dvi.core.batches import arguments
@@ -39,9 +41,10 @@ def save(
 
     The file contains only tensors and plain values, so :func:`load` runs no code from it. It contains no training data.
     If a history from :func:`~pyro_dvi.training.fit` is passed, the file also contains the shapes and dtypes of the
-    first batch, with which :func:`load` initialises the guide, and the names, families and shapes of the model's sites,
-    with which :func:`load` detects a different model. Both are saved only if batches consist of dense tensors in
-    tuples, lists and dictionaries. Without a history, the buffers of networks that a function calls are not saved.
+    first batch, with which :func:`load` initialises the guide. To detect a different model, it contains the names,
+    families and shapes of the model's sites and, if the guide has medians, parameters of these sites at the medians and
+    artificial inputs. All this is saved only if batches consist of dense tensors in tuples, lists and dictionaries.
+    Without a history, the buffers of networks that a function calls are not saved.
 
     Args:
         path: path of the file to write.
@@ -63,7 +66,10 @@ def save(
         with preserve_random_state():
             if route is not svi:
                 route.initialise(args, kwargs)
-            fingerprint = Fingerprint.of(route.model, args, kwargs)
+            latents = _medians(route, args, kwargs)
+            fingerprint = Fingerprint.of(route.model, args, kwargs, latents) or Fingerprint.of(
+                route.model, args, kwargs
+            )
     content = {
         "described": _described(route),
         "states": {role: part.state_dict() for role, part in route.all_modules().items()},
@@ -95,8 +101,9 @@ def load(
     """Load a checkpoint written by :func:`save` into freshly built objects, and return the history.
 
     No weights are changed unless the types of guide, ELBO and optimizer, the names and shapes of parameters, and the
-    names, shapes and prior families of the model's sites match those of the saved run. Numbers in the code of a model,
-    such as a prior scale, and its activations are not compared. To resume training, pass the result to ``fit``:
+    names, shapes and prior families of the model's sites match those of the saved run. If the guide has medians, as all
+    automatic guides have, the model must also compute the same at artificial inputs: prior scales, noise and
+    activations must not change. To resume training, pass the result to ``fit``:
     ``fit(svi, loader, epochs, history=load(path, svi, loader=loader))``. If the file was saved after an epoch, the
     results on the CPU equal those of an uninterrupted run.
 
@@ -144,15 +151,14 @@ def load(
                 f"The model or guide does not run on inputs of the shapes in the file ({first_line(error)}). The "
                 "checkpoint may belong to another model or guide. If it does not, pass one batch as example=."
             ) from error
-    if saved["fingerprint"] is not None:
-        with preserve_random_state():
-            differences = Fingerprint(**saved["fingerprint"]).differences(route.model)
-        if differences:
-            raise CheckpointError(
-                f"The checkpoint belongs to another model: {differences} (saved → now). Build the model as for the "
-                "saved run. To load only the weights, call guide.load_state_dict(...)."
-            )
+    _check_model(saved, route)
+    before = route.weights()
     _load_weights(saved, route)
+    try:
+        _check_model(saved, route, weights_loaded=True)
+    except CheckpointError:
+        route.set_weights(before)
+        raise
     rule = getattr(route.elbo, "prediction_rule", "Samples")
     note_trained_for(route.guide, rule, getattr(route.elbo, "temperature", 1.0))
     if saved["elbo"] is not None:
@@ -183,6 +189,29 @@ def _described(route: Route) -> dict[str, Any]:
         "the objective ": type(getattr(route.elbo, "elbo", route.elbo)).__name__,
         "the optimizer ": None if route.steered is None else route.optimizer_name(),
     }
+
+
+def _check_model(saved: Mapping[str, Any], route: Route, weights_loaded: bool = False) -> None:
+    """Compare the model's sites with those of the saved run; with loaded weights, also their parameters."""
+    if saved["fingerprint"] is None:
+        return
+    fingerprint = Fingerprint(**saved["fingerprint"])
+    with preserve_random_state():
+        args, kwargs = stand_ins(fingerprint.args, fingerprint.kwargs, route.device())
+        latents = _medians(route, args, kwargs) if weights_loaded else None
+        differences = fingerprint.differences(route.model, latents)
+    if differences:
+        raise CheckpointError(
+            f"The checkpoint belongs to another model: {differences} (saved → now). Build the model as for the saved "
+            "run. To load only the weights, call guide.load_state_dict(...)."
+        )
+
+
+def _medians(route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor] | None:
+    """Return the medians of the latents, at which two models can be compared; None for a guide without medians."""
+    with suppress(NotImplementedError, AttributeError):
+        return dict(route.guide.median(*args, **kwargs))
+    return None
 
 
 def _load_weights(saved: Mapping[str, Any], route: Route) -> None:

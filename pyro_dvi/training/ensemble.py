@@ -16,12 +16,14 @@ from typing import Any, TypeGuard
 import pyro
 import pyro.distributions as dist
 import torch
+from pyro.infer.autoguide import AutoGuide
 from pyro.params.param_store import StateDict
 from torch import Tensor, nn
 
 from pyro_dvi.core.arguments import check_count
 from pyro_dvi.core.progress import progress_bar
 from pyro_dvi.errors import ArgumentError, GuideError, warn
+from pyro_dvi.runs.trained_for import trained_for
 from pyro_dvi.training.parameter_checks import supplanted
 from pyro_dvi.training.random_state import preserve_random_state
 
@@ -90,7 +92,9 @@ def train_apart(
         pyro.set_rng_seed(seed)
         result = train()
     if not _is_pair(result):
-        raise ArgumentError(f"train must return a tuple (model, guide), not {type(result).__name__}")
+        raise ArgumentError(
+            f"train must return a tuple (model, guide), in this order, not {type(result).__name__}"
+        )
     posterior = TrainedPosterior(*result, store)
     own = posterior.trainable()
     for other in others:
@@ -280,7 +284,13 @@ def _drawn_member(count: int) -> int:
 
 
 def _is_pair(value: Any) -> TypeGuard[tuple[Any, Any]]:
-    return isinstance(value, tuple) and len(value) == 2 and all(map(callable, value))
+    """Return whether a value is a pair of a model and its guide, and not a guide and its model."""
+    if not (isinstance(value, tuple) and len(value) == 2 and all(map(callable, value))):
+        return False
+    model, guide = value
+    # Both may be methods of one object.
+    is_swapped = isinstance(model, AutoGuide) or (trained_for(model) and not trained_for(guide))
+    return not is_swapped
 
 
 def _as_member(given: Any) -> TrainedPosterior:
@@ -288,7 +298,9 @@ def _as_member(given: Any) -> TrainedPosterior:
     if isinstance(given, TrainedPosterior):
         return given
     if not _is_pair(given):
-        raise ArgumentError(f"a member of an ensemble is a pair (model, guide) of callables, not {given!r}")
+        raise ArgumentError(
+            f"a member of an ensemble is a pair (model, guide) of callables, in this order, not {given!r}"
+        )
     modules = [part for part in given if isinstance(part, nn.Module)]
     # Names under which the store now contains parameters of another posterior.
     others = {name for part in modules for name, *_ in supplanted(part)}

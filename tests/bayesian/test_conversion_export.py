@@ -11,9 +11,11 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro import poutine
 from pyro.infer.autoguide import AutoDelta, AutoDiagonalNormal, AutoNormal
 from pyro.nn.module import PyroModule
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
 
 from pyro_dvi.bayesian import (
     HierarchicalScale,
@@ -148,3 +150,38 @@ def test_the_whole_model_is_saved_and_loaded():
     twin = torch.load(file, weights_only=False)
     values = {name: value.detach() for name, value in _latents(twin).items()}
     assert list(to_deterministic(twin, values).state_dict()) == list(convolutional().state_dict())
+
+
+@pytest.mark.parametrize(
+    "parametrization",
+    [parametrizations.weight_norm, parametrizations.spectral_norm, parametrizations.orthogonal],
+)
+def test_parametrizations_of_deterministic_weights_can_be_removed(parametrization):
+    net = nn.Sequential(parametrization(nn.Linear(3, 6)), nn.Tanh(), nn.Linear(6, 2)).double().eval()
+    x = torch.randn(5, 3, dtype=torch.float64)
+    expected, own = net(x), {name: value.clone() for name, value in net.named_parameters()}
+    is_norm = parametrization is parametrizations.weight_norm
+    to_bayesian_(net, exclude="0.parametrizations.*" if is_norm else "0.weight")
+    twin = copy.deepcopy(net)
+    torch.testing.assert_close(to_deterministic(twin, own)(x), expected)
+    parametrize.remove_parametrizations(net[0], "weight")
+    assert isinstance(net[0], nn.Linear) and not parametrize.is_parametrized(net[0])
+    assert list(poutine.trace(net).get_trace(x).stochastic_nodes) == ["0.bias", "2.weight", "2.bias"]
+    plain = to_deterministic(net, own)
+    assert type(plain[0]) is nn.Linear
+    torch.testing.assert_close(plain(x), expected)
+    torch.testing.assert_close(to_deterministic(twin, own)(x), expected)
+
+
+def test_a_latent_weight_norm_stays():
+    """Torch would replace latent weights by one draw; its error changes nothing."""
+    net = nn.Sequential(parametrizations.weight_norm(nn.Linear(3, 6)))
+    own = {name: value.clone() for name, value in net.named_parameters()}
+    x = torch.randn(5, 3)
+    expected = net(x)
+    to_bayesian_(net)
+    with pytest.raises(AttributeError, match="weight"):
+        parametrize.remove_parametrizations(net[0], "weight")
+    plain = to_deterministic(net, own)
+    parametrize.remove_parametrizations(plain[0], "weight")
+    torch.testing.assert_close(plain(x), expected)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import pyro_dvi as dvi
+from pyro_dvi.errors import CheckpointError
 from tests.methods.cases import EPOCHS, METHODS, loader, network, rows
 
 
@@ -35,3 +36,26 @@ def test_the_space_of_each_method_names_its_arguments(name):
         assert getattr(replace(method, **{setting: values[0]}), setting) == values[0]
     with pytest.raises(TypeError, match="'rate'"):
         method.tune(network(), loader(), 1, validation=rows(9, 2), space={"rate": (0.1, 0.2)})
+
+
+@pytest.mark.filterwarnings("ignore:the best lr")
+def test_results_of_a_shorter_training_are_not_taken(tmp_path):
+    def tuned(epochs, data=None):
+        space, options = {"lr": (0.001, 0.01)}, {"storage": tmp_path / "runs.jsonl", "progress": False}
+        method = dvi.MAP()
+        return method.tune(
+            network(),
+            data or loader(),
+            epochs,
+            validation=rows(40, 2),
+            space=space,
+            max_trainings=2,
+            **options,
+        ).tuned
+
+    first = tuned(1)
+    assert tuned(1).table == first.table
+    with pytest.raises(CheckpointError, match="repetition gives .*another training .epochs"):
+        tuned(EPOCHS)
+    with pytest.raises(CheckpointError, match="another training"):
+        tuned(1, [rows(25, 7)])

@@ -9,7 +9,9 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from torch import nn
 
+import pyro_dvi as dvi
 from pyro_dvi.runs.fingerprint import Fingerprint
 
 X = torch.linspace(-1, 2, 6)
@@ -34,6 +36,27 @@ def test_other_models_are_seen_and_rounding_is_not():
     assert differences(line, partial(line, scale=0.6)) == "distribution of site 'y': scale 0.5 → 0.6"
     assert differences(line, partial(line, num_data=9)) == ""
     assert "site 'y': loc" in differences(line, partial(line, offset=3.0))
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_activations_are_told_apart(depth):
+    """Each element is compared, because means of logits hardly depend on the activation: they missed every third."""
+    activations = [nn.Tanh, nn.ReLU, nn.SiLU, nn.Softplus]
+
+    def model_of(activation, seed):
+        torch.manual_seed(seed)
+        layers = [part for k in range(depth) for part in (nn.Linear(3 if k == 0 else 16, 16), activation())]
+        return dvi.classifier(nn.Sequential(*layers, nn.Linear(16, 2)), num_data=6)
+
+    x, seen = torch.randn(6, 3), []
+    for seed in range(5):
+        models = [model_of(activation, seed) for activation in activations]
+        for model in models:
+            first = Fingerprint.of(model, (x, torch.arange(6) % 2), {}, {})
+            found = [first.differences(other, {}) for other in models]
+            assert found[models.index(model)] == ""
+            seen += [text != "" for text in found]
+    assert sum(seen) >= 0.9 * len(seen) * 3 / 4
 
 
 def test_without_values_of_latents_only_sites_are_compared():

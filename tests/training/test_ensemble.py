@@ -195,5 +195,5 @@ def test_numbers_of_members(num_members):
 def test_what_is_no_member():
     with pytest.raises(ArgumentError, match="at least one member"):
         EnsembleGuide([])
-    with pytest.raises(ArgumentError, match=r"pair \(model, guide\) of callables, not 3"):
+    with pytest.raises(ArgumentError, match=r"pair \(model, guide\) of callables, in this order, not 3"):
         EnsembleGuide([3])  # type: ignore[list-item]

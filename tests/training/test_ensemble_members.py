@@ -14,6 +14,7 @@ from torch import nn
 
 import pyro_dvi as dvi
 from pyro_dvi.errors import ArgumentError
+from pyro_dvi.training import EnsembleGuide, train_ensemble
 from pyro_dvi.training.ensemble import train_apart
 
 X = torch.linspace(-1, 1, 20)[:, None]
@@ -86,6 +87,42 @@ def test_a_failure_leaves_the_store_as_it_was():
     with pytest.raises(RuntimeError, match="stop"):
         train_apart(fail, seed=0)
     assert list(pyro.get_param_store()) == ["mine"]
+
+
+class Both:
+    """Model and guide as methods of one object, as Pyro's tutorials write autoencoders."""
+
+    def model(self, x, y=None):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(w * x[:, 0], 1.0), obs=y)
+
+    def guide(self, x, y=None):
+        pyro.sample("w", dist.Normal(pyro.param("loc", torch.randn(())), 0.1))
+
+
+def separately(x, y=None):
+    return Both().guide(x, y)
+
+
+def by_hand(guide):
+    both = Both()
+    model, guide = both.model, both.guide if guide is None else guide(both.model)
+    svi = SVI(model, guide, dvi.optim.Adam({"lr": 0.01}), loss=dvi.TaylorELBO())
+    dvi.fit(svi, [(X, X[:, 0])], 1, progress=False)
+    return model, guide
+
+
+@pytest.mark.parametrize("guide", [None, lambda model: separately, AutoNormal, dvi.MeanFieldGuide])
+def test_a_guide_in_the_place_of_the_model(guide):
+    """Methods of one object cannot be told apart, and are taken as they are."""
+    model, found = train_ensemble(lambda: by_hand(guide), 2, progress=False)
+    assert len(dvi.predict(model, found, X)) == len(X)
+    if guide is not None:
+        with pytest.raises(ArgumentError, match=r"tuple \(model, guide\), in this order"):
+            train_ensemble(lambda: by_hand(guide)[::-1], 2, progress=False)
+        with pytest.raises(ArgumentError, match=r"pair \(model, guide\) of callables, in this order"):
+            EnsembleGuide([by_hand(guide)[::-1]])
 
 
 @pytest.mark.parametrize("result", [None, (train,), (train, 1)])

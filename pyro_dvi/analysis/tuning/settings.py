@@ -123,8 +123,9 @@ def tune(
             row, from ``predict(model, guide, validation)`` with the default prediction rule of the guide.
         seed: seed of every training run.
         storage: path of a file with one line of JSON per finished training run. Another call continues from the file.
-            It repeats only the chosen training run, and only if this run is from an earlier call. To repeat another
-            training run, remove its line.
+            It first repeats the best of these training runs, because a different score shows that ``train`` or the data
+            have changed. At the end, it repeats the chosen one if it is another run from an earlier call. To repeat
+            other training runs, remove their lines.
         sampler: any Optuna sampler (``python -m pip install optuna``), which treats the values as categories.
         progress: show a progress bar in a terminal or notebook.
 
@@ -136,7 +137,8 @@ def tune(
         ArgumentError: if a list cannot be searched, if the lists need more than ``max_trainings``, if ``train`` does
             not return a model and a guide or uses one network in several training runs, or if ``score`` returns
             different numbers of rows.
-        CheckpointError: if ``storage`` belongs to other settings or another seed, or is not a file of ``tune``.
+        CheckpointError: if ``storage`` belongs to other settings, another seed or another training, or is not a file of
+            ``tune``.
         NonFiniteError: if all training runs have failed.
 
     Warns:
@@ -182,10 +184,11 @@ def tune(
             "shorten the lists, or pass an Optuna sampler"
         )
     path = None if storage is None else Path(storage)
-    recorded = {} if path is None else read_results(path, list(lists), seed)
+    recorded = {} if path is None else read_results(path, lists, seed)
     with progress_bar(progress, planned, unit="training") as bar:
         score = score or partial(_nll, seed=seed)
         done = Trainings(train, validation, lists, score, seed, path, recorded, bar)
+        done.repeat_best()
         if sampler is None:
             one_after_the_other(done, max_trainings - planned)
         else:
@@ -219,13 +222,14 @@ def _lists(space: Any) -> dict[str, list[Any]]:
         raise ArgumentError(f'space must map settings to values, as {{"lr": (0.01, 0.1)}}, not {space!r}')
     lists: dict[str, list[Any]] = {}
     for name, values in space.items():
-        own = [] if isinstance(values, str) else list(dict.fromkeys(values))
+        own = list(values) if isinstance(values, Iterable) and not isinstance(values, str) else []
         fine = (math.isfinite(v) if isinstance(v, Real) else isinstance(v, str | None) for v in own)
-        if not own or not all(fine) or name in _SCORES:
+        if not own or not all(fine) or not isinstance(name, str) or name in _SCORES:
             raise ArgumentError(
                 f"setting {name!r} with values {values!r} cannot be tuned. Values must be a list of finite numbers, "
                 f"strings (for other objects), booleans or None, and the names {_SCORES} are reserved"
             )
+        own = list(dict.fromkeys(own))
         kind = int if all(isinstance(value, Integral) for value in own) else float
         lists[name] = sorted(map(kind, own)) if are_numbers(own) else own
     return lists

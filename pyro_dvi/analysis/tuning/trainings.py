@@ -7,7 +7,7 @@ The file has one line of JSON per training run; an interrupted search continues 
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from numbers import Real
 from pathlib import Path
@@ -58,9 +58,33 @@ class Trainings:
         if self.path is not None and key not in self.recorded:
             write_result(self.path, self.named(key), self.seed, result)
         close = self.close()
-        self.posteriors = {one: kept for one, kept in self.posteriors.items() if one in close}
+        self.posteriors = {
+            k: kept for k, kept in self.posteriors.items() if k in close or k not in self.results
+        }
         self.bar.total = max(self.bar.total, self.bar.n + 1)
         self.bar.update()
+
+    def repeat_best(self) -> None:
+        """Repeat the best training run in the file: its score shows whether the file belongs to this training.
+
+        Raises:
+            CheckpointError: if the score is another one.
+        """
+        file = replace(self, results=self.recorded)
+        if not file.scores:
+            return
+        key = file.best()
+        before, now = file.scores[key], self._trained(key)
+        if isinstance(now, Tensor) and now.shape == before.shape:
+            gap, size = now - before, float(before.abs().mean())
+            # On accelerators, a repeated training run differs a little.
+            if abs(float(gap.mean())) <= max(0.01 * size, 2 * standard_error(gap)):
+                return
+        new = now if isinstance(now, str) else f"{float(now.mean()):.4g}"
+        raise CheckpointError(
+            f"{self.path} contains the score {float(before.mean()):.4g} for {self.named(key)}, but a repetition gives "
+            f"{new}: the file belongs to another training (epochs, data, model, score). Choose another path for storage"
+        )
 
     def _trained(self, key: Key) -> Tensor | str:
         """Train with these settings; return the score, or the reason for a failure."""
@@ -175,7 +199,7 @@ class Trainings:
         return [v if are_numbers(own) else own.index(v) for v, own in zip(key, lists, strict=True)]
 
 
-def read_results(path: Path, names: list[str], seed: int) -> dict[Key, Tensor | str]:
+def read_results(path: Path, lists: dict[str, list[Any]], seed: int) -> dict[Key, Tensor | str]:
     """Return a mapping from values of the settings to the score of the training run, or to the reason why it failed.
 
     An incomplete line is ignored.
@@ -188,18 +212,21 @@ def read_results(path: Path, names: list[str], seed: int) -> dict[Key, Tensor | 
     text = path.read_text(encoding="utf-8", errors="replace")
     for line in text.splitlines():
         try:
-            row = dict(json.loads(line))
-        except (ValueError, TypeError):
-            if _BEGINNING.startswith(line[: len(_BEGINNING)]):
+            row = json.loads(line)
+            settings, failure = dict(row["settings"]), row.get("failure")
+            key = tuple(settings.pop(name) for name in lists)
+            numbers = [v for v, own in zip(key, lists.values(), strict=True) if are_numbers(own)]
+            score = as_score(0.0 if isinstance(failure, str) else row["score"])
+            if settings or row["seed"] != seed or not (are_numbers(numbers) and score.mean().isfinite()):
+                raise ValueError
+            found[key] = failure if isinstance(failure, str) else score
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            if isinstance(error, json.JSONDecodeError) and _BEGINNING.startswith(line[: len(_BEGINNING)]):
                 continue
-            row = {}
-        if set(row.get("settings", ())) != set(names) or row.get("seed") != seed:
             raise CheckpointError(
                 f"{path} contains a line that is not a training run of this search (seed {seed}, settings "
-                f"{', '.join(names)}): {line[:100]}. Choose another path for storage"
-            )
-        key = tuple(row["settings"][name] for name in names)
-        found[key] = row["failure"] if "failure" in row else as_score(row["score"])
+                f"{', '.join(lists)}): {line[:100]}. Choose another path for storage"
+            ) from error
     if text and not text.endswith("\n"):
         with path.open("a", encoding="utf-8") as file:
             file.write("\n")
