@@ -12,7 +12,7 @@ from pyro_dvi.bayesian import LearnedScale
 from pyro_dvi.bayesian.likelihoods import Regressor
 from pyro_dvi.core.batches import arguments, check_loader
 from pyro_dvi.errors import ArgumentError
-from pyro_dvi.laplace import ByValidation, LaplaceGuide
+from pyro_dvi.laplace import ByValidation, Hessian, LaplaceGuide
 from pyro_dvi.methods.method import Method
 from pyro_dvi.methods.posterior import Posterior
 from pyro_dvi.predictive import AtMean, predict
@@ -36,7 +36,7 @@ class Laplace(Method):
         lr: step size of Adam, used only if ``fit`` trains the network first.
         prior_scale: standard deviation of the priors of a network without priors.
         noise_scale: standard deviation of the noise, for a regression network. A ``LearnedScale``, the default, is set
-            to the root mean square of the residuals if ``fit`` does not train the network.
+            to the root mean square of the residuals before and after the weights are moved.
         kl_weight: KL weight with which the network was trained.
         temperature: factor by which the covariance is multiplied.
 
@@ -88,20 +88,31 @@ class Laplace(Method):
     def _train(self, svi: Any, loader: Any, epochs: int, **options: Any) -> History:
         validation, progress = options.pop("validation"), options.get("progress", True)
         history = fit(svi, loader, epochs, **options) if epochs else History()
-        if not epochs and isinstance(self.noise_scale, LearnedScale) and isinstance(svi.model, Regressor):
-            args, named = arguments(next(iter(loader)), svi.model.noise_scale.device)
-            svi.guide.initialize(*args, **named)
-            residuals = predict(svi.model, svi.guide, loader, AtMean()).metrics()["rmse"]
-            svi.model.noise_scale = torch.full_like(svi.model.noise_scale, residuals)
         subset = self._subset(svi.model)
         policy = {"unconverged": self.unconverged, "progress": progress}
+        self._follows_residuals(svi, loader)
         svi.guide.polish(loader, subset=subset, progress=progress)
+        needs_minimum = isinstance(getattr(self.covariance, "precision", None), Hessian)
+        if self._follows_residuals(svi, loader) and needs_minimum:
+            svi.guide.polish(loader, subset=subset, progress=progress)
         svi.guide.fit(loader, self.covariance, subset=subset, **policy)
         if validation is not None:
             held_out = [validation] if isinstance(validation, tuple | Mapping) else validation
             check_loader(held_out, 2, role="validation")
             svi.guide.tune(loader, criterion=ByValidation(held_out), **policy)
         return history
+
+    def _follows_residuals(self, svi: Any, loader: Any) -> bool:
+        """Set a learned noise scale to the root mean square of the residuals; return whether it changed by over 1 %."""
+        if not isinstance(self.noise_scale, LearnedScale) or not isinstance(svi.model, Regressor):
+            return False
+        noise = svi.model.noise_scale.detach()
+        args, named = arguments(next(iter(loader)), noise.device)
+        svi.guide.initialize(*args, **named)
+        residuals = predict(svi.model, svi.guide, loader, AtMean()).metrics()["rmse"]
+        if changed := not 0.99 < residuals / float(noise) < 1.01:
+            svi.model.noise_scale = torch.full_like(noise, residuals)
+        return changed
 
     def _subset(self, model: Any) -> Any:
         if self.layers != "last":
