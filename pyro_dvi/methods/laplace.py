@@ -12,7 +12,7 @@ from pyro_dvi.bayesian import LearnedScale
 from pyro_dvi.bayesian.likelihoods import Regressor
 from pyro_dvi.core.batches import arguments, check_loader
 from pyro_dvi.errors import ArgumentError
-from pyro_dvi.laplace import ByValidation, Hessian, LaplaceGuide
+from pyro_dvi.laplace import ByValidation, LaplaceGuide
 from pyro_dvi.methods.method import Method
 from pyro_dvi.methods.posterior import Posterior
 from pyro_dvi.predictive import AtMean, predict
@@ -36,7 +36,7 @@ class Laplace(Method):
         lr: step size of Adam, used only if ``fit`` trains the network first.
         prior_scale: standard deviation of the priors of a network without priors.
         noise_scale: standard deviation of the noise, for a regression network. A ``LearnedScale``, the default, is set
-            to the root mean square of the residuals before and after the weights are moved.
+            to the root mean square of the residuals; it follows them while the weights move, up to three times.
         kl_weight: KL weight with which the network was trained.
         temperature: factor by which the covariance is multiplied.
 
@@ -90,10 +90,9 @@ class Laplace(Method):
         history = fit(svi, loader, epochs, **options) if epochs else History()
         subset = self._subset(svi.model)
         policy = {"unconverged": self.unconverged, "progress": progress}
-        self._follows_residuals(svi, loader)
-        svi.guide.polish(loader, subset=subset, progress=progress)
-        needs_minimum = isinstance(getattr(self.covariance, "precision", None), Hessian)
-        if self._follows_residuals(svi, loader) and needs_minimum:
+        for k in range(3):  # the mode depends on the noise, and the residuals on the mode
+            if not self._follows_residuals(svi, loader) and k:
+                break
             svi.guide.polish(loader, subset=subset, progress=progress)
         svi.guide.fit(loader, self.covariance, subset=subset, **policy)
         if validation is not None:
