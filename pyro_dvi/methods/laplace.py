@@ -102,13 +102,17 @@ class Laplace(Method):
         return history
 
     def _follows_residuals(self, svi: Any, loader: Any) -> bool:
-        """Set a learned noise scale to the root mean square of the residuals; return whether it changed by over 1 %."""
+        """Set a learned noise scale to the root mean square of the residuals; return whether it changed by over 1 %.
+
+        The noise is at least a thousandth of its initial value.
+        """
         if not isinstance(self.noise_scale, LearnedScale) or not isinstance(svi.model, Regressor):
             return False
         noise = svi.model.noise_scale.detach()
         args, named = arguments(next(iter(loader)), noise.device)
         svi.guide.initialize(*args, **named)
-        residuals = predict(svi.model, svi.guide, loader, AtMean()).metrics()["rmse"]
+        rmse = predict(svi.model, svi.guide, loader, AtMean()).metrics()["rmse"]
+        residuals = max(rmse, 1e-3 * float(self.noise_scale.init))  # targets may have no noise
         if changed := not 0.99 < residuals / float(noise) < 1.01:
             svi.model.noise_scale = torch.full_like(noise, residuals)
         return changed
