@@ -3,7 +3,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -112,7 +112,7 @@ class Laplace(Method):
         args, named = arguments(next(iter(loader)), noise.device)
         svi.guide.initialize(*args, **named)
         rmse = predict(svi.model, svi.guide, loader, AtMean()).metrics()["rmse"]
-        residuals = max(rmse, 1e-3 * float(self.noise_scale.init))  # targets may have no noise
+        residuals = max(rmse, 1e-3 * float(cast(float, self.noise_scale.init)))
         if changed := not 0.99 < residuals / float(noise) < 1.01:
             svi.model.noise_scale = torch.full_like(noise, residuals)
         return changed
