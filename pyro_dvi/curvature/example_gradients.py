@@ -330,7 +330,7 @@ def add_gauss_newton_matrix(examples: ExampleGradients, total: Tensor) -> None:
     spans, layers = examples.spans, examples.single
     _add_strip(examples, total, [spans[k] for k in range(len(spans)) if k not in layers])
     for (k, one), (other, two) in combinations_with_replacement(layers.items(), 2):
-        block = _block(one, two)
+        block = _block(one, two, total)
         total[spans[k], spans[other]] += block
         if k != other:
             total[spans[other], spans[k]] += block.mT
@@ -343,7 +343,7 @@ def _add_strip(examples: ExampleGradients, total: Tensor, spans: list[slice]) ->
     columns = torch.cat([torch.arange(span.start, span.stop) for span in spans]).to(total.device)
     strip = total.new_zeros(len(columns), total.shape[1])
     for part in examples.chunks():
-        rows = examples.rows(part).flatten(0, 1)
+        rows = examples.rows(part).flatten(0, 1).to(total)
         strip.addmm_(rows[:, columns].mT, rows)
     total[columns] += strip
     others = torch.ones(total.shape[1], dtype=torch.bool, device=total.device)
@@ -351,15 +351,15 @@ def _add_strip(examples: ExampleGradients, total: Tensor, spans: list[slice]) ->
     total[others.nonzero(), columns] += strip[:, others].mT
 
 
-def _block(one: OuterGradients, two: OuterGradients) -> Tensor:
-    """Return the block of two layers, in the order of their weights."""
+def _block(one: OuterGradients, two: OuterGradients, like: Tensor) -> Tensor:
+    """Return the block of two layers, in the order of their weights and in the dtype of ``like``."""
     (a, delta), (b, gamma) = one.factors(slice(0, 1)), two.factors(slice(0, 1))
     p, r, q, s = (x.shape[-1] for x in (delta, gamma, a, b))
-    total = a.new_zeros(p * r, q * s)
+    total = like.new_zeros(p * r, q * s)
     count = max(1, _PRODUCTS // (p * r + q * s))
     for start in range(0, one.num_examples, count):
         part = slice(start, start + count)
-        (a, delta), (b, gamma) = one.factors(part), two.factors(part)
+        (a, delta), (b, gamma) = one.factors(part, like.dtype), two.factors(part, like.dtype)
         left = torch.einsum("mki,mkj->mij", delta, gamma).flatten(1)
         total.addmm_(left.mT, torch.einsum("mi,mj->mij", a, b).flatten(1))
     rows = (2, 0) if one.inputs_first else (0, 2)

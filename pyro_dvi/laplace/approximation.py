@@ -358,7 +358,7 @@ def largest_variance(guide: GaussianAtMode, size: int) -> dict[str, Tensor]:
         {'net.weight': tensor([[False,  True,  True]])}
         >>> guide.fit(batches, Dense(), subset=masks).precision
         tensor([[3., 4.],
-                [4., 9.]])
+                [4., 9.]], dtype=torch.float64)
     """
     variances, layout = guide.fitted.posterior.marginal_variance(), guide.fitted.layout
     check_count("size", size)

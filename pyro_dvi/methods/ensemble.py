@@ -57,10 +57,15 @@ class Ensemble:
             **options: further arguments of :func:`~pyro_dvi.fit`.
 
         Raises:
-            ArgumentError: ``net`` is a Pyro model, or none of its layers has ``reset_parameters()``.
+            ArgumentError: ``net`` is a Pyro model, none of its layers has ``reset_parameters()``, or ``epochs`` is 0.
             DviWarning: ``reset_parameters()`` leaves some random weights unchanged, so all members start with them.
         """
         check_choice("member", self.member, Method, "MAP()")
+        if epochs == 0:
+            raise ArgumentError(
+                "each member starts from new random weights, so epochs=0 would discard the trained weights: pass the "
+                "epochs of each training run, or combine trained networks with dvi.training.EnsembleGuide"
+            )
         return self._of(
             self.member.fit(_with_new_weights(net, k), loader, epochs, seed=k, **options)
             for k in range(seed, seed + self.num_members)

@@ -3,7 +3,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -34,7 +34,7 @@ class Laplace(Method):
         lr: step size of Adam, used only if ``fit`` trains the network first.
         prior_scale: standard deviation of the priors of a network without priors.
         noise_scale: standard deviation of the noise, for a regression network. A ``LearnedScale``, the default, is set
-            to the root mean square of the residuals if ``fit`` does not train the network.
+            to the root mean square of the residuals; it follows them while the weights move, up to three times.
         kl_weight: KL weight with which the network was trained.
         temperature: factor by which the covariance is multiplied.
 
@@ -86,17 +86,31 @@ class Laplace(Method):
     def _train(self, svi: Any, loader: Any, epochs: int, **options: Any) -> History:
         validation, progress = options.pop("validation"), options.get("progress", True)
         history = fit(svi, loader, epochs, **options) if epochs else History()
-        if not epochs and isinstance(self.noise_scale, LearnedScale) and isinstance(svi.model, Regressor):
-            args, named = arguments(next(iter(loader)), svi.model.noise_scale.device)
-            svi.guide.initialize(*args, **named)
-            residuals = predict(svi.model, svi.guide, loader, AtMean()).metrics()["rmse"]
-            svi.model.noise_scale = torch.full_like(svi.model.noise_scale, residuals)
         subset = last_layer(svi.guide, loader) if self.layers == "last" else self.layers
         policy = {"unconverged": self.unconverged, "progress": progress}
-        svi.guide.polish(loader, subset=subset, progress=progress)
+        for k in range(3):  # the mode depends on the noise, and the residuals on the mode
+            if not self._follows_residuals(svi, loader) and k:
+                break
+            svi.guide.polish(loader, subset=subset, progress=progress)
         svi.guide.fit(loader, self.covariance, subset=subset, **policy)
         if validation is not None:
             held_out = [validation] if isinstance(validation, tuple | Mapping) else validation
             check_loader(held_out, 2, role="validation")
             svi.guide.tune(loader, criterion=ByValidation(held_out), **policy)
         return history
+
+    def _follows_residuals(self, svi: Any, loader: Any) -> bool:
+        """Set a learned noise scale to the root mean square of the residuals; return whether it changed by over 1 %.
+
+        The noise is at least a thousandth of its initial value.
+        """
+        if not isinstance(self.noise_scale, LearnedScale) or not isinstance(svi.model, Regressor):
+            return False
+        noise = svi.model.noise_scale.detach()
+        args, named = arguments(next(iter(loader)), noise.device)
+        svi.guide.initialize(*args, **named)
+        rmse = predict(svi.model, svi.guide, loader, AtMean()).metrics()["rmse"]
+        residuals = max(rmse, 1e-3 * float(cast(float, self.noise_scale.init)))
+        if changed := not 0.99 < residuals / float(noise) < 1.01:
+            svi.model.noise_scale = torch.full_like(noise, residuals)
+        return changed

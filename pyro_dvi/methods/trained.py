@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import pyro
 from pyro.infer.autoguide import AutoDelta
 from pyro.optim import PyroOptim
 
@@ -125,15 +124,6 @@ class NaturalGradients(Method):
         return self.by({"max_step": self.max_step})
 
 
-class PointEstimate(AutoDelta):
-    """Pyro's ``AutoDelta``, except that ``median`` ignores parameters with the same names in Pyro's store."""
-
-    def median(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the most probable weights by site."""
-        with pyro.get_param_store().scope():
-            return super().median(*args, **kwargs)
-
-
 @dataclass(frozen=True, kw_only=True)
 class MAP(Method):
     """MAP estimation with ``AutoDelta`` and :class:`~pyro_dvi.SampledELBO`, as a baseline.
@@ -151,7 +141,7 @@ class MAP(Method):
 
     def guide(self, model: Any) -> AutoDelta:
         """Return an untrained guide that starts at the network's weights."""
-        return PointEstimate(model, init_loc_fn=init_to_module)
+        return AutoDelta(model, init_loc_fn=init_to_module)
 
     def elbo(self) -> SampledELBO:
         """Return the objective."""

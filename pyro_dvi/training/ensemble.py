@@ -24,6 +24,7 @@ from pyro_dvi.core.arguments import check_count
 from pyro_dvi.core.progress import progress_bar
 from pyro_dvi.errors import ArgumentError, GuideError, warn
 from pyro_dvi.runs.trained_for import trained_for
+from pyro_dvi.training.own_store import bind
 from pyro_dvi.training.parameter_checks import supplanted
 from pyro_dvi.training.random_state import preserve_random_state
 
@@ -41,6 +42,10 @@ class TrainedPosterior:
     model: Any
     guide: Any
     store: StateDict = field(repr=False)
+
+    def __post_init__(self) -> None:
+        for part in (self.model, self.guide):
+            bind(part, self.store)
 
     @contextmanager
     def in_store(self) -> Iterator[None]:

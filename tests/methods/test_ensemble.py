@@ -129,3 +129,8 @@ def test_weights_without_a_start_of_their_own_are_named():
 def test_members_need_new_weights(model):
     with pytest.raises(ArgumentError, match="reset_parameters.*train_ensemble"):
         dvi.Ensemble().fit(model, loader(labels=False), 1, progress=False)
+
+
+def test_members_are_trained():
+    with pytest.raises(ArgumentError, match="epochs=0 would discard the trained weights"):
+        dvi.Ensemble(dvi.Laplace(), 2).fit(network(), loader(), 0, progress=False)

@@ -82,3 +82,61 @@ def test_the_noise_of_a_trained_network_is_that_of_its_residuals(named):
     assert torch.allclose(posterior.model.noise_scale, residuals, rtol=1e-6)
     given = dvi.Laplace(noise_scale=0.5).fit(net, loader, progress=False)
     assert given.model.noise_scale == 0.5
+
+
+def residual_scale(posterior, data):
+    return posterior.predict(data).metrics()["rmse"]
+
+
+def moving(rows=600):
+    """Standardised inputs that are nearly collinear, and smooth targets without noise, in float32."""
+    generator = torch.Generator().manual_seed(0)
+    z = torch.randn(rows, 3, generator=generator)
+    x = torch.tanh(z @ torch.randn(3, 14, generator=generator))
+    x += 0.003 * torch.randn(rows, 14, generator=generator)
+    y = z[:, :1] - z[:, 1:2].sin()
+    return (x - x.mean(0)) / x.std(0), y / y.std()
+
+
+def briefly_trained(data, steps):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(14, 20), nn.Tanh(), nn.Linear(20, 1))
+    adam = torch.optim.Adam(net.parameters(), 0.01)
+    for _ in range(steps):
+        adam.zero_grad()
+        nn.functional.mse_loss(net(data[0]), data[1]).backward()
+        adam.step()
+    return net
+
+
+@pytest.mark.parametrize("epochs", [0, 3])
+def test_the_noise_is_that_of_the_residuals_where_the_fit_stands(epochs):
+    data = moving()
+    net = briefly_trained(data, 10)
+    before = float(nn.functional.mse_loss(net(data[0]), data[1]).sqrt().detach())
+    posterior = dvi.Laplace().fit(net, [data], epochs, progress=False)
+    noise = float(posterior.model.noise_scale.detach())
+    assert noise == pytest.approx(residual_scale(posterior, data), rel=0.01)
+    assert noise < 0.8 * before
+
+
+def test_a_nearly_singular_precision_in_single_precision():
+    """The Gauss-Newton matrix is that of the same network in double precision, although its condition is above 1e7."""
+    data = moving()
+    net = briefly_trained(data, 300)
+    method = dvi.Laplace(layers=None, noise_scale=1e-4, unconverged="accept")
+    model = method.svi(net, [data], 0).model
+    guide = dvi.LaplaceGuide(model)
+    guide.initialize(*data)
+    single = guide.fit([data], unconverged="accept")
+    wide = tuple(part.double() for part in data)
+    guide = dvi.LaplaceGuide(method.svi(net.double(), [wide], 0).model)
+    guide.initialize(*wide)
+    double = guide.fit([wide], unconverged="accept")
+    eigenvalues = torch.linalg.eigvalsh(double.precision)
+    assert eigenvalues[-1] > 1e7 * eigenvalues[0]
+    torch.testing.assert_close(
+        single.precision, double.precision, rtol=1e-3, atol=1e-3 * float(eigenvalues[-1])
+    )
+    assert single.log_determinant() == pytest.approx(float(double.log_determinant()), rel=0.01)
+    assert bool((single.marginal_variance() <= 1.001).all())

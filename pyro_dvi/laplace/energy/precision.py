@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pyro_dvi.core.undisturbed import widest
 from pyro_dvi.curvature.example_gradients import add_gauss_newton_matrix
 from pyro_dvi.errors import NotPositiveDefiniteError, UnsupportedError
 from pyro_dvi.laplace.energy.energy import LocalEnergy
@@ -50,9 +51,13 @@ class GGN(PrecisionMatrix):
     def from_examples(self, local: LocalEnergy) -> Tensor | None:
         """Return P from per-example gradients, with K backward passes; None if they are not cheap.
 
+        Products are summed in double precision. In single precision, their rounding errors can exceed the prior's
+        precision, and P is then not positive definite.
+
         They are also used if they are expensive but differentiable, since products are not differentiable.
         """
-        total = local.point.new_zeros(len(local.point), len(local.point))
+        size, device = len(local.point), local.point.device
+        total = torch.zeros(size, size, dtype=widest(device), device=device)
         for examples in local.examples():
             if not (examples.cheap or local.energy.differentiable):
                 return None
@@ -80,7 +85,7 @@ class Hessian(PrecisionMatrix):
         >>> batches = [(torch.ones(3, 1), torch.zeros(3, 1))]
         >>> _ = guide.polish(batches, progress=False)
         >>> guide.fit(batches, Dense(Hessian())).precision
-        tensor([[4.]])
+        tensor([[4.]], dtype=torch.float64)
     """
 
     def product(self, local: LocalEnergy, vectors: Tensor) -> Tensor:

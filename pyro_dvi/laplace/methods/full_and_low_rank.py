@@ -22,9 +22,9 @@ from pyro_dvi.linalg.lanczos import top_eigenpairs
 class Dense(Method):
     r"""Compute and factorise the full matrix :math:`P \in \mathbb R^{D\times D}`.
 
-    It needs memory for :math:`3 D^2` numbers. The Gauss-Newton matrix is computed from per-example gradients (K
-    backward passes for K outputs) if all layers have per-example rules. Otherwise, and for the Hessian, each column
-    costs two gradients.
+    It needs memory for :math:`3 D^2` numbers in double precision. The Gauss-Newton matrix is computed from per-example
+    gradients (K backward passes for K outputs) if all layers have per-example rules. Otherwise, and for the Hessian,
+    each column costs two gradients.
 
     Status: exact.
 
@@ -69,28 +69,30 @@ class DensePosterior(RootPosterior):
     """A Gaussian represented by the Cholesky factor of its precision.
 
     Attributes:
-        precision: P, ``[D, D]``.
+        precision: P, ``[D, D]``, in double precision.
         prior: diagonal prior precision, [D]; None if it is not known to be diagonal.
     """
 
     stored = ("mode", "precision")
 
     def __init__(self, mode: Tensor, precision: Tensor, prior: Tensor | None = None) -> None:
-        self.mode, self.precision, self.prior = mode, precision, prior
-        factor, info = torch.linalg.cholesky_ex(precision)
+        self.mode, self.precision, self.prior = mode, precision.to(widest(mode.device)), prior
+        factor, info = torch.linalg.cholesky_ex(self.precision)
         if int(info) != 0:
-            values = torch.linalg.eigvalsh(precision)
+            values = torch.linalg.eigvalsh(self.precision)
             count = f"{int((values <= 0).sum())} of {len(values)}"
             raise not_positive(f"the precision has {count} eigenvalues that are not positive")
         self.factor = factor
         self._rows_asked = 0
 
     def whitened(self, rows: Tensor) -> Tensor:
-        flat = rows.reshape(-1, rows.shape[-1])
-        return torch.linalg.solve_triangular(self.factor, flat.mT, upper=False).mT.reshape(rows.shape)
+        flat = rows.reshape(-1, rows.shape[-1]).to(self.factor)
+        return (
+            torch.linalg.solve_triangular(self.factor, flat.mT, upper=False).mT.reshape(rows.shape).to(rows)
+        )
 
     def coloured(self, rows: Tensor) -> Tensor:
-        return torch.linalg.solve_triangular(self.factor.mT, rows.mT, upper=True).mT
+        return torch.linalg.solve_triangular(self.factor.mT, rows.to(self.factor).mT, upper=True).mT.to(rows)
 
     def covariance(self, query: Query) -> Tensor:
         self._rows_asked += query.num_rows * query.size
@@ -118,15 +120,14 @@ class DensePosterior(RootPosterior):
     def _half_inverse(self) -> Tensor:
         r"""The lower triangle S of the covariance :math:`S + S^\top`, with half of its diagonal.
 
-        It is computed in double precision, because variances near the data are small differences of large numbers.
+        Double precision is needed, because variances near the data are small differences of large numbers.
         """
-        wide = self.precision.to(widest(self.mode.device))
-        half = torch.cholesky_inverse(torch.linalg.cholesky(wide)).tril_()
+        half = torch.cholesky_inverse(self.factor).tril_()
         half.diagonal().mul_(0.5)
         return half
 
     def marginal_variance(self) -> Tensor:
-        return torch.cholesky_inverse(self.factor).diagonal()
+        return torch.cholesky_inverse(self.factor).diagonal().to(self.mode)
 
     def reweighted(self, likelihood: float, prior: Tensor) -> "DensePosterior | None":
         if self.prior is None:

@@ -173,7 +173,8 @@ class LaplacePosterior(ABC):  # noqa: B024 (a method gives what it can)
 
 def not_positive(found: str, **options: Any) -> NotPositiveDefiniteError:
     """Return the error for a precision that is not positive definite."""
-    remedy = "the mode is not a minimum. Run guide.polish(batches), or use GGN() with a prior of positive curvature"
+    remedy = "the mode is not a minimum, or rounding is too coarse. Run guide.polish(batches), or use GGN() with a "
+    remedy += "prior of positive curvature; if it is in use, convert model and data to float64"
     return NotPositiveDefiniteError(f"{found}: {remedy}", **options)
 
 

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each posterior keeps its own parameters, wherever its model and guide are called."""
+
+import copy
+
+import pyro
+import pytest
+import torch
+from pyro.infer import SVI, Predictive
+from torch import nn
+
+import pyro_dvi as dvi
+from tests.methods.cases import METHODS, rows
+
+
+@pytest.fixture
+def empty_store():
+    with pyro.get_param_store().scope():
+        yield
+
+
+X = rows(60, 0)[0]
+BATCH = torch.eye(3)
+
+
+def weights_of(posterior):
+    return {name: value.clone() for name, value in posterior.guide.named_parameters()}
+
+
+def up_and_down(name):
+    """Posteriors of y = 2 sum(x) and y = -2 sum(x)."""
+    for sign in (2, -2):
+        net = nn.Linear(3, 1)
+        with torch.no_grad():
+            net.weight.fill_(sign)
+        yield METHODS[name].fit(net, [(X, sign * X.sum(1))], 2, progress=False)
+
+
+@pytest.mark.filterwarnings("ignore:weights are drawn from a Laplace posterior")
+@pytest.mark.parametrize("name", ["vl", "moments", "vogn", "noisy k-fac", "laplace", "map"])
+def test_two_posteriors_called_outside_their_stores(name, empty_store):
+    posteriors = list(up_and_down(name))
+    before = [(weights_of(p), p.predict(BATCH, seed=0).mean) for p in posteriors]
+    for posterior, sign in zip(posteriors, (2, -2), strict=True):
+        predictive = Predictive(posterior.model, guide=posterior.guide, num_samples=500)
+        for drawn in posterior.guide(BATCH)["net.weight"], predictive(BATCH)["obs"].mean(0):
+            expected = torch.full([3], float(sign))
+            torch.testing.assert_close(drawn.flatten().detach(), expected, rtol=0, atol=1.2)
+    for posterior, (weights, mean) in zip(posteriors, before, strict=True):
+        assert all(torch.equal(value, weights[name]) for name, value in posterior.guide.named_parameters())
+        assert torch.equal(posterior.predict(BATCH, seed=0).mean, mean)
+
+
+def test_a_copy_of_a_model_is_trained_beside_the_original(empty_store):
+    first, second = up_and_down("vl")
+    first.guide(BATCH), second.guide(BATCH)
+    again = dvi.MAP().fit(second.model, [(X, 2 * X.sum(1))], 3, progress=False)
+    assert len(again.store["params"]) == 3, "weight, bias and noise"
+    assert float(again.model.noise_scale.detach()) != float(second.model.noise_scale.detach())
+    guide = copy.deepcopy(second.guide)
+    with pyro.get_param_store().scope():
+        assert torch.equal(guide.locs.net.weight, second.guide.locs.net.weight)
+        guide(BATCH)
+        assert "MeanFieldGuide.locs.net.weight" in pyro.get_param_store()
+
+
+def test_going_on_outside_the_store(empty_store):
+    posterior, _ = up_and_down("vl")
+    before = weights_of(posterior)
+    svi = SVI(posterior.model, posterior.guide, dvi.optim.Adam({"lr": 0.1}), loss=posterior.elbo)
+    dvi.fit(svi, [(X, 2 * X.sum(1))], 3, progress=False)
+    assert all(not torch.equal(before[k], value) for k, value in posterior.guide.named_parameters())
+    stored = pyro.get_param_store()._params["MeanFieldGuide.locs.net.weight"]
+    assert stored is posterior.guide.locs.net.weight_unconstrained
