@@ -16,7 +16,6 @@ from pyro_dvi.bayesian.converted import (
     buffer_name,
     forget,
     parameter_order,
-    parametrized_outside,
     plain_type,
     remember,
     set_attribute,
@@ -65,8 +64,9 @@ def to_bayesian_(
     warning explains how to mask it.
 
     In a layer with :func:`torch.nn.utils.parametrizations.weight_norm`, the length and the direction of the weights
-    become Bayesian. Other parametrizations stay if ``exclude`` names their weights, and ``remove_parametrizations`` can
-    remove them later.
+    become Bayesian. Other parametrizations stay, if ``exclude`` names their weights. Call
+    ``parametrize.remove_parametrizations`` before the conversion, or on the result of :func:`to_deterministic`; between
+    these, torch raises an ``AttributeError`` and changes nothing.
 
     Status: exact; the model is the network with the given prior.
 
@@ -109,8 +109,7 @@ def to_bayesian_(
     makers = [prior.prepared(owner) for owner in owners]  # raises all errors before the first change
     _warn_of_padding(groups)
 
-    with parametrized_outside(module, {id(owner.module) for owner in owners}):
-        to_pyro_module_(module)
+    to_pyro_module_(module)
     remember(module)
     for (owner, *others), make in zip(groups, makers, strict=True):
         _make_site(owner, make())

@@ -12,8 +12,7 @@ updates the buffers.
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -25,7 +24,6 @@ from pyro.infer.autoguide.initialization import init_to_median
 from pyro.nn.module import PyroModule, PyroParam, PyroSample, _PyroModuleMeta
 from pyro.poutine.runtime import am_i_wrapped, get_plates
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import is_parametrized
 
 from pyro_dvi.core.distributions import placed_like
 from pyro_dvi.errors import ModelError, UnsupportedError
@@ -118,8 +116,7 @@ class SitePrior(ABC):
                 "network, so Pyro would redraw it at each access: call the network "
                 "itself, or decorate the method that reads it with pyro.nn.pyro_method"
             )
-        kind = type(module)
-        if vars(kind).get(_PLAIN, kind.__mro__[1]).__module__.startswith("torch.nn."):
+        if type(module).__mro__[1].__module__.startswith("torch.nn."):
             plates = [frame.name for frame in get_plates() if frame.vectorized]
             if plates:
                 raise ModelError(
@@ -219,7 +216,6 @@ def init_to_module(
 
 
 _ORDER = "_parameters_before_conversion"
-_PLAIN = "_class_before_conversion"
 
 
 def remember(root: nn.Module) -> None:
@@ -264,33 +260,13 @@ def plain_type(module: nn.Module) -> type[nn.Module] | None:
         >>> plain_type(PyroModule[nn.Linear](1, 1))
         <class 'torch.nn.modules.linear.Linear'>
     """
-    kind = vars(type(module)).get(_PLAIN, type(module))
+    kind = type(module)
     if kind is PyroModule:  # the Pyro version of a bare nn.Module
         return nn.Module
     if not issubclass(kind, PyroModule):
         return kind
     made = _PyroModuleMeta._pyro_mixin_cache
     return next((plain for plain, converted in made.items() if converted is kind), None)
-
-
-@contextmanager
-def parametrized_outside(root: nn.Module, owners: set[int]) -> Iterator[None]:
-    """Convert classes inside those of torch's parametrizations, so that torch can remove the latter.
-
-    Args:
-        root: the module to convert.
-        owners: ids of modules with latent weights. Parametrizations of latent weights cannot be removed.
-    """
-    found: list[Any] = [module for module in root.modules() if is_parametrized(module)]
-    removable = [m for m in found if owners.isdisjoint(map(id, m.parametrizations.modules()))]
-    kinds = list(map(type, removable))
-    for module in removable:
-        module.__class__ = type(module).__bases__[0]
-    yield
-    for module, kind in zip(removable, kinds, strict=True):
-        inner: Any = type(module)
-        own = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
-        module.__class__ = type(inner)(kind.__name__, (inner,), {_PLAIN: kind} | own)
 
 
 def accept_old_keys(module: nn.Module) -> None:
