@@ -115,7 +115,7 @@ def jacobian(net: Tangle, sites: list[str], values: dict[str, Tensor], x: Tensor
     return torch.cat([parts[name].reshape(N * SIZE, -1) for name in varying], 1)
 
 
-COUNTS = [pytest.param(40, id="quick"), pytest.param(500, id="many", marks=pytest.mark.soak)]
+COUNTS = [pytest.param(24, id="quick"), pytest.param(500, id="many", marks=pytest.mark.soak)]
 
 
 @pytest.mark.parametrize("count", COUNTS)
