@@ -64,14 +64,14 @@ class KroneckerLayer:
         inputs: A, the sum of :math:`a a^\top` over examples and positions, ``[q, q]``.
         deltas: the sum of :math:`\delta \delta^\top` over the same terms, ``[p, p]``; B is this sum divided by
             ``positions``.
-        positions: number of terms in A.
+        positions: sum of the weights of the terms in A.
     """
 
     tensors: tuple[int, ...]
     places: Any = None
     inputs: Any = 0.0
     deltas: Any = 0.0
-    positions: int = 0
+    positions: Any = 0
 
     def add(self, examples: ExampleGradients) -> None:
         """Add a batch."""
@@ -82,8 +82,9 @@ class KroneckerLayer:
             a, delta = outer.parts(part)
             if len(self.tensors) > 1:  # the bias has an input of 1
                 a = F.pad(a, (0, 1), value=1.0)
-            self.positions += a[..., 0].numel()
-            self.inputs = self.inputs + _gram(a)
+            weights = examples.weights[part].to(a).reshape(-1, 1, 1)
+            self.positions += weights.sum() * a.shape[1]
+            self.inputs = self.inputs + _gram(a * weights.sqrt())
             self.deltas = self.deltas + _gram(delta)
 
 

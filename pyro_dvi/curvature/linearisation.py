@@ -17,6 +17,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.distributions import Distribution
 
+from pyro_dvi.core.densities import mask_of, with_any
 from pyro_dvi.errors import ModelError, UnsupportedError
 from pyro_dvi.gaussians.normal_divergence import row_norms
 
@@ -50,12 +51,27 @@ class ObservedSite:
             return torch.zeros_like(log_prob)
         return torch.where(self.mask, log_prob, log_prob.new_zeros(()))
 
+    @property
+    def weights(self) -> Tensor:
+        """The weight of each observation: its scale, or zero if it is masked; of the batch shape."""
+        mask = mask_of(self.fn, self.mask)
+        keep = (
+            torch.ones((), device=self.value.device)
+            if mask is None
+            else with_any(mask, len(self.fn.event_shape))
+        )
+        return (keep * self.scale).expand(self.fn.batch_shape)
+
     def log_likelihood(self) -> Tensor:
         """Scaled log-likelihood of the observed value, summed to a scalar."""
         return (self.log_prob(self.value) * self.scale).sum()
 
     def sample_labels(self) -> Tensor:
-        """Draw labels from the observed distribution at the posterior mean."""
+        """Draw labels from the observed distribution at the posterior mean.
+
+        Raises:
+            UnsupportedError: the distribution has no ``sample``, or inherits it from a class with another density.
+        """
         try:
             with torch.no_grad():
                 return self.fn.sample()

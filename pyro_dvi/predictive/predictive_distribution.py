@@ -14,7 +14,8 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor, distributions as td
 
-from pyro_dvi.core.distributions import tensors_of, untransformed
+from pyro_dvi.core.densities import untransformed, with_any
+from pyro_dvi.core.distributions import tensors_of
 from pyro_dvi.core.undisturbed import accelerators, forked, widest
 from pyro_dvi.errors import ArgumentError, DataError, UnsupportedError
 from pyro_dvi.expectations.location_scale import mean_distance
@@ -110,11 +111,6 @@ def filled(values: Tensor, mask: Tensor | None, fn: Any) -> Tensor:
         return values
     with forked(values.device):
         return torch.where(mask, values, fn.sample().to(values))
-
-
-def with_any(mask: Tensor, event_dim: int) -> Tensor:
-    """Return a mask with one entry per observation, which is True if any value of the observation is to be scored."""
-    return mask.flatten(mask.dim() - event_dim).any(-1) if event_dim else mask
 
 
 def _cuts_events(mask: Tensor, event_dim: int) -> bool:

@@ -11,7 +11,8 @@ from pyro.distributions.util import scale_and_mask, sum_rightmost
 from pyro.poutine.messenger import Messenger
 from torch import Tensor, distributions as td
 
-from pyro_dvi.core.distributions import rewrapped, strip_event_dims, untransformed
+from pyro_dvi.core.densities import untransformed
+from pyro_dvi.core.distributions import rewrapped, strip_event_dims
 from pyro_dvi.errors import ModelError, UnsupportedError
 from pyro_dvi.runs.latents import check_shape, not_in_guide, unconstraining_transform
 from pyro_dvi.runs.observed import Observed, observed_sites

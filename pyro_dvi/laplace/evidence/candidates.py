@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, distributions as td
 
 from pyro_dvi.core.arguments import check_choice
-from pyro_dvi.core.distributions import untransformed
+from pyro_dvi.core.densities import untransformed
 from pyro_dvi.errors import ArgumentError, ModelError, NotPositiveDefiniteError
 from pyro_dvi.laplace.energy.energy import Energy, LocalEnergy, diagonal_of
 from pyro_dvi.laplace.energy.precision import common_ratio
