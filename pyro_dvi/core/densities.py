@@ -5,7 +5,7 @@ from collections.abc import Container
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributions as td
 
 
 def parent_in(known: Container[type], family: type) -> type | None:
@@ -34,16 +34,34 @@ def is_of(fn: Any, *kinds: type) -> bool:
     return parent_in(kinds, type(fn)) is not None
 
 
-def is_wrapper(fn: Any) -> bool:
-    """Return True for a distribution around another one with the same values: ``to_event``, ``mask`` or ``expand``."""
-    own = ("reinterpreted_batch_ndims", "_mask", "_expanded_sizes")
-    return hasattr(fn, "base_dist") and any(hasattr(fn, name) for name in own)
+def keeps(fn: Any, method: str) -> bool:
+    """Return False if a distribution overrides ``log_prob`` but inherits a method that belongs to the old density.
+
+    Example:
+        >>> import pyro.distributions as dist
+        >>> class Tobit(dist.Normal):
+        ...     def log_prob(self, value): ...
+        >>> keeps(dist.Normal(0.0, 1.0), "sample"), keeps(Tobit(0.0, 1.0), "sample")
+        (True, False)
+    """
+    order = type(untransformed(fn)).__mro__
+    own, density = (
+        next((c for c in order if name in vars(c)), td.Distribution) for name in (method, "log_prob")
+    )
+    of_pyro = density.__module__.startswith("pyro.")
+    return of_pyro or own is td.Distribution or order.index(own) <= order.index(density)
+
+
+def _inner(fn: Any) -> Any:
+    """Return the distribution inside ``to_event``, ``mask`` or ``expand``, which do not change values; or None."""
+    wraps = any(hasattr(fn, name) for name in ("reinterpreted_batch_ndims", "_mask", "_expanded_sizes"))
+    return getattr(fn, "base_dist", None) if wraps else None
 
 
 def untransformed(fn: Any) -> Any:
     """Return a distribution without the wrappers that do not change values; transforms are kept."""
-    while is_wrapper(fn):
-        fn = fn.base_dist
+    while (inner := _inner(fn)) is not None:
+        fn = inner
     return fn
 
 
@@ -54,15 +72,14 @@ def mask_of(fn: Any, mask: Tensor | bool | None = None) -> Tensor | None:
         fn: a distribution, which ``.mask()`` may mask at any depth.
         mask: a further mask of its batch shape, from ``poutine.mask``.
     """
-    masks, shape, found = [(mask, len(fn.event_shape))], fn.batch_shape + fn.event_shape, None
-    while is_wrapper(fn):
-        masks.append((getattr(fn, "_mask", None), len(fn.event_shape)))
-        fn = fn.base_dist
-    for each, event_dim in masks:
-        if each is not None and each is not True:
-            part = torch.as_tensor(each, dtype=torch.bool)
-            part = part.reshape(part.shape + (1,) * event_dim).expand(shape)
-            found = part if found is None else found & part
+    shape, found = fn.batch_shape + fn.event_shape, None
+    while fn is not None:
+        for each in (mask, getattr(fn, "_mask", None)):
+            if each is not None and each is not True:
+                part = torch.as_tensor(each, dtype=torch.bool)
+                part = part.reshape(part.shape + (1,) * len(fn.event_shape)).expand(shape)
+                found = part if found is None else found & part
+        fn, mask = _inner(fn), None
     return found
 
 

@@ -51,9 +51,8 @@ def expected_information(fn: td.Distribution, site: str) -> Pairs:
     base, shape, mask = untransformed(fn), fn.batch_shape, mask_of(fn)
     parent = parent_in(_RULES, type(base))
     pairs = _finite_support(base, site) if parent is None else _RULES[parent](base)
-    rank = len(base.batch_shape)
-    whole = (*shape, *fn.event_shape)[: len(shape) + len(fn.event_shape) - len(base.event_shape)]
-    pairs = [(f.expand(*whole, *f.shape[rank:]), w) for f, w in pairs]
+    whole = (shape + fn.event_shape)[: len(shape + fn.event_shape) - len(base.event_shape)]
+    pairs = [(f.expand(whole + f.shape[len(base.batch_shape) :]), w) for f, w in pairs]
     if mask is not None:
         keep = with_any(mask, len(base.event_shape))
         pairs = [(f, w * keep[(...,) + (None,) * (f.dim() - keep.dim())].to(w.device)) for f, w in pairs]

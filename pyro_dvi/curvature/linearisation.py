@@ -17,7 +17,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.distributions import Distribution
 
-from pyro_dvi.core.densities import mask_of, with_any
+from pyro_dvi.core.densities import keeps, mask_of, untransformed, with_any
 from pyro_dvi.errors import ModelError, UnsupportedError
 from pyro_dvi.gaussians.normal_divergence import row_norms
 
@@ -73,12 +73,16 @@ class ObservedSite:
             UnsupportedError: the distribution has no ``sample``, or inherits it from a class with another density.
         """
         try:
+            if not keeps(self.fn, "sample"):
+                raise NotImplementedError
             with torch.no_grad():
                 return self.fn.sample()
         except NotImplementedError as error:
+            kind = type(untransformed(self.fn)).__name__
             raise UnsupportedError(
-                f"labels cannot be drawn at observed site {self.name!r}: {type(self.fn).__name__} has no sample(). Use "
-                "observed labels: EmpiricalFisher() in TaylorELBO, or LayerFisher(observed=True) in NoisyKFAC."
+                f"labels cannot be drawn at observed site {self.name!r}: {kind} has no sample() for its log_prob(). Use "
+                "observed labels: EmpiricalFisher() in TaylorELBO, Hessian() in Laplace's methods, or "
+                "LayerFisher(observed=True) in NoisyKFAC."
             ) from error
 
 

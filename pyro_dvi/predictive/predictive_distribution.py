@@ -14,7 +14,7 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor, distributions as td
 
-from pyro_dvi.core.densities import untransformed, with_any
+from pyro_dvi.core.densities import is_of, keeps, untransformed, with_any
 from pyro_dvi.core.distributions import tensors_of
 from pyro_dvi.core.undisturbed import accelerators, forked, widest
 from pyro_dvi.errors import ArgumentError, DataError, UnsupportedError
@@ -175,9 +175,10 @@ def marginal(fn: Any) -> Any:
         logits = fn.mixture_distribution.logits
         logits = logits.reshape(*fn.batch_shape, *[1] * len(fn.event_shape), -1).expand(loc.shape)
         return td.MixtureSameFamily(td.Categorical(logits=logits), td.Normal(loc, scale), validate_args=False)
-    if isinstance(fn, (td.MultivariateNormal, td.LowRankMultivariateNormal, ShapedNormal)):
+    if is_of(fn, td.MultivariateNormal, td.LowRankMultivariateNormal, ShapedNormal):
         return td.Normal(fn.mean, fn.variance.sqrt(), validate_args=False)
-    if fn.event_shape or isinstance(fn, td.MixtureSameFamily):
+    inherits = not (keeps(fn, "icdf") and keeps(fn, "cdf"))
+    if fn.event_shape or isinstance(fn, td.MixtureSameFamily) or inherits:
         raise NotImplementedError
     return fn
 
@@ -204,7 +205,9 @@ def quantile(fn: Any, level: float) -> Tensor:
     Raises:
         NotImplementedError: if the distribution is over classes.
     """
-    if isinstance(untransformed(fn), (td.Bernoulli, td.Categorical, td.OneHotCategorical)):
+    if isinstance(untransformed(fn), (td.Bernoulli, td.Categorical, td.OneHotCategorical)) or not keeps(
+        fn, "sample"
+    ):
         raise NotImplementedError
     try:
         return _inverse(marginal(fn), level)
@@ -283,7 +286,7 @@ def _normals(single: Any) -> tuple[Tensor, Tensor, Tensor] | None:
         normals, weights, dim = single.components, single.weights, -1 - single.rank
     else:
         normals, weights, dim = single.expand((1, *single.batch_shape)), single.mean.new_ones(1), 0
-    if not isinstance(normals, td.Normal):
+    if not is_of(normals, td.Normal):
         return None
     loc, scale = (value.to(widest(value.device)).movedim(dim, -1) for value in (normals.loc, normals.scale))
     return loc, scale, weights.to(loc).expand(loc.shape)
