@@ -11,8 +11,8 @@ from torch import Tensor, distributions as td
 def parent_in(known: Container[type], family: type) -> type | None:
     """Return the first class among ``known`` from which a family inherits its density; None if there is none.
 
-    Pyro's classes have the density of torch's classes of the same name. Any other subclass that overrides ``log_prob``
-    has a density of its own, about which its parents say nothing.
+    Pyro's subclasses have the density of their parents, apart from missing values (:mod:`pyro_dvi.runs.missing`). Any
+    other subclass that overrides ``log_prob`` has a density of its own, about which its parents say nothing.
 
     Example:
         >>> import pyro.distributions as dist
@@ -21,11 +21,11 @@ def parent_in(known: Container[type], family: type) -> type | None:
         >>> parent_in([td.Normal], dist.Normal), parent_in([td.Normal], Tobit)
         (<class 'torch.distributions.normal.Normal'>, None)
     """
+    density = getattr(family, "log_prob", None)
     for parent in family.__mro__:
         if parent in known:
-            twin = family.__name__ == parent.__name__ and family.__module__.startswith("pyro.distributions.")
-            inherits = getattr(family, "log_prob", None) is getattr(parent, "log_prob", None)
-            return parent if twin or inherits else None
+            inherits = density is getattr(parent, "log_prob", None)
+            return parent if inherits or getattr(density, "__module__", "").startswith("pyro.") else None
     return None
 
 

@@ -80,8 +80,8 @@ class ObservedSite:
         except NotImplementedError as error:
             kind = type(untransformed(self.fn)).__name__
             raise UnsupportedError(
-                f"labels cannot be drawn at observed site {self.name!r}: {kind} has no sample() for its log_prob(). Use "
-                "observed labels: EmpiricalFisher() in TaylorELBO, Hessian() in Laplace's methods, or "
+                f"labels cannot be drawn at observed site {self.name!r}: {kind} has no sample() for its log_prob(). "
+                "Use observed labels: EmpiricalFisher() in TaylorELBO, Hessian() in Laplace's methods, or "
                 "LayerFisher(observed=True) in NoisyKFAC."
             ) from error
 

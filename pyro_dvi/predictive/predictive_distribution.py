@@ -81,6 +81,8 @@ def checked_log_prob(fn: Any, values: Tensor, site: str) -> Tensor:
         )
     values = as_drawn(fn, values)
     inside = fn.support is None or bool(fn.support.check(values).all())
+    if lost := int(torch.isnan(values).sum()):
+        raise DataError(f"site {site!r}: the observation contains {lost} NaN: drop or mask these rows")
     if not inside:
         raise DataError(
             f"site {site!r}: some of the observed values, which range from {float(values.min()):.6g} to "

