@@ -45,11 +45,9 @@ def keeps(fn: Any, method: str) -> bool:
         (True, False)
     """
     order = type(untransformed(fn)).__mro__
-    own, density = (
-        next((c for c in order if name in vars(c)), td.Distribution) for name in (method, "log_prob")
-    )
-    of_pyro = density.__module__.startswith("pyro.")
-    return of_pyro or own is td.Distribution or order.index(own) <= order.index(density)
+    own, density = (next((c for c in order if name in vars(c)), object) for name in (method, "log_prob"))
+    known = own in (td.Distribution, object) or density.__module__.startswith("pyro.")
+    return known or order.index(own) <= order.index(density)
 
 
 def _inner(fn: Any) -> Any:

@@ -54,13 +54,9 @@ class ObservedSite:
     @property
     def weights(self) -> Tensor:
         """The weight of each observation: its scale, or zero if it is masked; of the batch shape."""
-        mask = mask_of(self.fn, self.mask)
-        keep = (
-            torch.ones((), device=self.value.device)
-            if mask is None
-            else with_any(mask, len(self.fn.event_shape))
-        )
-        return (keep * self.scale).expand(self.fn.batch_shape)
+        weights, mask = torch.as_tensor(self.scale, device=self.value.device), mask_of(self.fn, self.mask)
+        kept = weights if mask is None else weights * with_any(mask, len(self.fn.event_shape))
+        return kept.expand(self.fn.batch_shape)
 
     def log_likelihood(self) -> Tensor:
         """Scaled log-likelihood of the observed value, summed to a scalar."""

@@ -78,9 +78,7 @@ class VarianceWeighted:
         weights = variance.pow(exponent)
         mask = mask_of(fn)
         counts = torch.ones_like(weights) if mask is None else with_any(mask, len(fn.event_shape)).to(weights)
-        total, number = (
-            (part * counts).sum(self.dim, keepdim=True) for part in (weights, torch.ones_like(weights))
-        )
+        total, number = (v.sum(self.dim, keepdim=True) for v in (weights * counts, counts))
         return torch.where(number > 0, weights * number / total, 0.0)
 
 

@@ -179,8 +179,12 @@ def marginal(fn: Any) -> Any:
         return td.MixtureSameFamily(td.Categorical(logits=logits), td.Normal(loc, scale), validate_args=False)
     if is_of(fn, td.MultivariateNormal, td.LowRankMultivariateNormal, ShapedNormal):
         return td.Normal(fn.mean, fn.variance.sqrt(), validate_args=False)
-    inherits = not (keeps(fn, "icdf") and keeps(fn, "cdf"))
-    if fn.event_shape or isinstance(fn, td.MixtureSameFamily) or inherits:
+    if (
+        fn.event_shape
+        or isinstance(fn, td.MixtureSameFamily)
+        or not keeps(fn, "icdf")
+        or not keeps(fn, "cdf")
+    ):
         raise NotImplementedError
     return fn
 
@@ -207,9 +211,7 @@ def quantile(fn: Any, level: float) -> Tensor:
     Raises:
         NotImplementedError: if the distribution is over classes.
     """
-    if isinstance(untransformed(fn), (td.Bernoulli, td.Categorical, td.OneHotCategorical)) or not keeps(
-        fn, "sample"
-    ):
+    if class_log_probabilities(fn) is not None or not keeps(fn, "sample"):
         raise NotImplementedError
     try:
         return _inverse(marginal(fn), level)

@@ -135,12 +135,9 @@ def row_weights(sites: Sequence[ObservedSite], num_rows: int) -> Tensor:
         num_rows: number of examples.
     """
     each = [site.weights for site in sites]
-    rows = [
-        w.movedim(w.shape.index(num_rows), 0).reshape(num_rows, -1).amax(1)
-        for w in each
-        if num_rows in w.shape
-    ]
-    return torch.stack(rows or [w.amax().expand(num_rows) for w in each]).amax(0)
+    own = [w.movedim(w.shape.index(num_rows), 0) for w in each if num_rows in w.shape]
+    rows = own or [w.amax().expand(num_rows) for w in each]
+    return torch.cat([w.reshape(num_rows, -1) for w in rows], 1).amax(1)
 
 
 def check_num_data(sites: list[ObservedSite], num_data: int) -> None:

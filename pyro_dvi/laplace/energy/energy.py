@@ -297,10 +297,8 @@ class LocalEnergy:
                     outputs = outputs * energy.likelihood_weight**0.5
                     if index == 0:  # counted once: a backward pass per output, through all batches
                         energy.count(outputs.shape[1])
-                    layout, weights = energy.layout, row_weights(sites, len(outputs))
-                    yield ExampleGradients(
-                        recorders[-1], outputs, layout.entries, layout.names, weights=weights
-                    )
+                    given = recorders[-1], outputs, energy.layout.entries, energy.layout.names
+                    yield ExampleGradients(*given, weights=row_weights(sites, len(outputs)))
                 recorders.clear()
 
     def _sum(self, part: Callable[[BatchGraph], Tensor], work: int) -> Tensor:

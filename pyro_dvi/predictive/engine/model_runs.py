@@ -155,8 +155,7 @@ def check_observation(model: Callable[..., Any], batch: Batch, latents: Latents,
 
 
 def _same_values(first: Tensor, second: Tensor) -> bool:
-    same = first.shape == second.shape and (first == second) | (first.isnan() & second.isnan())
-    return bool(torch.as_tensor(same).all())
+    return first.shape == second.shape and bool(((first == second) | (first.isnan() & second.isnan())).all())
 
 
 def _has_mask(node: Any) -> bool:
