@@ -290,7 +290,7 @@ def _normals(single: Any) -> tuple[Tensor, Tensor, Tensor] | None:
         normals, weights, dim = single.components, single.weights, -1 - single.rank
     else:
         normals, weights, dim = single.expand((1, *single.batch_shape)), single.mean.new_ones(1), 0
-    if not is_of(normals, td.Normal):
+    if not isinstance(normals, td.Normal) or not is_of(normals, td.Normal):
         return None
     loc, scale = (value.to(widest(value.device)).movedim(dim, -1) for value in (normals.loc, normals.scale))
     return loc, scale, weights.to(loc).expand(loc.shape)

@@ -40,18 +40,16 @@ def without_missing(fn: Any, value: Tensor) -> tuple[Any, Tensor]:
 
     def replaced(base: Any) -> Any:
         uncertain = isinstance(base, UncertainDistribution)
-        centre, parameters = (base.at_mean, base.parameters) if uncertain else (base, vars(base))
-        kind, rows, own = (
-            dist.Normal,
-            given,
-            {name: parameters[name] for name in ("loc", "scale")[: 2 - base.event_dim]},
-        )
+        centre, own = (base.at_mean, base.parameters) if uncertain else (base, vars(base))
+        kind: Any = dist.Normal
+        rows, names = given, ["loc", "scale"]
         if base.event_dim:
             both, alone = given.unsqueeze(-1) & given.unsqueeze(-2), torch.eye(value.shape[-1]).to(value)
             covariance = torch.where(both, centre.covariance_matrix, alone / (2 * math.pi))
             own = {"loc": torch.where(given, own["loc"], 0.0), "covariance_matrix": covariance}
-            kind, rows = dist.MultivariateNormal, given.any(-1)
-        whole = UncertainDistribution(kind, own, base.estimator) if uncertain else kind(**own)
+            kind, rows, names = dist.MultivariateNormal, given.any(-1), list(own)
+        parts = {name: own[name] for name in names}
+        whole = UncertainDistribution(kind, parts, base.estimator) if uncertain else kind(**parts)
         return whole.mask(rows)
 
     return rewrapped(fn, replaced), torch.where(given, value, 0.0)

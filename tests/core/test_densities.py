@@ -3,12 +3,13 @@
 
 import pyro
 import pyro.distributions as dist
-import pyro_dvi as dvi
 import pytest
 import torch
+from torch import distributions as td
+
+import pyro_dvi as dvi
 from pyro_dvi import curvature, laplace
 from pyro_dvi.core.densities import keeps, mask_of, parent_in
-from torch import distributions as td
 
 X = torch.linspace(-1, 1, 200).double()
 Y = (X + torch.randn(200, generator=torch.Generator().manual_seed(0)).double()).clamp_min(0)
