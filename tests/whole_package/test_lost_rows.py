@@ -43,7 +43,7 @@ class Regression(nn.Module):
         elif way == "masked event":
             f, y = f.unsqueeze(-1), None if y is None else y.unsqueeze(-1)
             fn = dist.Normal(f, 0.7).mask(keep.unsqueeze(-1)).to_event(1)
-        with pyro.plate("data", self.share * n, subsample_size=n):
+        with pyro.plate("data", self.share * n, subsample=torch.arange(n)):
             if way == "mask":
                 with poutine.mask(mask=keep):
                     return pyro.sample("y", fn, obs=y)
