@@ -38,13 +38,6 @@ def innermost(fn: Any) -> Any:
     return fn
 
 
-def untransformed(fn: Any) -> Any:
-    """Return a distribution without the wrappers that do not change values; transforms are kept."""
-    while isinstance(fn, WRAPPERS) and not isinstance(fn, td.TransformedDistribution):
-        fn = fn.base_dist
-    return fn
-
-
 def _is_named(fn: Any) -> bool:
     plain = (td.TransformedDistribution, dist.TransformedDistribution)
     return isinstance(fn, td.TransformedDistribution) and type(fn) not in plain

@@ -112,6 +112,8 @@ class ExampleGradients:
             are included with all entries; so are all tensors if this is None.
         names: names of the tensors, for warnings.
         served: uses of tensors whose rules were verified before; None means that rules are verified now.
+        weights: weights of the examples in Kronecker factors, ``[B]``, zero for examples without observations; outputs
+            include their square roots. None means ones.
 
     Attributes:
         sizes: number of entries of a row for each tensor.
@@ -126,9 +128,11 @@ class ExampleGradients:
         entries: Mapping[int, Tensor] | None = None,
         names: Sequence[str] = (),
         served: Served | None = None,
+        weights: Tensor | None = None,
     ) -> None:
         self.recorder, self.values, self.outputs = recorder, list(recorder.values.values()), outputs
         self._entries = {} if entries is None else entries
+        self.weights = outputs.new_ones(len(outputs)) if weights is None else weights
         if served is None:
             served = recorder.served(len(outputs))
             found = recorder.examined(served, outputs)

@@ -12,12 +12,12 @@ To add a rule, register a function for the distribution class with :func:`inform
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, distributions as td
 
+from pyro_dvi.core.densities import mask_of, parent_in, untransformed, with_any
 from pyro_dvi.core.registry import registering
 from pyro_dvi.core.undisturbed import widest
 from pyro_dvi.curvature.linearisation import ObservedSite
@@ -28,7 +28,7 @@ _RULES: dict[type, Callable[..., Pairs]] = {}
 
 
 def information_rule(*classes: type) -> Callable[[Callable[..., Pairs]], Callable[..., Pairs]]:
-    """Register the expected information of distribution ``classes``, including subclasses."""
+    """Register the expected information of ``classes``, and of subclasses that do not override ``log_prob``."""
     return registering(_RULES, classes)
 
 
@@ -48,19 +48,13 @@ def expected_information(fn: td.Distribution, site: str) -> Pairs:
         >>> weight.squeeze(-1)
         tensor([2., 2., 2.])
     """
-    base: Any = fn
-    masks = []
-    while hasattr(base, "base_dist") and (
-        hasattr(base, "reinterpreted_batch_ndims") or hasattr(base, "_mask")
-    ):
-        if hasattr(base, "_mask") and base._mask is not True:
-            masks.append(torch.as_tensor(base._mask).expand(base.batch_shape))
-        base = base.base_dist
-    rule = next((_RULES[cls] for cls in type(base).__mro__ if cls in _RULES), None)
-    pairs = _finite_support(base, site) if rule is None else rule(base)
-    shape = fn.batch_shape
-    for mask in masks:  # masks set before to_event have more dimensions than masks set after it
-        keep = mask[(...,) + (None,) * (len(base.batch_shape) - mask.dim())]
+    base, shape, mask = untransformed(fn), fn.batch_shape, mask_of(fn)
+    parent = parent_in(_RULES, type(base))
+    pairs = _finite_support(base, site) if parent is None else _RULES[parent](base)
+    whole = (shape + fn.event_shape)[: len(shape + fn.event_shape) - len(base.event_shape)]
+    pairs = [(f.expand(whole + f.shape[len(base.batch_shape) :]), w) for f, w in pairs]
+    if mask is not None:
+        keep = with_any(mask, len(base.event_shape))
         pairs = [(f, w * keep[(...,) + (None,) * (f.dim() - keep.dim())].to(w.device)) for f, w in pairs]
     return [(f.reshape(*shape, -1), w.expand_as(f).reshape(*shape, -1)) for f, w in pairs]
 

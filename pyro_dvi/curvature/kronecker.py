@@ -2,8 +2,10 @@
 r"""Kronecker factors of the Fisher information, from the inputs of a layer and the gradients at its outputs.
 
 .. math::
-    G_{\text{layer}} \approx B \otimes A, \qquad A = \sum_{i,t} a_{it} a_{it}^\top, \qquad
-    B = \frac{1}{NT} \sum_{i,k,t} \delta_{ikt} \delta_{ikt}^\top
+    G_{\text{layer}} \approx B \otimes A, \qquad A = \sum_{i,t} c_i\, a_{it} a_{it}^\top, \qquad
+    B = \frac{1}{T \sum_i c_i} \sum_{i,k,t} \delta_{ikt} \delta_{ikt}^\top
+
+The weights c of examples are their scales, and zero for examples without observations.
 
 Source: Martens & Grosse (2015); Grosse & Martens (2016), Eq. 25-27, for convolutions.
 """
@@ -61,17 +63,17 @@ class KroneckerLayer:
         tensors: index of the weight and, if the layer has a bias, index of the bias. The input of the bias, 1, is then
             the last of the q inputs.
         places: positions of W in a flat vector, ``[p, q]``; None if they are not needed.
-        inputs: A, the sum of :math:`a a^\top` over examples and positions, ``[q, q]``.
+        inputs: A, the weighted sum of :math:`a a^\top` over examples and positions, ``[q, q]``.
         deltas: the sum of :math:`\delta \delta^\top` over the same terms, ``[p, p]``; B is this sum divided by
             ``positions``.
-        positions: number of terms in A.
+        positions: sum of the weights of the terms in A.
     """
 
     tensors: tuple[int, ...]
     places: Any = None
     inputs: Any = 0.0
     deltas: Any = 0.0
-    positions: int = 0
+    positions: Any = 0
 
     def add(self, examples: ExampleGradients) -> None:
         """Add a batch."""
@@ -82,8 +84,9 @@ class KroneckerLayer:
             a, delta = outer.parts(part)
             if len(self.tensors) > 1:  # the bias has an input of 1
                 a = F.pad(a, (0, 1), value=1.0)
-            self.positions += a[..., 0].numel()
-            self.inputs = self.inputs + _gram(a)
+            weights = examples.weights[part].to(a).reshape(-1, 1, 1)
+            self.positions += weights.sum() * a.shape[1]
+            self.inputs = self.inputs + _gram(a * weights.sqrt())
             self.deltas = self.deltas + _gram(delta)
 
 

@@ -17,6 +17,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.distributions import Distribution
 
+from pyro_dvi.core.densities import keeps, mask_of, untransformed, with_any
 from pyro_dvi.errors import ModelError, UnsupportedError
 from pyro_dvi.gaussians.normal_divergence import row_norms
 
@@ -50,19 +51,34 @@ class ObservedSite:
             return torch.zeros_like(log_prob)
         return torch.where(self.mask, log_prob, log_prob.new_zeros(()))
 
+    @property
+    def weights(self) -> Tensor:
+        """The weight of each observation: its scale, or zero if it is masked; of the batch shape."""
+        weights, mask = torch.as_tensor(self.scale, device=self.value.device), mask_of(self.fn, self.mask)
+        kept = weights if mask is None else weights * with_any(mask, len(self.fn.event_shape))
+        return kept.expand(self.fn.batch_shape)
+
     def log_likelihood(self) -> Tensor:
         """Scaled log-likelihood of the observed value, summed to a scalar."""
         return (self.log_prob(self.value) * self.scale).sum()
 
     def sample_labels(self) -> Tensor:
-        """Draw labels from the observed distribution at the posterior mean."""
+        """Draw labels from the observed distribution at the posterior mean.
+
+        Raises:
+            UnsupportedError: the distribution has no ``sample``, or inherits it from a class with another density.
+        """
         try:
+            if not keeps(self.fn, "sample"):
+                raise NotImplementedError
             with torch.no_grad():
                 return self.fn.sample()
         except NotImplementedError as error:
+            kind = type(untransformed(self.fn)).__name__
             raise UnsupportedError(
-                f"labels cannot be drawn at observed site {self.name!r}: {type(self.fn).__name__} has no sample(). Use "
-                "observed labels: EmpiricalFisher() in TaylorELBO, or LayerFisher(observed=True) in NoisyKFAC."
+                f"labels cannot be drawn at observed site {self.name!r}: {kind} has no sample() for its log_prob(). "
+                "Use observed labels: EmpiricalFisher() in TaylorELBO, Hessian() in Laplace's methods, or "
+                "LayerFisher(observed=True) in NoisyKFAC."
             ) from error
 
 

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from pyro_dvi.core.densities import parent_in
 from pyro_dvi.core.registry import registering
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.expectations.logits import LogitEstimator, Sobol
@@ -270,18 +271,11 @@ def _find(family: type) -> Found | None:
 def find_rule(table: Mapping[type, Callable], family: type) -> Found | None:
     """Return the rule of the class, or of a parent class with the same density.
 
-    Pyro's classes inherit the rules of torch's classes of the same name. Any other subclass inherits the rule unless it
-    overrides ``log_prob``, as NanMaskedNormal does.
-
     Args:
         table: the rules by distribution class.
         family: the class.
     """
-    for parent in family.__mro__:
-        if parent in table:
-            density = getattr(family, "log_prob", None)
-            if family.__name__ != parent.__name__ and density is not getattr(parent, "log_prob", None):
-                return None
-            names = inspect.signature(table[parent]).parameters
-            return Found(table[parent], frozenset(names), table[parent] in _WITH_COVARIANCES)
-    return None
+    if (parent := parent_in(table, family)) is None:
+        return None
+    names = inspect.signature(table[parent]).parameters
+    return Found(table[parent], frozenset(names), table[parent] in _WITH_COVARIANCES)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.core.arguments import check_choice
+from pyro_dvi.core.densities import mask_of, with_any
 from pyro_dvi.core.undisturbed import undisturbed
 from pyro_dvi.curvature.linearisation import ObservedSite
 from pyro_dvi.errors import ArgumentError, ModelError, UnsupportedError, warn
@@ -39,7 +40,7 @@ class VarianceWeighted:
     the mean are divided by :math:`\sigma^2`. Such a network may explain the data as noise. The weights undo this
     division. Let the exponent decay to 0, so that training ends with the plain objective.
 
-    Status: if the exponent is not 0, the loss is not a bound. The mean over the batch includes masked observations.
+    Status: if the exponent is not 0, the loss is not a bound. Observations that are masked do not count in the mean.
 
     Args:
         exponent: :math:`\gamma` (the paper's :math:`\beta`), a number or a function of the completed training steps; 0
@@ -75,8 +76,10 @@ class VarianceWeighted:
         for _ in fn.event_shape:
             variance = variance.mean(-1)
         weights = variance.pow(exponent)
-        mean = weights.mean() if self.dim is None else weights.mean(self.dim, keepdim=True)
-        return weights / mean
+        mask = mask_of(fn)
+        counts = torch.ones_like(weights) if mask is None else with_any(mask, len(fn.event_shape)).to(weights)
+        total, number = (v.sum(self.dim, keepdim=True) for v in (weights * counts, counts))
+        return torch.where(number > 0, weights * number / total, 0.0)
 
 
 class MomentPropagationELBO(Objective):
@@ -199,9 +202,9 @@ class MomentPropagationELBO(Objective):
                 _warn_of_shared_outputs(site)
         if self.weighting is not None and training:
             for site in observed.sites:
-                site.scale = site.scale * self.weighting(
-                    rebuilt(site.fn, lambda part: part.at_mean), self._step
-                )
+                fn: Any = rebuilt(site.fn, lambda part: part.at_mean)
+                fn = fn if site.mask is None else fn.mask(site.mask)
+                site.scale = site.scale * self.weighting(fn, self._step)
         log_likelihood = observed.log_likelihood()
         if first:
             _check_reached(call, log_likelihood, run.latents, structure)

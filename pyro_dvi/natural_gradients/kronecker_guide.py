@@ -28,7 +28,7 @@ from pyro_dvi.natural_gradients.drawn_run import DrawnRun, SquareMeasurement
 from pyro_dvi.natural_gradients.estimates import Estimate
 from pyro_dvi.natural_gradients.precision_guide import NaturalGradientGuide
 from pyro_dvi.runs.latents import is_real
-from pyro_dvi.runs.observed import num_data_of, observed_sites
+from pyro_dvi.runs.observed import observed_sites, row_weights
 from pyro_dvi.runs.posterior_run import Call
 
 
@@ -75,14 +75,16 @@ class LayerFisher(Estimate):
         total = sum_of([(term * site.scale**0.5).sum() for term, site in zip(terms, sites, strict=True)])
         rows, served = _rows_of_examples(run.recorder, terms)
         served = {k: uses for k, uses in served.items() if k in inside}
-        examples = ExampleGradients(run.recorder, (total / rows).expand(rows, 1), served=served)
-        whole, graph, found = max(map(num_data_of, sites)) / rows, graph_of([total]), {}
+        each, weights = (total / rows).expand(rows, 1), row_weights(sites, rows)
+        examples = ExampleGradients(run.recorder, each, served=served, weights=weights)
+        graph, found = graph_of([total]), {}
         for tensors in layers:
             k, one, outer = tensors[0], run.drawn[tensors[0]], examples.outer(tensors[0])
             if outer is not None:
                 layer = KroneckerLayer(tensors)
                 layer.add(examples)
-                factors = [layer.deltas / layer.positions / whole, layer.inputs * whole]
+                tiny = torch.finfo(layer.deltas.dtype).tiny  # if nothing is observed
+                factors = [layer.deltas / layer.positions.clamp_min(tiny), layer.inputs]
                 found[k] = flattened(*(factors[::-1] if outer.inputs_first else factors)).to(one.precision)
             elif one.value.grad_fn in graph:
                 raise ModelError(

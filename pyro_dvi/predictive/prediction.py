@@ -11,17 +11,12 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.core.arguments import check_count
+from pyro_dvi.core.densities import with_any
 from pyro_dvi.core.table import InNotebook
 from pyro_dvi.errors import DataError, UnsupportedError
 from pyro_dvi.predictive import prediction_summaries as summaries
 from pyro_dvi.predictive.engine.model_runs import seeded
-from pyro_dvi.predictive.predictive_distribution import (
-    crps,
-    mixture_log_prob,
-    probabilities,
-    quantile,
-    with_any,
-)
+from pyro_dvi.predictive.predictive_distribution import crps, mixture_log_prob, probabilities, quantile
 from pyro_dvi.predictive.predictive_mixture import Part
 from pyro_dvi.predictive.rules.rule import PredictionRule
 

@@ -14,7 +14,8 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor, distributions as td
 
-from pyro_dvi.core.distributions import tensors_of, untransformed
+from pyro_dvi.core.densities import is_of, keeps, untransformed, with_any
+from pyro_dvi.core.distributions import tensors_of
 from pyro_dvi.core.undisturbed import accelerators, forked, widest
 from pyro_dvi.errors import ArgumentError, DataError, UnsupportedError
 from pyro_dvi.expectations.location_scale import mean_distance
@@ -80,6 +81,8 @@ def checked_log_prob(fn: Any, values: Tensor, site: str) -> Tensor:
         )
     values = as_drawn(fn, values)
     inside = fn.support is None or bool(fn.support.check(values).all())
+    if lost := int(torch.isnan(values).sum()):
+        raise DataError(f"site {site!r}: the observation contains {lost} NaN: drop or mask these rows")
     if not inside:
         raise DataError(
             f"site {site!r}: some of the observed values, which range from {float(values.min()):.6g} to "
@@ -110,11 +113,6 @@ def filled(values: Tensor, mask: Tensor | None, fn: Any) -> Tensor:
         return values
     with forked(values.device):
         return torch.where(mask, values, fn.sample().to(values))
-
-
-def with_any(mask: Tensor, event_dim: int) -> Tensor:
-    """Return a mask with one entry per observation, which is True if any value of the observation is to be scored."""
-    return mask.flatten(mask.dim() - event_dim).any(-1) if event_dim else mask
 
 
 def _cuts_events(mask: Tensor, event_dim: int) -> bool:
@@ -179,9 +177,14 @@ def marginal(fn: Any) -> Any:
         logits = fn.mixture_distribution.logits
         logits = logits.reshape(*fn.batch_shape, *[1] * len(fn.event_shape), -1).expand(loc.shape)
         return td.MixtureSameFamily(td.Categorical(logits=logits), td.Normal(loc, scale), validate_args=False)
-    if isinstance(fn, (td.MultivariateNormal, td.LowRankMultivariateNormal, ShapedNormal)):
+    if is_of(fn, td.MultivariateNormal, td.LowRankMultivariateNormal, ShapedNormal):
         return td.Normal(fn.mean, fn.variance.sqrt(), validate_args=False)
-    if fn.event_shape or isinstance(fn, td.MixtureSameFamily):
+    if (
+        fn.event_shape
+        or isinstance(fn, td.MixtureSameFamily)
+        or not keeps(fn, "icdf")
+        or not keeps(fn, "cdf")
+    ):
         raise NotImplementedError
     return fn
 
@@ -208,7 +211,7 @@ def quantile(fn: Any, level: float) -> Tensor:
     Raises:
         NotImplementedError: if the distribution is over classes.
     """
-    if isinstance(untransformed(fn), (td.Bernoulli, td.Categorical, td.OneHotCategorical)):
+    if class_log_probabilities(fn) is not None or not keeps(fn, "sample"):
         raise NotImplementedError
     try:
         return _inverse(marginal(fn), level)
@@ -287,7 +290,7 @@ def _normals(single: Any) -> tuple[Tensor, Tensor, Tensor] | None:
         normals, weights, dim = single.components, single.weights, -1 - single.rank
     else:
         normals, weights, dim = single.expand((1, *single.batch_shape)), single.mean.new_ones(1), 0
-    if not isinstance(normals, td.Normal):
+    if not isinstance(normals, td.Normal) or not is_of(normals, td.Normal):
         return None
     loc, scale = (value.to(widest(value.device)).movedim(dim, -1) for value in (normals.loc, normals.scale))
     return loc, scale, weights.to(loc).expand(loc.shape)

@@ -22,7 +22,8 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor, distributions as td
 
-from pyro_dvi.core.distributions import tensors_of, untransformed, with_tensors
+from pyro_dvi.core.densities import untransformed, with_any
+from pyro_dvi.core.distributions import tensors_of, with_tensors
 from pyro_dvi.core.undisturbed import seeder
 from pyro_dvi.errors import ModelError, UnsupportedError
 from pyro_dvi.links.noise_links import EqualMixture
@@ -35,7 +36,6 @@ from pyro_dvi.predictive.predictive_distribution import (
     class_log_probabilities,
     filled,
     statistics,
-    with_any,
 )
 from pyro_dvi.runs.sites import counted
 

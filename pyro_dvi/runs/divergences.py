@@ -19,6 +19,7 @@ import torch
 from pyro.distributions.util import scale_and_mask, sum_rightmost
 from torch import Tensor, distributions as td
 
+from pyro_dvi.core.densities import is_of
 from pyro_dvi.core.distributions import strip_event_dims
 from pyro_dvi.curvature.linearisation import sum_of
 from pyro_dvi.errors import DataError, ModelError, UnsupportedError
@@ -263,12 +264,12 @@ def normal_in_unconstrained_space(prior: Any, transform: Any) -> td.Normal | Non
         transform: map from unconstrained to constrained values; None for the identity.
     """
     prior = strip_event_dims(prior)
-    if isinstance(prior, td.Normal):
+    if is_of(prior, td.Normal):
         return prior if transform is None else None
     if isinstance(prior, td.TransformedDistribution) and transform is not None:
         base = strip_event_dims(prior.base_dist)
         own = [part for each in prior.transforms for part in elementary(each)]
-        return base if isinstance(base, td.Normal) and elementary(transform) == own else None
+        return base if is_of(base, td.Normal) and elementary(transform) == own else None
     return None
 
 

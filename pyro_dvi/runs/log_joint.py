@@ -11,7 +11,8 @@ from pyro.distributions.util import scale_and_mask, sum_rightmost
 from pyro.poutine.messenger import Messenger
 from torch import Tensor, distributions as td
 
-from pyro_dvi.core.distributions import rewrapped, strip_event_dims, untransformed
+from pyro_dvi.core.densities import is_of, untransformed
+from pyro_dvi.core.distributions import rewrapped, strip_event_dims
 from pyro_dvi.errors import ModelError, UnsupportedError
 from pyro_dvi.runs.latents import check_shape, not_in_guide, unconstraining_transform
 from pyro_dvi.runs.observed import Observed, observed_sites
@@ -191,7 +192,7 @@ class Rescaled(Messenger):
 def scale_name(fn: Any) -> str | None:
     """Return the name of the scale of a distribution, or None if it has no scale that can be multiplied."""
     fn = untransformed(fn)  # what a factor does inside a transform depends on the transform
-    return next((name for family, name in _SCALES.items() if isinstance(fn, family)), None)
+    return next((name for family, name in _SCALES.items() if is_of(fn, family)), None)
 
 
 def rescaled(site: str, fn: Any, factor: float) -> Any:

@@ -11,11 +11,12 @@ from pyro.poutine.util import site_is_factor
 from torch import Tensor
 
 from pyro_dvi.core.batches import tensors_in
-from pyro_dvi.core.distributions import untransformed
+from pyro_dvi.core.densities import mask_of, untransformed
 from pyro_dvi.core.recorder import is_recording
 from pyro_dvi.curvature.linearisation import ObservedSite, sum_of
 from pyro_dvi.errors import DataError, ModelError, PyroDviError, warn
 from pyro_dvi.runs.explained import AS_A_MODEL
+from pyro_dvi.runs.missing import without_missing
 from pyro_dvi.runs.sites import is_data, is_latent, sites_of, subsampled_share
 
 
@@ -62,8 +63,8 @@ def observed_sites(trace: Any) -> Observed:
 
 def observation(site: Any) -> ObservedSite:
     """Return the properties of an observed site that objectives and curvatures use."""
-    share = subsampled_share(site)
-    return ObservedSite(site["name"], site["fn"], site["value"], site["scale"], site["mask"], share)
+    fn, value = without_missing(site["fn"], site["value"])
+    return ObservedSite(site["name"], fn, value, site["scale"], site["mask"], subsampled_share(site))
 
 
 def _log_likelihood(site: ObservedSite) -> Tensor:
@@ -120,9 +121,23 @@ def _check_shape(node: Any) -> None:
 
 
 def num_data_of(site: ObservedSite) -> float:
-    """Return the number of examples in the data set: the plate's scale times the size of the minibatch."""
-    scale = float(site.scale.cpu().double().mean()) if torch.is_tensor(site.scale) else float(site.scale)
-    return scale * max(1, torch.Size(site.fn.batch_shape).numel())
+    """Return the number of examples in the data set: the plate's scale times the observed rows of the minibatch."""
+    if torch.is_tensor(site.scale) or mask_of(site.fn, site.mask) is not None:
+        return float(site.weights.cpu().double().sum())
+    return float(site.scale) * max(1, torch.Size(site.fn.batch_shape).numel())
+
+
+def row_weights(sites: Sequence[ObservedSite], num_rows: int) -> Tensor:
+    """Return the weight of each example, ``[num_rows]``: the largest weight of its observations; zero if it has none.
+
+    Args:
+        sites: observed sites, of which those with a dimension of this size have one observation or more per example.
+        num_rows: number of examples.
+    """
+    each = [site.weights for site in sites]
+    own = [w.movedim(w.shape.index(num_rows), 0) for w in each if num_rows in w.shape]
+    rows = own or [w.amax().expand(num_rows) for w in each]
+    return torch.cat([w.reshape(num_rows, -1) for w in rows], 1).amax(1)
 
 
 def check_num_data(sites: list[ObservedSite], num_data: int) -> None:

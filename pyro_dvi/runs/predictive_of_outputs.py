@@ -17,7 +17,8 @@ from pyro.distributions.torch_distribution import TorchDistributionMixin
 from torch import Size, Tensor, distributions as td
 from torch.distributions import constraints
 
-from pyro_dvi.core.distributions import innermost, rewrapped, untransformed
+from pyro_dvi.core.densities import untransformed
+from pyro_dvi.core.distributions import innermost, rewrapped
 from pyro_dvi.links import noise_links
 from pyro_dvi.links.class_links import ClassLink
 from pyro_dvi.links.families import Joint, predictive_distribution

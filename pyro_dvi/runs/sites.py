@@ -11,14 +11,15 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-import pyro.distributions as dist
 import torch
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.trace_messenger import TraceMessenger
 from pyro.poutine.util import site_is_factor, site_is_subsample
-from torch import Tensor, distributions as td
+from torch import Tensor
 
+from pyro_dvi.core.densities import mask_of
 from pyro_dvi.errors import ArgumentError, DataError, ModelError
+from pyro_dvi.runs.missing import are_given
 
 
 def is_latent(site: Any) -> bool:
@@ -171,19 +172,10 @@ def example_axis(name: str, node: Any, num_rows: int) -> int:
 def counted(node: Any) -> Tensor | None:
     """Return a mask in the shape of one draw, True for values of a site that are not masked; None if all are True.
 
-    Masks come from ``poutine.mask``, and from ``.mask()`` of the distribution at any depth.
+    Masks come from ``poutine.mask``, from ``.mask()`` of the distribution at any depth, and from missing values.
     """
-    fn = node["fn"]
-    masks = [(node["mask"], len(fn.event_shape))]
-    while isinstance(fn, (td.Independent, dist.MaskedDistribution, dist.ExpandedDistribution)):
-        masks.append((getattr(fn, "_mask", None), len(fn.event_shape)))
-        fn = fn.base_dist
-    shape = node["fn"].batch_shape + node["fn"].event_shape
-    counts = None
-    for mask, event_dim in masks:
-        if mask is None or bool(torch.as_tensor(mask).all()):
-            continue
-        mask = torch.as_tensor(mask, dtype=torch.bool)
-        mask = mask.reshape(mask.shape + (1,) * event_dim).expand(shape)
-        counts = mask if counts is None else counts & mask
-    return counts
+    mask = mask_of(node["fn"], node["mask"])
+    given = are_given(node["fn"], node["value"]) if node.get("is_observed") else None
+    if given is not None:
+        mask = given if mask is None else mask & given
+    return None if mask is None or bool(mask.all()) else mask

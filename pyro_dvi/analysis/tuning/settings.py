@@ -15,11 +15,11 @@ from torch import Tensor
 from pyro_dvi.analysis.tuning.search import as_proposed, one_after_the_other
 from pyro_dvi.analysis.tuning.trainings import TEMPERATURES, Trainings, are_numbers, read_results
 from pyro_dvi.core.arguments import check_count
+from pyro_dvi.core.densities import with_any
 from pyro_dvi.core.progress import progress_bar
 from pyro_dvi.core.table import Columns, Report
 from pyro_dvi.errors import ArgumentError, NonFiniteError, warn
 from pyro_dvi.predictive.predict import predict
-from pyro_dvi.predictive.predictive_distribution import with_any
 from pyro_dvi.training.history import Table
 
 if TYPE_CHECKING:

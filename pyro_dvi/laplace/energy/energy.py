@@ -30,6 +30,7 @@ from pyro_dvi.laplace.energy.passes import Arguments, Passes, Rows
 from pyro_dvi.laplace.energy.query import Layout
 from pyro_dvi.runs.explained import explained_errors
 from pyro_dvi.runs.log_joint import JointRun, run_joint
+from pyro_dvi.runs.observed import row_weights
 from pyro_dvi.runs.posterior_run import Call
 from pyro_dvi.runs.structure import check_gradients
 
@@ -291,12 +292,13 @@ class LocalEnergy:
 
         with torch.enable_grad():
             for index, (_, run) in enumerate(energy.runs(self.point, recorder)):
-                labels = partial(energy.labels, batch=index)
-                for outputs in by_examples(information_pairs(sites_only(run), labels, energy.differentiable)):
+                labels, sites = partial(energy.labels, batch=index), sites_only(run)
+                for outputs in by_examples(information_pairs(sites, labels, energy.differentiable)):
                     outputs = outputs * energy.likelihood_weight**0.5
                     if index == 0:  # counted once: a backward pass per output, through all batches
                         energy.count(outputs.shape[1])
-                    yield ExampleGradients(recorders[-1], outputs, energy.layout.entries, energy.layout.names)
+                    given = recorders[-1], outputs, energy.layout.entries, energy.layout.names
+                    yield ExampleGradients(*given, weights=row_weights(sites, len(outputs)))
                 recorders.clear()
 
     def _sum(self, part: Callable[[BatchGraph], Tensor], work: int) -> Tensor:

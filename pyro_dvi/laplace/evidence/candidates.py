@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, distributions as td
 
 from pyro_dvi.core.arguments import check_choice
-from pyro_dvi.core.distributions import untransformed
+from pyro_dvi.core.densities import is_of, untransformed
 from pyro_dvi.errors import ArgumentError, ModelError, NotPositiveDefiniteError
 from pyro_dvi.laplace.energy.energy import Energy, LocalEnergy, diagonal_of
 from pyro_dvi.laplace.energy.precision import common_ratio
@@ -181,7 +181,7 @@ class Candidates:
         parts = [{name: torch.zeros_like(loc) for name, loc in self.energy.locs.items()} for _ in range(3)]
         for name in self.sites:
             node, base = nodes[name], untransformed(nodes[name]["fn"])
-            if not isinstance(base, td.Normal) or node["mask"] is not None:
+            if not is_of(base, td.Normal) or node["mask"] is not None:
                 return None
             weight, z = node["scale"], (node["value"] - base.loc) / base.scale
             for part, found in zip(parts, (weight / base.scale**2, weight * z**2, weight), strict=True):

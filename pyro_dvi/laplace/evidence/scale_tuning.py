@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, distributions as td
 
 from pyro_dvi.core.arguments import by_position
-from pyro_dvi.core.distributions import untransformed
+from pyro_dvi.core.densities import untransformed
 from pyro_dvi.core.progress import progress_bar
 from pyro_dvi.core.table import InNotebook
 from pyro_dvi.core.undisturbed import evaluating
@@ -185,9 +185,7 @@ class ByValidation(Criterion):
         outputs, covariance = gaussian.outputs, gaussian.full_covariance
         distribution = integrated(outputs, covariance, self.link, GaussHermite(20), num_points=256)
         log_density: Tensor = distribution.log_prob(site.value)
-        if site.mask is not None and site.mask is not True:
-            log_density = log_density[torch.as_tensor(site.mask).expand_as(log_density)]
-        return log_density
+        return log_density[(site.weights > 0).expand_as(log_density)]
 
 
 @dataclass(frozen=True)

@@ -206,7 +206,7 @@ def _holds_batches(data: Any) -> bool:
 def _check(what: str, value: Any, *, is_tensor: bool = False) -> None:
     if isinstance(value, np.ndarray) or (is_tensor and not isinstance(value, Tensor)):
         raise DataError(f"{what} is of type {type(value).__name__}: convert it with torch.as_tensor")
-    for tensor in tensors_in(value):
+    for tensor in () if is_tensor else tensors_in(value):  # NaN may stand for missing observations
         if tensor.is_floating_point() and tensor.isnan().any():
             raise DataError(
                 f"{what} (shape {tuple(tensor.shape)}) contains {int(tensor.isnan().sum())} NaN: drop these rows"

@@ -142,7 +142,7 @@ def check_observation(model: Callable[..., Any], batch: Batch, latents: Latents,
     name = choose_response(site, responses(nodes, latents))
     node: Any = nodes[name]
     value = node["value"]
-    same = value is batch.observed or torch.equal(value.squeeze(), batch.observed.squeeze().to(value.dtype))
+    same = value is batch.observed or _same_values(value.squeeze(), batch.observed.squeeze())
     if not (node["is_observed"] and same):
         what = "has other observed values" if node["is_observed"] else "is not observed"
         raise DataError(
@@ -152,6 +152,10 @@ def check_observation(model: Callable[..., Any], batch: Batch, latents: Latents,
         )
     varies = _has_mask(node) or value.shape != batch.observed.shape
     return replace(batch, observed=batch.observed.reshape(value.shape), mask=counted(node), varies=varies)
+
+
+def _same_values(first: Tensor, second: Tensor) -> bool:
+    return first.shape == second.shape and bool(((first == second) | (first.isnan() & second.isnan())).all())
 
 
 def _has_mask(node: Any) -> bool:
