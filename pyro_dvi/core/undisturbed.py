@@ -204,3 +204,14 @@ def preserve_buffers() -> AbstractContextManager[None]:
             module._buffers.update({name: b.clone() for name, b in kept.items()})
 
     return _changed(lend_copies)
+
+
+@contextmanager
+def layer_by_layer() -> Iterator[None]:
+    """Run attention layer by layer instead of with a fused kernel, which calls no module and may use nested tensors."""
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)
