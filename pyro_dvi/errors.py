@@ -47,6 +47,10 @@ class UnsupportedError(PyroDviError, NotImplementedError):
     """No rule exists for a function, module or distribution; the message names it and explains how to add a rule."""
 
 
+class MissingQuantityError(UnsupportedError, AttributeError):
+    """A prediction lacks a quantity, such as class probabilities in regression; ``hasattr`` is then False."""
+
+
 class CaptureError(PyroDviError, RuntimeError):
     """Captured training steps have gone on with an outdated value that the model reads; the message names the step."""
 

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map, tree_structure
 
 from pyro_dvi.core.graph_passes import has_effect
 from pyro_dvi.core.recorder import Recorder, draws, tensors
+from pyro_dvi.core.undisturbed import layer_by_layer
 from pyro_dvi.errors import UnsupportedError
 
 Function = Callable[..., Sequence[Tensor]]
@@ -44,7 +45,7 @@ def rows_of(inputs: Sequence[Tensor]) -> int:
 
 
 def _run(function: Function, inputs: Sequence[Tensor]) -> fx.Graph:
-    with Recorder(inputs, any_rows=True) as recorder:
+    with layer_by_layer(), Recorder(inputs, any_rows=True) as recorder:
         results = function(*inputs)
     return recorder.graph(results)
 

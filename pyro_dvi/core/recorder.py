@@ -266,8 +266,10 @@ def tensors(values: Any) -> list[Tensor]:
 
 
 def draws(node: fx.Node) -> bool:
-    """Return True if a node draws random numbers."""
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    """Return True if a node draws random numbers; attention without dropout does not."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    return bool(_by_name(node.target, node.args, node.kwargs).get("dropout_p", 1.0) != 0)
 
 
 def _is_on_host(node: fx.Node) -> bool:
@@ -278,11 +280,17 @@ def _is_on_host(node: fx.Node) -> bool:
     return bool(given) and all(one.meta["on_host"] for one in given)
 
 
+def _by_name(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """Return the arguments of an operator, with their defaults."""
+    expected = func._schema.arguments
+    given = {a.name: value for a, value in zip(expected, args, strict=False)} | kwargs
+    return {a.name: a.default_value for a in expected if a.has_default_value()} | given
+
+
 def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> set[StorageWeakRef]:
     """Return the memory that an operator writes to."""
-    expected = func._schema.arguments
-    named = {a.name: value for a, value in zip(expected, args, strict=False)} | kwargs
-    found = [named.get(a.name) for a in expected if a.alias_info and a.alias_info.is_write]
+    named = _by_name(func, args, kwargs)
+    found = [named.get(a.name) for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
     # Writes that the schema does not declare.
     if "batch_norm" in func.name() and named.get("training", named.get("train", True)):
         found += [named.get("running_mean"), named.get("running_var")]

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pyro_dvi.core.in_turn import in_turn
+
 
 def accelerators() -> list[torch.device]:
     """Return the devices other than the CPU from whose generators this process may have drawn."""
@@ -96,21 +98,18 @@ def widest(device: torch.device) -> torch.dtype:
 def modules_met(meet: Callable[[nn.Module], None], *functions: Any) -> Iterator[None]:
     """Call ``meet`` with every module inside ``functions``, and with every module before it runs in the context.
 
-    This includes modules that a plain function calls.
+    This includes modules that a plain function calls; other threads wait, because the hook is global.
     """
 
     def before_run(module: nn.Module, _inputs: object) -> None:
         meet(module)
 
-    handle = nn.modules.module.register_module_forward_pre_hook(before_run)
-    try:
+    with in_turn, nn.modules.module.register_module_forward_pre_hook(before_run):
         for function in functions:
             if isinstance(function, nn.Module):
                 for module in function.modules():
                     meet(module)
         yield
-    finally:
-        handle.remove()
 
 
 @contextmanager
@@ -130,7 +129,7 @@ def undisturbed() -> Iterator[None]:
         >>> bool(first == torch.rand(()))
         True
     """
-    with forked(*accelerators()), preserve_buffers():
+    with preserve_buffers(), forked(*accelerators()):
         yield
 
 
@@ -205,3 +204,14 @@ def preserve_buffers() -> AbstractContextManager[None]:
             module._buffers.update({name: b.clone() for name, b in kept.items()})
 
     return _changed(lend_copies)
+
+
+@contextmanager
+def layer_by_layer() -> Iterator[None]:
+    """Run attention layer by layer instead of with a fused kernel, which calls no module and may use nested tensors."""
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)

@@ -13,7 +13,7 @@ from torch import Tensor
 from pyro_dvi.core.arguments import check_count
 from pyro_dvi.core.densities import with_any
 from pyro_dvi.core.table import InNotebook
-from pyro_dvi.errors import DataError, UnsupportedError
+from pyro_dvi.errors import DataError, MissingQuantityError
 from pyro_dvi.predictive import prediction_summaries as summaries
 from pyro_dvi.predictive.engine.model_runs import seeded
 from pyro_dvi.predictive.predictive_distribution import crps, mixture_log_prob, probabilities, quantile
@@ -31,9 +31,9 @@ class Prediction(InNotebook):
 
     This is the result of :func:`~pyro_dvi.predict`. Every tensor has the examples in its first dimension, in the order
     of the data, and is on the model's device. Reading a quantity that the observed distribution does not have raises an
-    :class:`~pyro_dvi.errors.UnsupportedError`. The same holds for the aleatoric and epistemic parts if the rule returns
-    one distribution for noise and posterior together; ``Moments()`` and ``Linearised()`` do so unless the noise is
-    Gaussian.
+    :class:`~pyro_dvi.errors.MissingQuantityError`. The same holds for the aleatoric and epistemic parts if the rule
+    returns one distribution for noise and posterior together; ``Moments()`` and ``Linearised()`` do so unless the noise
+    is Gaussian.
 
     Attributes:
         site: the observed site that is predicted.
@@ -304,7 +304,7 @@ class Prediction(InNotebook):
 
     def _check_is_split(self) -> None:
         if "function_variance" not in self._values and not self.method.tells_noise_apart:
-            raise UnsupportedError(
+            raise MissingQuantityError(
                 f"{type(self.method).__name__}() cannot separate noise and posterior of {self.site!r}: use Samples(n)"
             )
 
@@ -324,7 +324,7 @@ class Prediction(InNotebook):
         for part in self._parts:
             fn, end = part.distribution, start + part.num_rows
             if fn is None:
-                raise UnsupportedError(
+                raise MissingQuantityError(
                     f"{what} at site {self.site!r} cannot be computed, because its {self.num_components} distributions "
                     f"({self._kind}) were not kept: predict with keep_draws=True, from (x, y), or use to_arviz"
                 )
@@ -333,7 +333,7 @@ class Prediction(InNotebook):
             try:
                 found.append(read(fn, *own).movedim(part.axis if whole else axis, dim))
             except NotImplementedError as error:
-                raise UnsupportedError(
+                raise MissingQuantityError(
                     f"{what} at site {self.site!r} cannot be computed for this distribution ({self._kind})"
                 ) from error
             start = end
@@ -356,7 +356,7 @@ class Prediction(InNotebook):
 
     def _value(self, name: str, what: str) -> Tensor:
         if name not in self._values:
-            raise UnsupportedError(f"the distribution of site {self.site!r} ({self._kind}) has no {what}")
+            raise MissingQuantityError(f"the distribution of site {self.site!r} ({self._kind}) has no {what}")
         return self._values[name]
 
     def _of_labels(self, p: Tensor) -> Tensor:

@@ -288,8 +288,10 @@ def _normals(single: Any) -> tuple[Tensor, Tensor, Tensor] | None:
         normals, weights, dim = single.component_distribution, single.mixture_distribution.probs, -1
     elif isinstance(single, PointMixture):
         normals, weights, dim = single.components, single.weights, -1 - single.rank
-    else:
+    elif isinstance(single, td.Normal):
         normals, weights, dim = single.expand((1, *single.batch_shape)), single.mean.new_ones(1), 0
+    else:
+        return None
     if not isinstance(normals, td.Normal) or not is_of(normals, td.Normal):
         return None
     loc, scale = (value.to(widest(value.device)).movedim(dim, -1) for value in (normals.loc, normals.scale))

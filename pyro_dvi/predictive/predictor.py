@@ -167,7 +167,7 @@ def predictor(
     batch = next(batches(model, example, observed=observed, batch_size=EXAMPLES, device=device))
     inputs = batch.inputs
     leaves = tensors_in(inputs)
-    with seeded(seed, device) as seed, evaluation_mode(model, guide):
+    with evaluation_mode(model, guide), seeded(seed, device) as seed:
         expected = predict(model, guide, inputs, method, site=site, seed=seed, progress=False)
         rule, part = expected.method, expected._parts[0]
         if not expected.has_moments:

@@ -83,7 +83,8 @@ def _of_tensors(error: Exception, args: tuple, kwargs: dict) -> PyroDviError | N
     given = ", ".join(f"{name} {v.dtype} {tuple(v.shape)} on {v.device}" for name, v in tensors.items())
     return DataError(
         f"the model fails on these data ({given}): {message}. A batch must contain the arguments of the model in the "
-        "order of its signature, with the dtype and device of the weights: x.float(), x.to(device)"
+        "order of its signature, with the dtype and device of the weights: x.float(), x.to(device). A model whose rows "
+        "depend on each other, such as the nodes of a graph, needs all of them in one batch: batch_size=len(x)"
     )
 
 
@@ -102,6 +103,12 @@ _TEXTS: dict[str, tuple[type[PyroDviError], str]] = {
     "Shape mismatch inside plate": (
         ModelError,
         "{}: dimensions of a site that do not belong to a plate need .to_event(n)",
+    ),
+    "Multiple sample sites named": (
+        ModelError,
+        "{}: in a model that is a plain function, each call of a network draws its weights again, and two networks may "
+        "use the same names. Write the model as a pyro.nn.PyroModule with the networks as attributes, self.net = net, "
+        "which draws them once per run under names of their own; give other sites different names",
     ),
     "to satisfy the constraint": (
         ParameterError,

@@ -21,6 +21,7 @@ from pyro.params.param_store import StateDict
 from torch import Tensor, nn
 
 from pyro_dvi.core.arguments import check_count
+from pyro_dvi.core.in_turn import in_turn
 from pyro_dvi.core.progress import progress_bar
 from pyro_dvi.errors import ArgumentError, GuideError, warn
 from pyro_dvi.runs.trained_for import trained_for
@@ -50,7 +51,7 @@ class TrainedPosterior:
     @contextmanager
     def in_store(self) -> Iterator[None]:
         """Make Pyro's store contain only the parameters of this posterior within the context."""
-        with pyro.get_param_store().scope(self.store):
+        with in_turn, pyro.get_param_store().scope(self.store):
             yield
 
     def put_back(self) -> None:
@@ -93,7 +94,7 @@ def train_apart(
         >>> list(posterior.store["params"]), list(pyro.get_param_store())
         (['AutoNormal.locs.w', 'AutoNormal.scales.w'], [])
     """
-    with preserve_random_state(), pyro.get_param_store().scope() as store:
+    with in_turn, preserve_random_state(), pyro.get_param_store().scope() as store:
         pyro.set_rng_seed(seed)
         result = train()
     if not _is_pair(result):

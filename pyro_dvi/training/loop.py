@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from pyro_dvi.core.arguments import check_choice, check_count
 from pyro_dvi.core.batches import arguments, check_loader, number_of_batches
+from pyro_dvi.core.in_turn import in_turn
 from pyro_dvi.core.progress import progress_bar
 from pyro_dvi.errors import ArgumentError, DataError
 from pyro_dvi.runs.explained import explained_errors
@@ -238,6 +239,7 @@ class _Run:
             if self.schedule.scheduler is None and hasattr(self.route.steered, "set_total_steps"):
                 self.route.steered.set_total_steps(last * steps)
         with (
+            in_turn,
             progress_bar(progress, None if steps is None else epochs * steps) as self._bar,
             informed(self.route, self.loader) as self._first_step,
             training_mode(self.route),

@@ -155,3 +155,35 @@ def test_kept_draws_and_crps_leave_out_what_the_mask_does():
         for value in (p.log_likelihood(), p.crps(), *p.draws["log_likelihood"]):
             assert torch.equal(value.isnan(), ~counts)
         assert float(p.metrics()["crps"]) == pytest.approx(float(p.crps()[counts].mean()))
+
+
+def test_a_likelihood_whose_expand_fails_keeps_its_scores():
+    # Pyro's ZeroInflatedDistribution.expand raises a ValueError if the gate was given as logits.
+    x = torch.linspace(-1, 1, 6)
+    likelihoods = [
+        lambda f: dist.ZeroInflatedPoisson(f.exp(), gate_logits=f),
+        lambda f: dist.ZeroInflatedPoisson(f.exp(), gate=f.sigmoid()),
+    ]
+    scores = []
+    for likelihood in likelihoods:
+        guide = AutoNormal(of_kind(likelihood))
+        y = torch.tensor([0.0, 1.0, 0.0, 2.0, 0.0, 3.0])
+        guide(x, y)
+        predictions = [predict(of_kind(likelihood), guide, (x, y), m, seed=0) for m in (AtMean(), Samples(4))]
+        scores.append([list(p.metrics().values()) for p in predictions])
+        pyro.clear_param_store()
+    torch.testing.assert_close(torch.tensor(scores[0]), torch.tensor(scores[1]))
+
+
+def test_hasattr_tells_which_quantities_a_prediction_has():
+    found = {}
+    for name in ("Bernoulli", "Normal"):
+        guide = AutoNormal(of_kind(LIKELIHOODS[name]))
+        guide(X, torch.zeros(6))
+        prediction = predict(of_kind(LIKELIHOODS[name]), guide, X, AtMean())
+        of_classes = ("probabilities", "mutual_information")
+        found[name] = [hasattr(prediction, quantity) for quantity in of_classes]
+        pyro.clear_param_store()
+    assert found == {"Normal": [False, False], "Bernoulli": [True, True]}
+    with pytest.raises(UnsupportedError, match=r"site 'obs' \(Normal\) has no class probabilities"):
+        _ = prediction.probabilities

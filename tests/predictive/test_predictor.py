@@ -441,3 +441,25 @@ def test_nested_inputs():
     other = {**x, "a": torch.randn(7, 3), "b": (torch.randn(7),)}
     expected = predict(model, guide, (other,), AtMean()).mean
     torch.testing.assert_close(prepared(other["a"], other["b"][0]).mean, expected)
+
+
+@pytest.mark.parametrize("method", [AtMean(), Samples(3)])
+def test_a_transformer_encoder_with_a_padding_mask_is_prepared(method):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    encoder, head = dvi.to_bayesian_(nn.TransformerEncoder(layer, 1)), nn.Linear(8, 1)
+
+    def model(x, padding, y=None):
+        f = head(encoder(x, src_key_padding_mask=padding)[:, 0]).squeeze(-1)
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(f, 0.1), obs=y)
+
+    x, padding = torch.randn(6, 4, 8), torch.zeros(6, 4, dtype=torch.bool)
+    padding[::2, 3] = True
+    guide = dvi.MeanFieldGuide(model)
+    guide(x, padding, torch.zeros(6))
+    serve = dvi.predictor(model, guide, (x, padding), method, seed=0)
+    assert torch.backends.mha.get_fastpath_enabled()
+    x[padding] = 100.0  # padded positions do not matter
+    expected = dvi.predict(model, guide, (x, padding), method, seed=0).mean
+    torch.testing.assert_close(serve(x, padding).mean, expected, rtol=1e-4, atol=1e-4)

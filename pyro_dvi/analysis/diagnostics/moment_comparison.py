@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pyro_dvi.core.arguments import check_choice, check_count
 from pyro_dvi.core.distributions import arguments_kept, given_to, innermost
 from pyro_dvi.core.table import Table
-from pyro_dvi.core.undisturbed import device_of
+from pyro_dvi.core.undisturbed import device_of, layer_by_layer
 from pyro_dvi.errors import DataError, ModelError
 from pyro_dvi.moments import GaussianMoments
 from pyro_dvi.predictive.engine.inputs import batches
@@ -99,7 +99,7 @@ def compare_with_sampling(
     check_choice("propagation", propagation, Propagation, "Independent()")
     device = device_of(model, guide)
     batch = next(iter(batches(model, data, observed=observed, batch_size=batch_size, device=device)))
-    with evaluation_mode(model, guide), seeded(seed, device) as seed, _layer_by_layer():
+    with evaluation_mode(model, guide), seeded(seed, device) as seed, layer_by_layer():
         centre, marginals = posterior_gaussians(guide, batch.inputs)
         run = partial(respond, model, batch, site=site)
         weights = PosteriorMoments(marginals, median)
@@ -214,14 +214,3 @@ def _compared(layer: str, loc: Tensor, variance: Tensor, sampled: _RunningMoment
         "sd_ratio": 1.0 if torch.equal(sd, truth) else (sd.mean() / truth.mean()).item(),
         "rank_correlation": float(ranked.corr("spearman").iloc[0, 1]),
     }
-
-
-@contextmanager
-def _layer_by_layer() -> Iterator[None]:
-    """Run attention layer by layer instead of with a fused kernel, which would call no module."""
-    enabled = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(enabled)

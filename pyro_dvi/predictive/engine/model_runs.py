@@ -20,6 +20,7 @@ from pyro_dvi.core.distributions import WRAPPERS
 from pyro_dvi.core.undisturbed import evaluating, forked
 from pyro_dvi.errors import DataError, ModelError
 from pyro_dvi.predictive.engine.inputs import Batch
+from pyro_dvi.runs.explained import explained_errors
 from pyro_dvi.runs.sites import AllRows, SetLatents, choose_response, counted, example_axis, responses
 
 Latents = Mapping[str, Tensor]
@@ -175,17 +176,18 @@ def observed_run(model: Callable[..., Any], batch: Batch, latents: Latents) -> M
         DataError: if the model requires a different number of rows, or the values of a latent site belong to other
             examples.
     """
-    args, kwargs = batch.whole
+    args, kwargs = with_missing(model, batch.whole[0]), batch.whole[1]
     recorder = poutine.trace()
-    try:
-        with recorder, AllRows(), AtValues(latents):
-            model(*with_missing(model, args), **kwargs)
-    except ValueError as error:
-        if "Shape mismatch inside plate" not in str(error):
-            raise
-        raise DataError(
-            f"the model does not accept {batch.num_rows} rows ({error}): give its plate subsample_size=len(x)"
-        ) from error
+    with explained_errors(model, args, kwargs):
+        try:
+            with recorder, AllRows(), AtValues(latents):
+                model(*args, **kwargs)
+        except ValueError as error:
+            if "Shape mismatch inside plate" not in str(error):
+                raise
+            raise DataError(
+                f"the model does not accept {batch.num_rows} rows ({error}): give its plate subsample_size=len(x)"
+            ) from error
     nodes: Mapping[str, Any] = recorder.trace.nodes
     return nodes
 

@@ -358,3 +358,23 @@ def test_a_tuned_noise_is_in_the_draws():
     guide.fit([(x, x)], unconverged="accept")
     draws = to_arviz(model, guide, data=(x, x), num_samples=1000, seed=0).posterior_predictive["obs"]
     assert float(draws.std()) == pytest.approx((16 + 1 / (1 + 4 / 16)) ** 0.5, rel=0.05)
+
+
+def test_a_graph_with_more_nodes_than_a_batch_names_the_batch_size():
+    adjacent = torch.eye(12) + torch.eye(12).roll(1, 0)
+
+    def model(x, y=None):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        mean = adjacent @ x * w
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(mean, 0.1), obs=y)
+
+    x, guide = torch.randn(12), AutoNormal(model)
+    guide(x, x)
+    with pytest.raises(DataError, match=r"nodes of a graph.*batch_size=len\(x\)"):
+        to_arviz(model, guide, (x, x), num_samples=3, batch_size=10)
+    assert values(to_arviz(model, guide, (x, x), num_samples=3), "posterior_predictive", "y").shape == (
+        1,
+        3,
+        12,
+    )
