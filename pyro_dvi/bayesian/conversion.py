@@ -65,8 +65,9 @@ def to_bayesian_(
 
     In a layer with :func:`torch.nn.utils.parametrizations.weight_norm`, the length and the direction of the weights
     become Bayesian. Other parametrizations stay, if ``exclude`` names their weights. Call
-    ``parametrize.remove_parametrizations`` before the conversion, or on the result of :func:`to_deterministic`; between
-    these, torch raises an ``AttributeError`` and changes nothing.
+    ``parametrize.remove_parametrizations`` before the conversion, or on the result of :func:`to_deterministic`. Of a
+    converted network, torch cannot remove parametrizations: it raises an ``AttributeError``, but may have overwritten
+    the original weight before (that of ``orthogonal``, for example).
 
     Status: exact; the model is the network with the given prior.
 
