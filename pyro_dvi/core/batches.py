@@ -2,13 +2,21 @@
 """The batches of a loader, and the arguments of model and guide in a batch."""
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import SubsetRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from pyro_dvi.errors import ArgumentError, DataError
 
@@ -69,16 +77,41 @@ def number_of_batches(loader: Any) -> int | None:
         return None
 
 
+def row_sampler(loader: Any) -> Any:
+    """Return the sampler that chooses the rows of a loader, or, if that is unknown, the sampler of its batches."""
+    batches = getattr(loader, "batch_sampler", None)
+    sampler = getattr(loader, "sampler", None) if batches is None else batches
+    return sampler.sampler if type(sampler) is BatchSampler else sampler
+
+
+# Attributes of torch's samplers that hold the rows from which they draw, in all epochs together.
+_ROWS = {
+    RandomSampler: "data_source",
+    SequentialSampler: "data_source",
+    SubsetRandomSampler: "indices",
+    DistributedSampler: "dataset",
+}
+
+
 def dataset_size(loader: Any) -> int | None:
-    """Return the number of examples from which a loader draws, or None if unknown."""
-    dataset = getattr(loader, "dataset", None)
-    sampler = getattr(loader, "sampler", None)
-    # With this common way to split a data set, the loader draws only from the subset.
-    if isinstance(sampler, SubsetRandomSampler):
-        return len(sampler.indices)
+    """Return the number of examples from which a loader draws, or None if only an epoch shows it.
+
+    Example:
+        >>> from torch.utils.data import DataLoader
+        >>> dataset_size(DataLoader(range(100), batch_size=2, sampler=[3, 5, 7]))
+        3
+    """
+    sampler, batches = row_sampler(loader), getattr(loader, "batch_sampler", loader)
+    if batches is None and sampler is loader.sampler:  # each entry of the data set may be a batch
+        return None
+    if isinstance(sampler, Sequence):
+        return sum(map(len, sampler)) if sampler is batches else len(sampler)
+    if type(sampler) is WeightedRandomSampler:
+        return int((sampler.weights > 0).sum())
+    whole = sampler is None or isinstance(getattr(loader, "dataset", None), IterableDataset)
     try:
-        return len(dataset)  # type: ignore[arg-type]
-    except TypeError:
+        return len(loader.dataset if whole else getattr(sampler, _ROWS[type(sampler)]))
+    except (AttributeError, KeyError, TypeError):
         return None
 
 
