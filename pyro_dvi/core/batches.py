@@ -8,15 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import (
-    BatchSampler,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import BatchSampler, WeightedRandomSampler
 
 from pyro_dvi.errors import ArgumentError, DataError
 
@@ -84,15 +76,6 @@ def row_sampler(loader: Any) -> Any:
     return sampler.sampler if type(sampler) is BatchSampler else sampler
 
 
-# Attributes of torch's samplers that hold the rows from which they draw, in all epochs together.
-_ROWS = {
-    RandomSampler: "data_source",
-    SequentialSampler: "data_source",
-    SubsetRandomSampler: "indices",
-    DistributedSampler: "dataset",
-}
-
-
 def dataset_size(loader: Any) -> int | None:
     """Return the number of examples from which a loader draws, or None if only an epoch shows it.
 
@@ -102,17 +85,19 @@ def dataset_size(loader: Any) -> int | None:
         3
     """
     sampler, batches = row_sampler(loader), getattr(loader, "batch_sampler", loader)
-    if batches is None and sampler is loader.sampler:  # each entry of the data set may be a batch
-        return None
     if isinstance(sampler, Sequence):
         return sum(map(len, sampler)) if sampler is batches else len(sampler)
+    own = sampler is not None and not type(sampler).__module__.startswith("torch.")
+    if own or (
+        batches is None and sampler is loader.sampler
+    ):  # then, each entry of the data set may be a batch
+        return None
     if type(sampler) is WeightedRandomSampler:
         return int((sampler.weights > 0).sum())
-    whole = sampler is None or isinstance(getattr(loader, "dataset", None), IterableDataset)
-    try:
-        return len(loader.dataset if whole else getattr(sampler, _ROWS[type(sampler)]))
-    except (AttributeError, KeyError, TypeError):
-        return None
+    # The rows from which torch's samplers draw, in all epochs together.
+    sources = [getattr(sampler, name, None) for name in ("indices", "data_source", "dataset")]
+    rows: Any = next((rows for rows in sources if rows is not None), getattr(loader, "dataset", None))
+    return len(rows) if hasattr(rows, "__len__") else None
 
 
 def named_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from pyro.optim import PyroOptim
 from pyro_dvi.bayesian import init_to_module
 from pyro_dvi.errors import ArgumentError
 from pyro_dvi.guides import MeanFieldGuide
+from pyro_dvi.guides.given_rows import FollowsRows
 from pyro_dvi.methods.method import Method
 from pyro_dvi.moment_propagation import MomentPropagationELBO, MultiplicativeNoiseGuide
 from pyro_dvi.natural_gradients import VOGN, KroneckerGuide, NaturalGradientELBO, NaturalGradientGuide
@@ -125,8 +126,8 @@ class NaturalGradients(Method):
         return self.by({"max_step": self.max_step})
 
 
-class PointEstimate(AutoDelta):
-    """Pyro's ``AutoDelta``, except that ``median`` ignores parameters with the same names in Pyro's store."""
+class PointEstimate(FollowsRows, AutoDelta):
+    """Pyro's ``AutoDelta`` with the rows of the model's plates; ``median`` ignores parameters in Pyro's store."""
 
     def median(self, *args: Any, **kwargs: Any) -> Any:
         """Return the most probable weights by site."""
