@@ -2,13 +2,13 @@
 """The batches of a loader, and the arguments of model and guide in a batch."""
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import SubsetRandomSampler
+from torch.utils.data import BatchSampler, WeightedRandomSampler
 
 from pyro_dvi.errors import ArgumentError, DataError
 
@@ -69,17 +69,35 @@ def number_of_batches(loader: Any) -> int | None:
         return None
 
 
+def row_sampler(loader: Any) -> Any:
+    """Return the sampler that chooses the rows of a loader, or, if that is unknown, the sampler of its batches."""
+    batches = getattr(loader, "batch_sampler", None)
+    sampler = getattr(loader, "sampler", None) if batches is None else batches
+    return sampler.sampler if type(sampler) is BatchSampler else sampler
+
+
 def dataset_size(loader: Any) -> int | None:
-    """Return the number of examples from which a loader draws, or None if unknown."""
-    dataset = getattr(loader, "dataset", None)
-    sampler = getattr(loader, "sampler", None)
-    # With this common way to split a data set, the loader draws only from the subset.
-    if isinstance(sampler, SubsetRandomSampler):
-        return len(sampler.indices)
-    try:
-        return len(dataset)  # type: ignore[arg-type]
-    except TypeError:
+    """Return the number of examples from which a loader draws, or None if only an epoch shows it.
+
+    Example:
+        >>> from torch.utils.data import DataLoader
+        >>> dataset_size(DataLoader(range(100), batch_size=2, sampler=[3, 5, 7]))
+        3
+    """
+    sampler, batches = row_sampler(loader), getattr(loader, "batch_sampler", loader)
+    if isinstance(sampler, Sequence):
+        return sum(map(len, sampler)) if sampler is batches else len(sampler)
+    own = sampler is not None and not type(sampler).__module__.startswith("torch.")
+    if own or (
+        batches is None and sampler is loader.sampler
+    ):  # then, each entry of the data set may be a batch
         return None
+    if type(sampler) is WeightedRandomSampler:
+        return int((sampler.weights > 0).sum())
+    # The rows from which torch's samplers draw, in all epochs together.
+    sources = [getattr(sampler, name, None) for name in ("indices", "data_source", "dataset")]
+    rows: Any = next((rows for rows in sources if rows is not None), getattr(loader, "dataset", None))
+    return len(rows) if hasattr(rows, "__len__") else None
 
 
 def named_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

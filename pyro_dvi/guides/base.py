@@ -10,7 +10,6 @@ from typing import Any
 import pyro
 import pyro.distributions as dist
 import torch
-from pyro.infer.autoguide import AutoGuide
 from pyro.infer.autoguide.initialization import InitMessenger
 from pyro.infer.autoguide.utils import deep_setattr
 from pyro.nn import PyroModule, PyroParam
@@ -23,13 +22,14 @@ from pyro_dvi.core.undisturbed import preserve_buffers
 from pyro_dvi.errors import ArgumentError, GuideError, ModelError, PyroDviError, warn
 from pyro_dvi.gaussians.optimal_scale import OptimalScaleNormal
 from pyro_dvi.guides.factors import Factor, GuideSite, complete_loaded, owner_of
+from pyro_dvi.guides.given_rows import FollowsRows
 from pyro_dvi.runs.explained import AS_A_MODEL, explained_errors
 from pyro_dvi.runs.latents import unconstraining_transform
 from pyro_dvi.runs.posterior_prior import PosteriorPrior, posterior_prior
 from pyro_dvi.runs.trained_for import decoded, encoded, note_trained_for, temperature_of, trained_for
 
 
-class FactorisedGuide(AutoGuide):
+class FactorisedGuide(FollowsRows):
     r"""One independent factor per latent site, in unconstrained space.
 
     .. math:: q(u) = \prod_s q_s(u_s), \qquad \theta_s = T_s(u_s)

@@ -11,6 +11,7 @@ from pyro.optim import PyroOptim
 from pyro_dvi.bayesian import init_to_module
 from pyro_dvi.errors import ArgumentError
 from pyro_dvi.guides import MeanFieldGuide
+from pyro_dvi.guides.given_rows import FollowsRows
 from pyro_dvi.methods.method import Method
 from pyro_dvi.moment_propagation import MomentPropagationELBO, MultiplicativeNoiseGuide
 from pyro_dvi.natural_gradients import VOGN, KroneckerGuide, NaturalGradientELBO, NaturalGradientGuide
@@ -124,6 +125,10 @@ class NaturalGradients(Method):
         return self.by({"max_step": self.max_step})
 
 
+class PointEstimate(FollowsRows, AutoDelta):
+    """Pyro's ``AutoDelta``, whose local latents follow the rows that the model gives to its plates."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class MAP(Method):
     """MAP estimation with ``AutoDelta`` and :class:`~pyro_dvi.SampledELBO`, as a baseline.
@@ -141,7 +146,7 @@ class MAP(Method):
 
     def guide(self, model: Any) -> AutoDelta:
         """Return an untrained guide that starts at the network's weights."""
-        return AutoDelta(model, init_loc_fn=init_to_module)
+        return PointEstimate(model, init_loc_fn=init_to_module)
 
     def elbo(self) -> SampledELBO:
         """Return the objective."""

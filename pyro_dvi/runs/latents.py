@@ -216,7 +216,8 @@ def check_shape(site: Any, frames: Iterable[Any] = ()) -> None:
         raise ModelError(
             f"latent site {site['name']!r} has the shape {tuple(shape)} (plates {here}) in this call of the model, but "
             f"{tuple(value.shape)} (plates {sizes}) in the guide: the shape must not depend on the minibatch. A latent "
-            "with one value per row needs a plate over the whole data set, pyro.plate(name, num_data, subsample=rows)"
+            "with one value per row needs a plate over the whole data set, pyro.plate(name, num_data, subsample=rows), "
+            "with the numbers of the rows of each minibatch"
         )
 
 

@@ -173,7 +173,7 @@ def check_num_data(sites: list[ObservedSite], num_data: int) -> None:
             raise DataError(
                 f"observed site {name!r} sees {rows} of {num_data} examples, but its likelihood is scaled to "
                 f"{scale * rows:.6g} examples. Write pyro.plate('data', size={num_data}, subsample_size=len(x)), or "
-                "correct num_data, the number of examples (fit takes it from loader.dataset)"
+                "correct num_data, the number of examples (fit takes it from the loader)"
             )
 
 

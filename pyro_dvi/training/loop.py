@@ -95,9 +95,10 @@ def fit(
 
     *Batches*: a tuple or list becomes positional arguments of model and guide, a mapping becomes keyword arguments, and
     anything else becomes the only argument. Tensors move to the device of the parameters. If the ELBO has
-    ``num_data=None``, ``fit`` sets it to the size of ``loader.dataset`` during training, so that a plate of the wrong
-    size is detected. For a list, ``fit`` counts the examples in the batches instead. If a list contains only a part of
-    the data, set ``num_data`` in the ELBO.
+    ``num_data=None``, ``fit`` sets it during training to the number of examples from which the loader draws, so that a
+    plate of the wrong size is detected. With a sampler of your own, this number is unknown, and nothing is checked. For
+    a list, ``fit`` counts the examples in the batches instead. If a list contains only a part of the data, set
+    ``num_data`` in the ELBO.
 
     *Modes*: a model in evaluation mode is switched to training mode, and back afterwards. If the model is in training
     mode, modules inside it that are in evaluation mode (such as a frozen BatchNorm) stay in evaluation mode.

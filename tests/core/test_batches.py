@@ -8,8 +8,19 @@ from types import MappingProxyType
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
-from pyro_dvi.core.batches import arguments, mapped, tensors_in
+from pyro_dvi.core.batches import arguments, dataset_size, mapped, tensors_in
 
 Pair = namedtuple("Pair", "first second")
 
@@ -51,3 +62,48 @@ def test_a_mapping_that_cannot_be_written_to_becomes_a_dict():
 def test_a_data_class_of_tensors_moves_with_its_batch():
     (moved,), _ = arguments([Graph(A)], torch.device("meta"))
     assert moved.nodes.is_meta and moved.name == "g"
+
+
+PART = [3, 5, 7]
+
+
+class Own(Sampler):
+    def __iter__(self):
+        return iter(PART)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(100))
+
+    def __len__(self):
+        return 100
+
+
+@pytest.mark.parametrize(
+    "size, options",
+    [
+        (100, {"shuffle": True, "drop_last": True}),
+        (100, {"sampler": RandomSampler(range(100), replacement=True, num_samples=7)}),
+        (100, {"sampler": DistributedSampler(range(100), num_replicas=4, rank=1)}),
+        (50, {"sampler": RandomSampler(range(50))}),
+        (50, {"sampler": SequentialSampler(range(50))}),
+        (3, {"sampler": SubsetRandomSampler(PART)}),
+        (3, {"sampler": PART}),
+        (3, {"sampler": WeightedRandomSampler([0.0, 2.0, 1.0, 1.0], 9)}),
+        (3, {"batch_sampler": BatchSampler(SubsetRandomSampler(PART), 2, False)}),
+        (3, {"batch_sampler": BatchSampler(PART, 2, False)}),
+        (3, {"batch_sampler": [PART[:1], PART[1:]]}),
+        (3, {"batch_size": None, "sampler": BatchSampler(PART, 2, False)}),
+        (None, {"batch_size": None}),
+        (None, {"sampler": Own()}),
+        (None, {"batch_sampler": BatchSampler(Own(), 2, False)}),
+    ],
+)
+def test_the_size_of_the_data_is_the_number_of_rows_that_a_sampler_can_draw(size, options):
+    assert dataset_size(DataLoader(range(100), **options)) == size
+
+
+def test_the_size_of_the_data_without_a_sampler():
+    assert dataset_size(DataLoader(Stream())) == 100
+    assert dataset_size([1, 2]) is None

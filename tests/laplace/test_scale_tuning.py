@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_dvi
 from pyro_dvi import predict, to_bayesian_
-from pyro_dvi.errors import ArgumentError, DviWarning, GuideError, ModelError, UnsupportedError
+from pyro_dvi.errors import ArgumentError, DataError, DviWarning, GuideError, ModelError, UnsupportedError
 from pyro_dvi.laplace import (
     ByEvidence,
     ByLanczos,
@@ -453,3 +453,15 @@ def test_one_of_several_observed_sites_is_validated():
     guide.scale_factors = {}
     with pytest.raises(ModelError, match="'y'.*'z'|site"):
         guide.tune(batches, criterion=ByValidation(batches), **options)
+
+
+@pytest.mark.parametrize("label", [-1, 2])
+def test_a_validation_label_out_of_range(label):
+    x, y = torch.randn(8, 3, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 2
+    model = pyro_dvi.classifier(to_bayesian_(torch.nn.Linear(3, 2)), 8)
+    guide = pyro_dvi.LaplaceGuide(model)
+    guide.initialize(x, y)
+    guide.polish([(x, y)], **QUIET)
+    criterion = ByValidation([(x[:2], torch.tensor([0, label]))])
+    with pytest.raises(DataError, match="'obs'.*do not fit Categorical.*upper_bound=1"):
+        guide.tune([(x, y)], criterion=criterion, **QUIET)

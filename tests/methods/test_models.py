@@ -10,7 +10,7 @@ import pytest
 import torch
 from pyro.nn import PyroModule
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Sampler, Subset, TensorDataset
 
 import pyro_dvi as dvi
 from pyro_dvi.bayesian import Heteroscedastic, LearnedScale
@@ -46,6 +46,35 @@ def test_the_prior_the_noise_and_the_number_of_data():
         nn.Linear(3, 2), batches, 1, progress=False
     )
     assert len(set(by_input.predict(rows(4, 1)[0]).aleatoric.tolist())) == 4
+
+
+PART = list(range(0, 60, 3))
+
+
+class Own(Sampler):
+    def __iter__(self):
+        return iter(PART)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"batch_size": 8, "sampler": PART},
+        {"batch_size": 8, "sampler": Own()},
+        {"batch_sampler": BatchSampler(PART, 8, False)},
+        {"batch_sampler": [PART[:8], PART[8:16], PART[16:]]},
+        {"batch_size": None, "sampler": BatchSampler(Own(), 8, False)},
+    ],
+)
+def test_rows_that_a_sampler_never_draws_do_not_count(options):
+    data, method = TensorDataset(*rows(60, 0, labels=False)), dvi.VariationalLaplace(lr=0.1)
+    network = nn.Linear(3, 1)
+    rest = method.fit(network, DataLoader(Subset(data, PART), batch_size=8), 2, progress=False)
+    found = method.fit(network, DataLoader(data, **options), 2, progress=False)
+    assert found.model.num_data == 20
+    torch.testing.assert_close(found.guide.state_dict(), rest.guide.state_dict())
+    own = dvi.regressor(dvi.to_bayesian_(network), num_data=20)
+    assert method.fit(own, DataLoader(data, **options), 1, progress=False).model.num_data == 20
 
 
 @pytest.mark.parametrize(

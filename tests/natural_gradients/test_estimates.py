@@ -207,12 +207,12 @@ def test_heads_of_other_sites_cost_nothing():
 
 def test_local_latents_of_a_subsampled_plate_are_refused():
     def model(x, y):
-        with pyro.plate("data", N, subsample_size=M):
+        with pyro.plate("data", N, subsample=torch.arange(M)):
             shift = pyro.sample("shift", dist.Normal(0.0, 1.0))
             pyro.sample("y", dist.Normal(shift, 0.5), obs=y)
 
     x, y = x_and_y()
-    guide = NaturalGradientGuide(model, create_plates=lambda x, y: pyro.plate("data", N, subsample_size=M))
+    guide = NaturalGradientGuide(model)
     with pytest.raises(ModelError, match=r"'shift' is scaled or masked.*subsampled"):
         NaturalGradientELBO().loss_and_grads(model, guide, x, y)
 

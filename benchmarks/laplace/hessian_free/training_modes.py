@@ -11,7 +11,7 @@ from torch import Tensor, distributions as td
 from benchmarks.laplace.hessian_free.second_fits import Mode
 from benchmarks.laplace.hessian_free.solvers import Tilt, gradient_of, num_batches
 from pyro_dvi.core.arguments import by_position
-from pyro_dvi.core.distributions import untransformed
+from pyro_dvi.core.densities import untransformed
 from pyro_dvi.errors import ModelError, UnsupportedError
 from pyro_dvi.laplace.energy.energy import Energy, LocalEnergy, within
 from pyro_dvi.laplace.energy.passes import Arguments

@@ -177,6 +177,7 @@ class ByValidation(Criterion):
         found = [site for site in run.sites if site.name == query.outputs.site]
         if not found:
             raise DataError("validation batches need observations: pass (x, y)")
+        run.log_likelihood()  # raises an error for values outside the support
         return query, found[0]
 
     @torch.no_grad()

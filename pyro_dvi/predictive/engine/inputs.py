@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+from torch.utils.data import DataLoader, SequentialSampler
 
 from pyro_dvi.core.arguments import by_own_names, check_count, keyword_only, positional, takes_any_number
-from pyro_dvi.core.batches import mapped, tensors_in
+from pyro_dvi.core.batches import mapped, row_sampler, tensors_in
 from pyro_dvi.errors import ArgumentError, DataError
 
 
@@ -103,12 +103,7 @@ def batches(
 
 def keeps_order(data: Any) -> bool:
     """Return True if examples come in the order of the data, that is, unless a loader may change the order."""
-    if not isinstance(data, DataLoader):
-        return True
-    sampler = data.sampler if data.batch_sampler is None else data.batch_sampler
-    if type(sampler) is BatchSampler:
-        sampler = sampler.sampler
-    return type(sampler) is SequentialSampler
+    return not isinstance(data, DataLoader) or type(row_sampler(data)) is SequentialSampler
 
 
 class _Arguments:
