@@ -264,6 +264,9 @@ class _Run:
                         self._save()
         except KeyboardInterrupt:
             history.stopped = "interrupted"
+        except Exception as error:
+            self.route.announce(error)
+            raise
         finally:  # after an interruption or an error, steps may be unread
             with suppress(FailedStep):
                 self._log.read()

@@ -132,6 +132,10 @@ class Route(ABC):
         """Return the value of the first process, if there are several."""
         return getattr(self.elbo, "agreed", lambda own: own)(value)
 
+    def announce(self, error: Exception) -> None:
+        """Tell other processes, if there are any, why this one ends."""
+        getattr(self.elbo, "announce", lambda own: None)(error)
+
     def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
         """Return the loss of a batch without training."""
         with torch.no_grad():

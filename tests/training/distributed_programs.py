@@ -170,6 +170,37 @@ def loops_of_different_lengths(rank: int) -> dict[str, str]:
     return found
 
 
+class Unreadable:
+    """A loader whose third batch cannot be read in process 1."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.read = rank, 0
+
+    def __iter__(self) -> Any:
+        for rows in (slice(0, 8), slice(8, 16)):
+            self.read += 1
+            if self.rank == 1 and self.read == 3:
+                raise KeyError("image 17")
+            yield tuple(value[rows] for value in data())
+
+    def __len__(self) -> int:
+        return 2
+
+
+def unreadable_data(rank: int) -> dict[str, str]:
+    """``fit`` where the loader of process 1 fails."""
+    pyro.clear_param_store()
+    model, group = Net(), td.new_group(timeout=timedelta(seconds=1))
+    elbo = DataParallel(dvi.NaturalGradientELBO(), group=group)
+    svi = SVI(model, NaturalGradientGuide(model), VOGN({}), loss=elbo)
+    try:
+        dvi.fit(svi, Unreadable(rank), 3, progress=False)
+    except (PyroDviError, KeyError) as error:
+        td.barrier()
+        return {"unreadable": f"{type(error).__name__}: {error}"}
+    return {}
+
+
 def hand_written(rank: int, world: int) -> dict[str, Any]:
     """A model and a guide that are functions, with draws of a latent that sets the prior of another."""
     pyro.clear_param_store()
@@ -287,7 +318,7 @@ def everything(rank: int, world: int, path: str) -> dict[str, Any]:
     if world > 1:
         results["fit"] = fit_and_save(rank, world, path)
         results["early stopping"] = stop_early(rank)
-        results["failures"] = {**failures(rank), **loops_of_different_lengths(rank)}
+        results["failures"] = {**failures(rank), **loops_of_different_lengths(rank), **unreadable_data(rank)}
     return results
 
 

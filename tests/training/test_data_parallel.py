@@ -108,8 +108,16 @@ def test_every_process_hears_of_an_error(results, name, messages):
 def test_a_process_that_waits_in_vain_says_why(results):
     assert "longer loop" not in results[2, 1]["failures"]
     assert re.search(
-        r"process 0 waited for the others.*no batch left.*DistributedSampler",
+        r"process 0 waited for the others, but process 1 .*no batch left.*DistributedSampler",
         results[2, 0]["failures"]["longer loop"],
+    )
+
+
+def test_a_process_that_waits_names_the_process_that_failed_and_its_error(results):
+    assert results[2, 1]["failures"]["unreadable"] == "KeyError: 'image 17'"
+    assert re.search(
+        r"process 0 waited for the others, but process 1 failed with KeyError: 'image 17'",
+        results[2, 0]["failures"]["unreadable"],
     )
 
 
