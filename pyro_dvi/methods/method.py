@@ -8,15 +8,18 @@ from functools import partial
 from typing import Any, Self
 
 from pyro.infer import SVI
+from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from pyro_dvi.bayesian import LearnedScale
+from pyro_dvi.core.batches import arguments
 from pyro_dvi.methods.models import Loader, as_model, is_network
 from pyro_dvi.methods.posterior import Posterior
 from pyro_dvi.methods.tunable import Tunable
 from pyro_dvi.optim import Adam
 from pyro_dvi.training import History, fit, load
 from pyro_dvi.training.ensemble import train_apart
+from pyro_dvi.training.own_store import OwnNetworks
 from pyro_dvi.training.random_state import preserve_random_state
 
 
@@ -71,7 +74,8 @@ class Method(Tunable, ABC):
 
         Args:
             model: a Pyro model or a torch network. A network gets priors and a likelihood: ``classifier`` for integer
-                targets, otherwise ``regressor``. Modules are copied, so the original stays unchanged.
+                targets, otherwise ``regressor``. Modules are copied, so the original stays unchanged. For a
+                model that is a function, the tensors of the networks that it calls are copied.
             loader: minibatches of the training data: a ``DataLoader``, or a list of all batches.
             epochs: number of epochs.
             seed: random seed. Global random states and Pyro's parameter store stay unchanged.
@@ -82,18 +86,25 @@ class Method(Tunable, ABC):
             DataError: ``model`` is a network, and a batch is not (inputs, targets).
         """
         train = partial(self._train, loader=loader, epochs=epochs, **options)
-        return self._posterior(model, loader, epochs, seed, train)
+        return self._posterior(model, loader, epochs, seed, train, options.get("device"))
 
-    def _posterior(self, model: Any, loader: Loader, epochs: int, seed: int, run: Any) -> Posterior:
+    def _posterior(
+        self, model: Any, loader: Loader, epochs: int, seed: int, run: Any, device: Any = None
+    ) -> Posterior:
         """Apply ``run``, which trains or reads a file, to a new SVI, and return the resulting posterior."""
         done: dict[str, Any] = {}
+        with preserve_random_state(loader):
+            first = () if isinstance(model, nn.Module) else next(iter(loader))
+        networks = OwnNetworks(model, *arguments(first, device))
 
         def train() -> tuple[Any, Any]:
-            done["svi"] = svi = self.svi(model, loader, epochs)
-            done["history"] = run(svi)
+            with networks:
+                done["svi"] = svi = self.svi(model, loader, epochs)
+                done["history"] = run(svi)
             return svi.model, svi.guide
 
-        return Posterior(**vars(train_apart(train, seed)), method=self.settled(model), **done)
+        trained = vars(train_apart(train, seed)) | {"networks": networks}
+        return Posterior(**trained, method=self.settled(model), **done)
 
     def _train(self, svi: SVI, loader: Loader, epochs: int, **options: Any) -> History:
         return fit(svi, loader, epochs, **options)

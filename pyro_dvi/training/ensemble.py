@@ -8,7 +8,7 @@ weights from the posterior of member m; the model runs the network of member m:
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any, TypeGuard
@@ -25,7 +25,7 @@ from pyro_dvi.core.in_turn import in_turn
 from pyro_dvi.core.progress import progress_bar
 from pyro_dvi.errors import ArgumentError, GuideError, warn
 from pyro_dvi.runs.trained_for import trained_for
-from pyro_dvi.training.own_store import bind
+from pyro_dvi.training.own_store import OwnNetworks, bind
 from pyro_dvi.training.parameter_checks import supplanted
 from pyro_dvi.training.random_state import preserve_random_state
 
@@ -38,11 +38,13 @@ class TrainedPosterior:
         model: the Pyro model.
         guide: the posterior of the model's latents.
         store: state of the parameter store; empty if the parameters belong to the modules.
+        networks: tensors of the networks that a model calls that is a function; None if it shares them with others.
     """
 
     model: Any
     guide: Any
     store: StateDict = field(repr=False)
+    networks: OwnNetworks | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         for part in (self.model, self.guide):
@@ -51,7 +53,7 @@ class TrainedPosterior:
     @contextmanager
     def in_store(self) -> Iterator[None]:
         """Make Pyro's store contain only the parameters of this posterior within the context."""
-        with in_turn, pyro.get_param_store().scope(self.store):
+        with in_turn, pyro.get_param_store().scope(self.store), self.networks or nullcontext():
             yield
 
     def put_back(self) -> None:

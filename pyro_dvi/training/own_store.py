@@ -2,14 +2,21 @@
 """Models and guides that use the parameters of their own posterior, whatever Pyro's store holds.
 
 A module of Pyro reads its parameters from the store by name, and takes over what it finds there. The names of two
-posteriors of one method are the same, so without this, calling the guide of one would overwrite the other.
+posteriors of one method are the same, so without this, calling the guide of one would overwrite the other. Two
+posteriors of a model that is a function have the networks in common that the function calls.
 """
 
+import copy
+from contextlib import suppress
 from typing import Any
 
 import pyro
+import torch
 from pyro.nn.module import PyroModule, _Context
 from pyro.params.param_store import StateDict
+from torch import Tensor, nn
+
+from pyro_dvi.core.undisturbed import modules_met, undisturbed
 
 
 def bind(part: Any, store: StateDict) -> None:
@@ -61,3 +68,57 @@ class _OwnStore(_Context):
         copied = _Context()  # a copy has parameters of its own, which may be trained
         copied.used = self.used
         return copied
+
+
+class OwnNetworks:
+    """Tensors for the networks that a function calls; they are in the networks only within the context.
+
+    Training within the context changes these tensors, which start as copies, and leaves the networks as they were.
+
+    Args:
+        function: a model. For a module, there is nothing to exchange, because modules are copied.
+        args: positional arguments with which the function runs once.
+        kwargs: keyword arguments.
+
+    Example:
+        >>> layer = torch.nn.Linear(1, 1)
+        >>> own, before = OwnNetworks(lambda x: layer(x), (torch.ones(1),), {}), layer.weight
+        >>> with own:
+        ...     _ = layer.weight.data.fill_(3.0)
+        >>> with own:
+        ...     print(layer.weight.item(), layer.weight is before)
+        3.0 False
+        >>> layer.weight is before
+        True
+    """
+
+    def __init__(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        called: dict[nn.Module, None] = {}
+        if not isinstance(function, nn.Module):
+            # An error has its explanation in training.
+            with suppress(Exception), undisturbed(), pyro.get_param_store().scope(), torch.no_grad():
+                with modules_met(called.setdefault):
+                    function(*args, **kwargs)
+        modules = dict.fromkeys(module for one in called for module in one.modules())
+        holders = [holder for module in modules for holder in (module._parameters, module._buffers)]
+        memo: dict[int, Any] = {}  # tied tensors stay tied
+        self._other: list[tuple[dict[str, Tensor | None], str, Tensor | None]] = [
+            (holder, name, copy.deepcopy(value, memo)) for holder in holders for name, value in holder.items()
+        ]
+        self._depth = 0
+
+    def __enter__(self) -> None:
+        if not self._depth:
+            self._exchange()
+        self._depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._exchange()
+
+    def _exchange(self) -> None:
+        now = [holder.get(name) for holder, name, _ in self._other]
+        for holder, name, value in self._other:
+            holder[name] = value
+        self._other = [(holder, name, v) for (holder, name, _), v in zip(self._other, now, strict=True)]

@@ -4,6 +4,7 @@
 import copy
 
 import pyro
+import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer import SVI, Predictive
@@ -72,3 +73,31 @@ def test_going_on_outside_the_store(empty_store):
     assert all(not torch.equal(before[k], value) for k, value in posterior.guide.named_parameters())
     stored = pyro.get_param_store()._params["MeanFieldGuide.locs.net.weight"]
     assert stored is posterior.guide.locs.net.weight_unconstrained
+
+
+@pytest.mark.parametrize("name", ["vl", "moments", "vogn", "map"])
+@pytest.mark.parametrize("registered", [False, True])
+def test_two_fits_of_a_function_that_calls_one_network(name, registered, empty_store):
+    """Running statistics and deterministic weights are those of each fit, and the network stays as it was."""
+    torch.manual_seed(0)
+    body, head = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), dvi.to_bayesian_(nn.Linear(4, 1))
+    original = copy.deepcopy(body.state_dict())
+
+    def model(x, y=None):
+        f = head((pyro.module("body", body) if registered else body)(x)).squeeze(-1)
+        with pyro.plate("data", 60, subsample_size=len(x)):
+            return pyro.sample("obs", dist.Normal(f, 0.5), obs=y)
+
+    def fitted(shift):
+        data = X + shift, X.sum(1)
+        posterior = METHODS[name].fit(model, [data], 5, progress=False)
+        return data, posterior, posterior.predict(data, seed=0).metrics()["nll"]
+
+    data, first, before = fitted(0.0)
+    _, _, other = fitted(20.0)
+    assert first.predict(data, seed=0).metrics()["nll"] == before
+    assert fitted(20.0)[2] == other  # each fit starts from the same weights
+    assert all(torch.equal(value, original[key]) for key, value in body.state_dict().items())
+    with first.in_store():
+        assert not torch.equal(body[1].running_mean, original["1.running_mean"])
+        assert torch.equal(body[0].weight, original["0.weight"]) != registered

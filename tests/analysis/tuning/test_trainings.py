@@ -120,7 +120,9 @@ def failing(**settings):
 
 @pytest.mark.parametrize("scalar", [False, True])
 @pytest.mark.parametrize(
-    ("train", "shift", "gives"), [(stand_in, 0.05, r"1\.05"), (failing, 0.0, "the loss is inf")], ids=str
+    ("train", "shift", "gives"),
+    [(stand_in, 0.05, r"1\.05"), (failing, 0.0, "the loss is inf")],
+    ids=["score", "failure"],
 )
 def test_results_of_another_training_are_not_taken(train, shift, gives, scalar, tmp_path):
     """Before anything else is trained, the best training run is repeated, and its score is compared."""
