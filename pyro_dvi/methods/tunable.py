@@ -11,7 +11,6 @@ from pyro.infer import SVI
 from pyro_dvi.analysis.tuning import tune
 from pyro_dvi.methods.models import Loader
 from pyro_dvi.methods.posterior import Posterior
-from pyro_dvi.training import History
 
 
 class Tunable:
@@ -54,17 +53,16 @@ class Tunable:
             TypeError: ``space`` has a name that is not an argument of this method.
         """
         space = self.space if space is None else space
-        histories: dict[tuple[Any, ...], History] = {}
+        others: dict[tuple[Any, ...], dict[str, Any]] = {}
 
-        def train(**settings: Any) -> tuple[Any, Any]:
+        def train(**settings: Any) -> Any:
             done = replace(self, **settings).fit(model, loader, epochs, seed=seed, progress=False)
-            done.put_back()
-            histories[tuple(settings.values())] = done.history
-            return done.model, done.guide
+            others[tuple(settings.values())] = {"history": done.history, "networks": done.networks}
+            return done
 
         with pyro.get_param_store().scope() as store:
             tuned = tune(train, validation, space, seed=seed, **options)
         method = replace(self, **tuned.settings).settled(model)
         svi = SVI(tuned.model, tuned.guide, method.optimizer(epochs), loss=method.elbo())
-        history = histories[tuple(tuned.settings.values())]
-        return Posterior(tuned.model, tuned.guide, store, method, svi, history, tuned)
+        kept = others[tuple(tuned.settings.values())]
+        return Posterior(tuned.model, tuned.guide, store, method=method, svi=svi, tuned=tuned, **kept)

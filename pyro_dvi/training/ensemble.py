@@ -75,7 +75,7 @@ def train_apart(
     The global random state and Pyro's store are restored afterwards.
 
     Args:
-        train: function that builds and trains a model and its guide, and returns both.
+        train: function that builds and trains a model and its guide, and returns both, or a posterior.
         seed: seed of the generators of torch, NumPy and Python.
         others: posteriors trained earlier, whose parameters ``train`` must not change.
 
@@ -98,12 +98,16 @@ def train_apart(
     """
     with in_turn, preserve_random_state(), pyro.get_param_store().scope() as store:
         pyro.set_rng_seed(seed)
-        result = train()
+        result: Any = train()
+        networks = None
+        if isinstance(result, TrainedPosterior):
+            result.put_back()
+            result, networks = (result.model, result.guide), result.networks
     if not _is_pair(result):
         raise ArgumentError(
             f"train must return a tuple (model, guide), in this order, not {type(result).__name__}"
         )
-    posterior = TrainedPosterior(*result, store)
+    posterior = TrainedPosterior(*result, store, networks)
     own = posterior.trainable()
     for other in others:
         for key, (name, _) in other.trainable().items():

@@ -14,7 +14,7 @@ import pyro
 import torch
 from pyro.nn.module import PyroModule, _Context
 from pyro.params.param_store import StateDict
-from torch import Tensor, nn
+from torch import nn
 
 from pyro_dvi.core.undisturbed import modules_met, undisturbed
 
@@ -100,9 +100,11 @@ class OwnNetworks:
                 with modules_met(called.setdefault):
                     function(*args, **kwargs)
         modules = dict.fromkeys(module for one in called for module in one.modules())
-        holders = [holder for module in modules for holder in (module._parameters, module._buffers)]
+        holders: list[dict[str, Any]] = [
+            holder for module in modules for holder in (module._parameters, module._buffers)
+        ]
         memo: dict[int, Any] = {}  # tied tensors stay tied
-        self._other: list[tuple[dict[str, Tensor | None], str, Tensor | None]] = [
+        self._other = [
             (holder, name, copy.deepcopy(value, memo)) for holder in holders for name, value in holder.items()
         ]
         self._depth = 0

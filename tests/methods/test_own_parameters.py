@@ -101,3 +101,21 @@ def test_two_fits_of_a_function_that_calls_one_network(name, registered, empty_s
     with first.in_store():
         assert not torch.equal(body[1].running_mean, original["1.running_mean"])
         assert torch.equal(body[0].weight, original["0.weight"]) != registered
+
+
+def test_a_search_for_settings_of_a_function_keeps_the_network_of_the_best(empty_store):
+    torch.manual_seed(0)
+    body, head = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), dvi.to_bayesian_(nn.Linear(4, 1))
+    data = X + 5, X.sum(1)
+
+    def model(x, y=None):
+        f = head(pyro.module("body", body)(x)).squeeze(-1)
+        with pyro.plate("data", 60, subsample_size=len(x)):
+            return pyro.sample("obs", dist.Normal(f, 0.5), obs=y)
+
+    space = {"lr": (0.001, 0.05)}
+    found = dvi.MAP().tune(model, [data], 30, validation=data, space=space, progress=False)
+    alone = [dvi.MAP(lr=lr).fit(model, [data], 30, progress=False) for lr in space["lr"]]
+    expected = min(one.predict(data).metrics()["nll"] for one in alone)
+    assert found.predict(data).metrics()["nll"] == pytest.approx(expected, rel=1e-6)
+    assert found.method.lr == 0.05 and alone[1].predict(data).metrics()["nll"] == pytest.approx(expected)
