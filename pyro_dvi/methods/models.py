@@ -35,11 +35,9 @@ def as_model(model: Any, loader: Loader, prior_scale: Any, noise_scale: Any) -> 
         raise ArgumentError(f"the model is a {type(model).__name__}: pass a network first, then a loader")
     try:
         model = copy.deepcopy(model) if isinstance(model, nn.Module) else model
-    except TypeError as error:  # an open file, a lock, a connection
-        raise ModelError(
-            f"the model cannot be copied ({error}): open files and connections in a function that forward calls, or "
-            "train the model itself, with its guide, SVI and dvi.fit"
-        ) from error
+    except TypeError as error:
+        how = "open files and connections in a function that forward calls, or train the model itself with dvi.fit"
+        raise ModelError(f"the model cannot be copied ({error}): {how}") from error
     if not is_network(model):
         return model
     check_loader(loader, 2)
