@@ -131,12 +131,15 @@ def twice_differentiated() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not any(word in str(error) for word in ("derivative", "differentiat", "output_padding")):
+        if not any(
+            word in str(error) for word in ("derivative", "differentiat", "double backward", "output_padding")
+        ):
             raise
         raise UnsupportedError(
             f"{str(error).rstrip('.')}. Variational Laplace and curvatures differentiate the model more than once: "
             "write the model without this function (smooth_activations_ replaces nn.Hardsigmoid and nn.Hardswish; "
-            "nn.Embedding and a sum replace nn.EmbeddingBag), or use a curvature other than HessianDiagonal"
+            "nn.Embedding and a sum replace nn.EmbeddingBag), use a curvature other than HessianDiagonal, or train "
+            "with NaturalGradientELBO or SampledELBO"
         ) from error
 
 

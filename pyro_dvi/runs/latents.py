@@ -97,13 +97,17 @@ class Latent:
 
 def is_real(support: Any) -> bool:
     """Return True if a support is the real line, or a product of real lines."""
-    while isinstance(support, constraints.independent):
+    while isinstance(support, (constraints.independent, constraints.MixtureSameFamilyConstraint)):
         support = support.base_constraint
     return support is constraints.real or support is constraints.real_vector
 
 
 def unconstraining_transform(support: Any) -> Any:
     """Return the transform from real numbers to ``support``, or None if it is the identity."""
+    if isinstance(
+        support, constraints.MixtureSameFamilyConstraint
+    ):  # torch has a transform for its components
+        support = support.base_constraint
     return None if is_real(support) else biject_to(support)
 
 

@@ -415,3 +415,25 @@ def test_the_logarithm_of_a_scale_is_what_an_optimizer_sees():
     assert seen
     for name, value in guide.scales.named_pyro_params():
         assert torch.equal(value, seen[f"{name}_unconstrained"].exp())
+
+
+@pytest.mark.parametrize("family", [dist.Normal, dist.LogNormal])
+def test_a_mixture_of_equal_priors_is_one_of_them(family):
+    x, y = torch.linspace(-1, 1, 6), torch.linspace(-1, 2, 6)
+
+    def divergence(prior):
+        pyro.clear_param_store()
+
+        def model(x, y=None):
+            w = pyro.sample("w", prior)
+            with pyro.plate("data", len(x)):
+                return pyro.sample("y", dist.Normal(w * x, 1.0), obs=y)
+
+        guide = MeanFieldGuide(model, init_loc_fn=init_to_value(values={"w": torch.tensor(0.7)}))
+        elbo = TaylorELBO()
+        elbo.loss(model, guide, x, y)
+        return elbo.terms["kl"]
+
+    parts = family(torch.zeros(2), torch.ones(2))
+    mixture = dist.MixtureSameFamily(dist.Categorical(torch.ones(2)), parts)
+    torch.testing.assert_close(divergence(mixture), divergence(family(0.0, 1.0)), rtol=1e-5, atol=0)

@@ -669,3 +669,40 @@ def test_a_function_that_torch_differentiates_only_twice_is_refused_with_a_way_o
     )
     with pytest.raises(UnsupportedError, match="output_padding.*a curvature other than HessianDiagonal"):
         svi.step(torch.randn(2, 1, 3, 3), torch.tensor([0, 1]))
+
+
+class Once(torch.autograd.Function):
+    """The identity with a gradient like that of torchvision's roi_align and deform_conv2d."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return OnceBackward.apply(gradient)
+
+
+class OnceBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gradient):
+        return gradient.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise RuntimeError("double backwards on roi_align not supported")
+
+
+def test_a_function_without_a_second_derivative_of_torchvision_is_refused_with_a_way_out():
+    net = to_bayesian_(torch.nn.Linear(2, 2))
+
+    def model(x, y=None):
+        logits = Once.apply(net(x).tanh())
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Categorical(logits=logits), obs=y)
+
+    svi = SVI(model, MeanFieldGuide(model), pyro.optim.Adam({"lr": 0.01}), loss=TaylorELBO())
+    with pytest.raises(
+        UnsupportedError, match=r"roi_align.*more than once.*NaturalGradientELBO or SampledELBO"
+    ):
+        svi.step(torch.eye(2), torch.tensor([0, 1]))
