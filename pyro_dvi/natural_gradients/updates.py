@@ -285,8 +285,9 @@ class IVONOptimizer(NaturalGradientOptimizer):
     Status: :math:`\hat h` is an unbiased estimate of the expected diagonal of the Hessian (Stein's lemma), so the
     precision converges to the optimum of the mean-field ELBO. The estimate is noisier than squared gradients. A step
     costs about as much as a step of Adam. Curvature measured far from the optimum is forgotten over
-    :math:`1/(1-\beta_2)` steps: with the default, 0.999, train for at least 10,000 steps, or pass ``betas=(0.9, 0.99)``
-    for a small model; until then, standard deviations are too small.
+    :math:`1/(1-\beta_2)` steps, and standard deviations are too small until then. In a regression with three weights,
+    they were 0.04 to 0.3 of the exact ones after 1,600 steps with the default, and 0.9 to 1.2 with ``betas=(0.9,
+    0.99)``, which suits short trainings of small models.
 
     Args:
         params: means, and any other parameters, which are updated with Adam.
