@@ -8,14 +8,15 @@ from typing import Any, cast
 import torch
 
 from pyro_dvi.bayesian import LearnedScale
-from pyro_dvi.bayesian.likelihoods import Regressor
 from pyro_dvi.core.batches import arguments, check_loader
 from pyro_dvi.laplace import ByValidation, LaplaceGuide, last_layer
 from pyro_dvi.methods.method import Method
 from pyro_dvi.methods.posterior import Posterior
-from pyro_dvi.predictive import AtMean, predict
+from pyro_dvi.predictive import AtMean, Linearised, predict
 from pyro_dvi.training import History, fit
 from pyro_dvi.variational_laplace import TaylorELBO
+
+_ROUNDS = 5  # maximum number of fits, each with the noise that follows from the fit before
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,8 @@ class Laplace(Method):
         lr: step size of Adam, used only if ``fit`` trains the network first.
         prior_scale: standard deviation of the priors of a network without priors.
         noise_scale: standard deviation of the noise, for a regression network. A ``LearnedScale``, the default, is set
-            to the root mean square of the residuals; it follows them while the weights move, up to three times.
+            to the root mean square of the residuals under the posterior, as in the EM algorithm. It follows them while
+            the weights move, up to four times.
         kl_weight: KL weight with which the network was trained.
         temperature: factor by which the covariance is multiplied.
 
@@ -88,29 +90,33 @@ class Laplace(Method):
         history = fit(svi, loader, epochs, **options) if epochs else History()
         subset = last_layer(svi.guide, loader) if self.layers == "last" else self.layers
         policy = {"unconverged": self.unconverged, "progress": progress}
-        for k in range(3):  # the mode depends on the noise, and the residuals on the mode
-            if not self._follows_residuals(svi, loader) and k:
+        for k in range(_ROUNDS):  # the mode depends on the noise, and the residuals on the mode
+            if not self._follows_residuals(svi, loader, Linearised() if k else AtMean()) and k:
                 break
             svi.guide.polish(loader, subset=subset, progress=progress)
-        svi.guide.fit(loader, self.covariance, subset=subset, **policy)
+            svi.guide.fit(loader, self.covariance, subset=subset, **policy)
         if validation is not None:
             held_out = [validation] if isinstance(validation, tuple | Mapping) else validation
             check_loader(held_out, 2, role="validation")
             svi.guide.tune(loader, criterion=ByValidation(held_out), **policy)
         return history
 
-    def _follows_residuals(self, svi: Any, loader: Any) -> bool:
+    def _follows_residuals(self, svi: Any, loader: Any, rule: Any) -> bool:
         """Set a learned noise scale to the root mean square of the residuals; return whether it changed by over 1 %.
 
-        The noise is at least a thousandth of its initial value.
+        The mean square includes the epistemic variance, so the noise does not vanish if the weights can follow all
+        targets. The noise is at least a thousandth of its initial value.
         """
-        if not isinstance(self.noise_scale, LearnedScale) or not isinstance(svi.model, Regressor):
+        if not isinstance(self.noise_scale, LearnedScale) or "noise_scale" not in getattr(
+            svi.model, "_pyro_params", ()
+        ):
             return False
         noise = svi.model.noise_scale.detach()
         args, named = arguments(next(iter(loader)), noise.device)
         svi.guide.initialize(*args, **named)
-        rmse = predict(svi.model, svi.guide, loader, AtMean()).metrics()["rmse"]
-        residuals = max(rmse, 1e-3 * float(cast(float, self.noise_scale.init)))
+        found = predict(svi.model, svi.guide, loader, rule)
+        rms = (found.metrics()["rmse"] ** 2 + float(found.epistemic.mean())) ** 0.5
+        residuals = max(rms, 1e-3 * float(cast(float, self.noise_scale.init)))
         if changed := not 0.99 < residuals / float(noise) < 1.01:
             svi.model.noise_scale = torch.full_like(noise, residuals)
         return changed

@@ -56,7 +56,8 @@ def test_the_last_layer_of_a_model_that_is_a_function():
     """The weights of a linear model, whose Laplace approximation is exact."""
     posterior = dvi.Laplace().fit(slope, loader(labels=False), progress=False)
     x = rows(60, 0)[0]
-    torch.testing.assert_close(posterior.guide.posterior.precision, x.T @ x / 0.1**2 + torch.eye(3))
+    precision = (x.T @ x / 0.1**2 + torch.eye(3)).double()
+    torch.testing.assert_close(posterior.guide.posterior.precision, precision, rtol=1e-5, atol=1e-5)
 
 
 def test_a_data_set_is_no_loader():
@@ -85,7 +86,9 @@ def test_the_noise_of_a_trained_network_is_that_of_its_residuals(named):
 
 
 def residual_scale(posterior, data):
-    return posterior.predict(data).metrics()["rmse"]
+    """The root mean square of the residuals under the posterior."""
+    found = posterior.predict(data)
+    return (found.metrics()["rmse"] ** 2 + float(found.epistemic.mean())) ** 0.5
 
 
 def moving(rows=600):
@@ -118,6 +121,34 @@ def test_the_noise_is_that_of_the_residuals_where_the_fit_stands(epochs):
     noise = float(posterior.model.noise_scale.detach())
     assert noise == pytest.approx(residual_scale(posterior, data), rel=0.01)
     assert noise < 0.8 * before
+
+
+@pytest.mark.parametrize(("count", "size"), [(400, 3), (30, 12), (12, 30)])
+def test_the_noise_of_a_linear_model_is_that_of_the_em_algorithm(count, size):
+    """With fewer rows than weights, all residuals can vanish; the noise must not follow them."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(count, size, generator=generator, dtype=torch.float64)
+    y = x[:, :2].sum(1, keepdim=True) + 0.3 * torch.randn(count, 1, generator=generator, dtype=torch.float64)
+    net = nn.Linear(size, 1, bias=False).double()
+    posterior = dvi.Laplace().fit(net, [(x, y)], progress=False)
+
+    noise = (net(x) - y).square().mean().sqrt().detach()
+    for _ in range(4):
+        covariance = torch.linalg.inv(x.T @ x / noise**2 + torch.eye(size))
+        residuals = y - x @ covariance @ x.T @ y / noise**2
+        after = (residuals.square().mean() + (x @ covariance * x).sum(1).mean()).sqrt()
+        if 0.99 < after / noise < 1.01:
+            break
+        noise = after
+    torch.testing.assert_close(posterior.model.noise_scale.detach(), noise, rtol=1e-4, atol=0.0)
+    assert noise > 0.1
+
+
+def test_a_model_with_a_noise_of_its_own_keeps_it():
+    data = rows(60, 0, labels=False)
+    model = dvi.regressor(dvi.to_bayesian_(nn.Linear(3, 1)), 60, 0.3)
+    posterior = dvi.Laplace().fit(model, [(data[0], data[1][:, None])], progress=False)
+    assert posterior.model.noise_scale == 0.3
 
 
 def test_a_nearly_singular_precision_in_single_precision():

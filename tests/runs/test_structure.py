@@ -121,6 +121,22 @@ def test_a_draw_that_is_rounded_to_the_same_number_hides_nothing(method, seed):
         step(method, model)
 
 
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("method", sorted(METHODS.keys() - {"moments", "Laplace"}))
+def test_a_draw_with_the_same_sum_over_rows_hides_nothing(method, seed):
+    """Beside the large residuals, a level changes the likelihood of all rows by less than a thousandth."""
+
+    def model(x: Tensor, y: Tensor) -> None:
+        slope = pyro.sample("slope", dist.Normal(torch.ones(N), 1.0).to_event(1))
+        level = pyro.sample("level", dist.Normal(torch.ones(()), 1.0))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(slope * x + (level.detach() > 1), 0.5), obs=2 * x + 0.5)
+
+    pyro.set_rng_seed(seed)
+    with pytest.raises(ModelError, match="'level', but no gradient"):
+        step(method, model)
+
+
 @EACH
 def test_a_latent_that_no_data_depend_on_is_left_alone(method):
     runs: list = []
