@@ -96,6 +96,32 @@ def test_replays_refuse_the_parameters_that_ordinary_steps_refuse(family):
             losses_of(model, [*good, (-0.5 * ONES, y), (ONES, y)], capture)
 
 
+def in_a_factor(c, y):
+    pyro.factor("y", dist.Gamma(c, 1.0).log_prob(y))
+
+
+def in_a_mixture_by_hand(c, y):
+    densities = [dist.Gamma(rate, 1.0).log_prob(y) for rate in (c, c + 1)]
+    pyro.factor("y", torch.logaddexp(*densities))
+
+
+def in_a_mean(c, y):
+    pyro.sample("y", dist.Normal(dist.InverseGamma(c + 3, 2.0).mean + dist.Beta(c, 2.0).mean, 1.0), obs=y)
+
+
+@pytest.mark.parametrize("place", [in_a_factor, in_a_mixture_by_hand, in_a_mean])
+@pytest.mark.parametrize("capture", [False, True])
+def test_distributions_that_belong_to_no_site_are_checked_as_well(place, capture):
+    def model(x, y=None):
+        w = pyro.sample("w", dist.Normal(0.5, 10.0))
+        with pyro.plate("data", 20):
+            place(torch.sigmoid(w) - x, y)
+
+    good = [(ZEROS + 0.001 * k, ONES) for k in range(7)] * 8
+    with pytest.raises(ParameterError, match="Expected parameter concentration"):
+        losses_of(model, [*good, (ZEROS + 1.5, ONES), (ZEROS, ONES)], capture, epochs=1)
+
+
 @pytest.mark.parametrize("capture", [False, True])
 def test_a_factorisation_that_fails_is_an_error(capture):
     good = [(X + 0.1 * k, Y) for k in range(-2, 3)] * 11
