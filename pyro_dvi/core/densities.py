@@ -8,11 +8,17 @@ import torch
 from torch import Tensor, distributions as td
 
 
+def is_known(density: Any) -> bool:
+    """Return True for a class or ``log_prob`` of torch or Pyro, whose methods belong together."""
+    module = getattr(density, "__module__", "")
+    return module.startswith(("torch.", "pyro.")) and "nanmasked" not in module
+
+
 def parent_in(known: Container[type], family: type) -> type | None:
     """Return the first class among ``known`` from which a family inherits its density; None if there is none.
 
-    Pyro's subclasses have the density of their parents, apart from missing values (:mod:`pyro_dvi.runs.missing`). Any
-    other subclass that overrides ``log_prob`` has a density of its own, about which its parents say nothing.
+    Pyro's subclasses have the density of their parents, except those for missing values. Any other subclass that
+    overrides ``log_prob`` has a density of its own, about which its parents say nothing.
 
     Example:
         >>> import pyro.distributions as dist
@@ -25,7 +31,7 @@ def parent_in(known: Container[type], family: type) -> type | None:
     for parent in family.__mro__:
         if parent in known:
             inherits = density is getattr(parent, "log_prob", None)
-            return parent if inherits or getattr(density, "__module__", "").startswith("pyro.") else None
+            return parent if inherits or is_known(density) else None
     return None
 
 
@@ -46,7 +52,7 @@ def keeps(fn: Any, method: str) -> bool:
     """
     order = type(untransformed(fn)).__mro__
     own, density = (next((c for c in order if name in vars(c)), object) for name in (method, "log_prob"))
-    known = own in (td.Distribution, object) or density.__module__.startswith("pyro.")
+    known = own in (td.Distribution, object) or is_known(density)
     return known or order.index(own) <= order.index(density)
 
 

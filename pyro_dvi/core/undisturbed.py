@@ -2,7 +2,7 @@
 """Run a model for inspection without updating statistics or advancing random generators."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -117,6 +117,12 @@ def _changed(change: Callable[[nn.Module, ExitStack], None], *functions: Any) ->
     """Change every module that is found, and undo the changes at the end of the context."""
     with ExitStack() as undo, modules_met(lambda module: change(module, undo), *functions):
         yield
+
+
+def without_autocast(device: torch.device) -> Any:
+    """Return a context in which a device computes in the dtypes of its arguments."""
+    kind = device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from torch import Tensor, distributions as td
 from torch.nn.functional import logsigmoid
 
 from pyro_dvi.core.arguments import check_count
+from pyro_dvi.core.undisturbed import without_autocast
 from pyro_dvi.expectations.labels import logit_of_expected_sigmoid
 from pyro_dvi.expectations.points import sobol_points
 from pyro_dvi.moments import GaussianMoments
@@ -69,7 +70,7 @@ class SobolSoftmax(ClassLink):
         parts = []
         for chunk in points.split(max(1, _CHUNK // max(loc.numel(), 1))):
             if is_covariance:
-                with torch.autocast(root.device.type, enabled=False):
+                with without_autocast(root.device):
                     noise = torch.einsum("...ij,sj->is...", root, chunk)
             else:
                 noise = root * chunk.mT.reshape(*chunk.mT.shape, *(1,) * (loc.dim() - 1))

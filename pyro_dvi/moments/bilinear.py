@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.core.elementwise import Elementwise, fuses
+from pyro_dvi.core.undisturbed import without_autocast
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.moments.full_covariance import are_followed, full_product
 from pyro_dvi.moments.shared_noise import JointMoments, joint_product
@@ -96,9 +97,7 @@ def bilinear_moments(
         )
     if are_followed() or any(isinstance(factor, JointMoments) for factor in (x, weight, bias)):
         dependent = full_product if are_followed() else joint_product
-        with torch.autocast(
-            weight.device.type, enabled=False
-        ):  # which loses covariances, and skips vmap of a bias
+        with without_autocast(weight.device):  # which loses covariances, and skips vmap of a bias
             return dependent(product, *_widened(x, weight, bias))
     noisy = alpha is not None and isinstance(weight, MultiplicativeMoments) and isinstance(x, GaussianMoments)
     variance = None if noisy else variance_of(weight)

@@ -80,10 +80,10 @@ def checked_log_prob(fn: Any, values: Tensor, site: str) -> Tensor:
             f"site {site!r} ({kind}): observed values have shape {tuple(values.shape)}, but predictions {expected}"
         )
     values = as_drawn(fn, values)
-    inside = fn.support is None or bool(fn.support.check(values).all())
-    if lost := int(torch.isnan(values).sum()):
-        raise DataError(f"site {site!r}: the observation contains {lost} NaN: drop or mask these rows")
-    if not inside:
+    inside = ~values.isnan() if fn.support is None else fn.support.check(values)
+    if not bool(inside.all()):
+        if lost := int(torch.isnan(values).sum()):
+            raise DataError(f"site {site!r}: the observation contains {lost} NaN: drop or mask these rows")
         raise DataError(
             f"site {site!r}: some of the observed values, which range from {float(values.min()):.6g} to "
             f"{float(values.max()):.6g}, are outside the support of {kind}"
