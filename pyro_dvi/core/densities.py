@@ -10,15 +10,14 @@ from torch import Tensor, distributions as td
 
 def is_known(density: Any) -> bool:
     """Return True for a class or ``log_prob`` of torch or Pyro, whose methods belong together."""
-    module = getattr(density, "__module__", "")
-    return module.startswith(("torch.", "pyro.")) and "nanmasked" not in module
+    return getattr(density, "__module__", "").startswith(("torch.", "pyro."))
 
 
 def parent_in(known: Container[type], family: type) -> type | None:
     """Return the first class among ``known`` from which a family inherits its density; None if there is none.
 
-    Pyro's subclasses have the density of their parents, except those for missing values. Any other subclass that
-    overrides ``log_prob`` has a density of its own, about which its parents say nothing.
+    Pyro's subclasses have the density of their parents, apart from missing values (:mod:`pyro_dvi.runs.missing`). Any
+    other subclass that overrides ``log_prob`` has a density of its own, about which its parents say nothing.
 
     Example:
         >>> import pyro.distributions as dist

@@ -265,7 +265,8 @@ def _as_tensor(parameter: Any, like: Tensor) -> Any:
 
 @lru_cache(maxsize=256)
 def _find(family: type) -> Found | None:
-    return find_rule(RULES, family)
+    takes_missing = "nanmasked" in getattr(getattr(family, "log_prob", None), "__module__", "")
+    return None if takes_missing else find_rule(RULES, family)
 
 
 def find_rule(table: Mapping[type, Callable], family: type) -> Found | None:
