@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from pyro_dvi.bayesian import LearnedScale
-from pyro_dvi.core.batches import arguments
+from pyro_dvi.core.batches import arguments, check_loader
 from pyro_dvi.methods.models import Loader, as_model, is_network
 from pyro_dvi.methods.posterior import Posterior
 from pyro_dvi.methods.tunable import Tunable
@@ -93,8 +93,11 @@ class Method(Tunable, ABC):
     ) -> Posterior:
         """Apply ``run``, which trains or reads a file, to a new SVI, and return the resulting posterior."""
         done: dict[str, Any] = {}
-        with preserve_random_state(loader):
-            first = () if isinstance(model, nn.Module) else next(iter(loader))
+        first: Any = ()
+        if callable(model) and not isinstance(model, nn.Module):
+            check_loader(loader, 2)
+            with preserve_random_state(loader):
+                first = next(iter(loader))
         networks = OwnNetworks(model, *arguments(first, device))
 
         def train() -> tuple[Any, Any]:

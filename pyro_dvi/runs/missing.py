@@ -44,7 +44,10 @@ def without_missing(fn: Any, value: Tensor) -> tuple[Any, Tensor]:
         kind: Any = dist.Normal
         rows, names = given, ["loc", "scale"]
         if base.event_dim:
-            both, alone = given.unsqueeze(-1) & given.unsqueeze(-2), torch.eye(value.shape[-1]).to(value)
+            both, alone = (
+                given.unsqueeze(-1) & given.unsqueeze(-2),
+                torch.eye(value.shape[-1], dtype=value.dtype, device=value.device),
+            )
             covariance = torch.where(both, centre.covariance_matrix, alone / (2 * math.pi))
             own = {"loc": torch.where(given, own["loc"], 0.0), "covariance_matrix": covariance}
             kind, rows, names = dist.MultivariateNormal, given.any(-1), list(own)

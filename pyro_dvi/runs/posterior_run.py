@@ -143,7 +143,7 @@ class _Replay(ReplayMessenger):
             return
         if given is not None:  # Pyro takes the latents of a whole plate in their order
             used = msg["value"] if len(msg["value"]) < fn.size else torch.arange(fn.size)
-            other = not torch.equal(torch.as_tensor(given).cpu(), used.cpu())
+            other = given is not used and not torch.equal(torch.as_tensor(given).cpu(), used.cpu())
         else:  # the model may use the rows that the guide has drawn, unless its data have only as many
             drawn = self.trace.nodes[name]["fn"].subsample_size  # type: ignore[union-attr]
             lengths = {len(t) for t in tensors_in((self.call.args, self.call.kwargs)) if t.dim()}

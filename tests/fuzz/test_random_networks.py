@@ -189,7 +189,7 @@ def laplace_products(seed: int) -> None:
     assert_close(case, "Gauss-Newton products", local.ggn(vector[None])[0], product.detach())
     if len(vector) < 500:
         matrix = dvi.laplace.GGN().matrix(local)
-        assert_close(case, "Gauss-Newton matrices", matrix @ vector, product.detach())
+        assert_close(case, "Gauss-Newton matrices", (matrix @ vector.to(matrix)).to(vector), product.detach())
     gradient = gradient_of(-case.log_prob(values).sum(), values, create_graph=True)
     second = gradient_of(gradient @ vector, values) if gradient.requires_grad else torch.zeros_like(vector)
     assert_close(case, "Hessian products", local.hessian(vector[None])[0], second + vector)
