@@ -154,7 +154,9 @@ class Process:
         environment = {
             **os.environ,
             **ONE_THREAD,
-            "PYTHONPATH": f"{checkout}{os.pathsep}{here}",
+            "PYTHONPATH": os.pathsep.join(
+                str(path) for path in (checkout, here, os.environ.get("PYTHONPATH")) if path
+            ),
             "TORCHINDUCTOR_CACHE_DIR": self._cache.name,
         }
         self._process = subprocess.Popen(
