@@ -7,9 +7,9 @@ The base classes for your own methods, precisions and criteria are in the files 
 from pyro_dvi.laplace.approximation import largest_variance
 from pyro_dvi.laplace.energy.precision import GGN, Hessian
 from pyro_dvi.laplace.evidence.candidates import NoiseScale, PriorPrecision
+from pyro_dvi.laplace.evidence.criteria import ByEvidence, ByTrainingLoss, ByValidation
 from pyro_dvi.laplace.evidence.evidence import ByLanczos
 from pyro_dvi.laplace.evidence.online_evidence import OnlineEvidence
-from pyro_dvi.laplace.evidence.scale_tuning import ByEvidence, ByValidation
 from pyro_dvi.laplace.guide import LaplaceGuide
 from pyro_dvi.laplace.last_layer import last_layer
 from pyro_dvi.laplace.methods.conjugate_gradient import ConjugateGradient, PosteriorSamples
@@ -23,6 +23,7 @@ __all__ = [
     "GGN",
     "ByEvidence",
     "ByLanczos",
+    "ByTrainingLoss",
     "ByValidation",
     "ConjugateGradient",
     "Dense",

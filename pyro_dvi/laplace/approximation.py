@@ -18,8 +18,9 @@ from pyro_dvi.guides.base import FactorisedGuide
 from pyro_dvi.guides.factors import Deterministic, Factor
 from pyro_dvi.laplace.energy.passes import Passes
 from pyro_dvi.laplace.energy.query import Query, ReadOutputs, refuse_torch_modes
-from pyro_dvi.laplace.fitted import Fitted, KnownMinimum, ModelReference, PointMass, rescaled_model
+from pyro_dvi.laplace.fitted import Fitted, KnownMinimum, ModelReference, PointMass
 from pyro_dvi.laplace.methods.method import GaussianOutputs, LaplacePosterior
+from pyro_dvi.runs.log_joint import rescaled_model
 
 _STAY = "predict(model, guide, x, method=Linearised()) linearises the model at the mode."
 DRAWN_WEIGHTS = (

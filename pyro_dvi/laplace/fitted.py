@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parts of a guide: the mode with the U that it minimises, and the Gaussian of a fit."""
 
-import functools
+import fnmatch
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_dvi.core.arguments import check_positive
 from pyro_dvi.core.batches import mapped
 from pyro_dvi.errors import ArgumentError, CheckpointError, GuideError, UnsupportedError, warn
 from pyro_dvi.laplace.energy.energy import Energy
@@ -20,7 +19,7 @@ from pyro_dvi.laplace.energy.precision import GGN, Hessian, PrecisionMatrix
 from pyro_dvi.laplace.energy.query import Layout, Query, Subset, refuse_torch_modes
 from pyro_dvi.laplace.methods.method import LaplacePosterior, Method
 from pyro_dvi.runs.fingerprint import Fingerprint
-from pyro_dvi.runs.log_joint import Rescaled
+from pyro_dvi.runs.log_joint import rescaled_model
 from pyro_dvi.runs.sites import sites_named
 
 
@@ -44,9 +43,9 @@ class PointMass:
         """Return the latents that vary, in order.
 
         Args:
-            subset: sites by name or pattern, or a mapping from these to masks: True, or a boolean tensor of the shape
-                of the site's unconstrained values. If several patterns match a site, the last one applies. None means
-                all.
+            subset: sites by name or pattern, or by the name of a module ("fc" for "net.fc.weight" and "net.fc.bias");
+                or a mapping from these to masks: True, or a boolean tensor of the shape of the site's unconstrained
+                values. If several patterns match a site, the last one applies. None means all.
 
         Raises:
             ArgumentError: a pattern matches no site, a mask does not have the shape of its site, or no latent is left.
@@ -57,7 +56,9 @@ class PointMass:
         asked: Any = "*" if subset is None else subset
         several = isinstance(asked, Iterable) and not isinstance(asked, str)
         given = asked if isinstance(asked, Mapping) else dict.fromkeys(asked if several else [asked], True)
-        masks = {name: given[p] for p in given for name in sites_named("subset", [p], names)}
+        masks = {
+            name: given[p] for p in given for name in sites_named("subset", [_of_module(p, names)], names)
+        }
         entries = {
             name: _entries(name, masks[name], self.locs[name])
             for name in names
@@ -76,11 +77,11 @@ class PointMass:
         Raises:
             ArgumentError: a scale factor is not positive, or the model does not have its site.
         """
-        model = rescaled_model(model, self.scale_factors)
         energy = Energy(
             model,
             batches,
             self.locs,
+            scale_factors=self.scale_factors,
             layout=self.layout(subset),
             kl_weight=self.kl_weight,
             temperature=self.temperature,
@@ -146,6 +147,12 @@ def same_value(one: float, other: float, dtype: torch.dtype) -> bool:
     return abs(one - other) <= torch.finfo(dtype).eps ** (2 / 3) * (1 + abs(one))
 
 
+def _of_module(pattern: Any, names: list[str]) -> Any:
+    """Return a pattern for all sites of a module if a pattern matches no site, but names a module."""
+    ways = (pattern, f"*.{pattern}", f"{pattern}.*", f"*.{pattern}.*")
+    return next((way for way in ways if isinstance(pattern, str) and fnmatch.filter(names, way)), pattern)
+
+
 def _entries(name: str, given: Tensor | bool, loc: Tensor) -> Tensor | None:
     """Return the indices of the entries that vary in a flattened site; None if all entries vary."""
     if given is True:
@@ -156,22 +163,6 @@ def _entries(name: str, given: Tensor | bool, loc: Tensor) -> Tensor | None:
         got = f"{getattr(mask, 'dtype', mask)} of shape {tuple(getattr(mask, 'shape', ()))}"
         raise ArgumentError(f"subset[{name!r}] must be {wanted}; got {got}")
     return None if bool(mask.all()) else mask.to(loc.device).expand(loc.shape).flatten().nonzero()[:, 0]
-
-
-def rescaled_model(model: Callable[..., Any], factors: Mapping[str, float]) -> Callable[..., Any]:
-    """Return the model with multiplied scales, or the model itself if no scale changes.
-
-    Raises:
-        ArgumentError: a factor is not a positive number.
-    """
-    for name, factor in factors.items():
-        scalar = torch.is_tensor(factor) and factor.numel() == 1
-        check_positive(f"scale_factors[{name!r}]", float(factor) if scalar else factor)
-    changed = {name: factor for name, factor in factors.items() if factor != 1}
-    if not changed:
-        return model
-    # As in Pyro's own handlers, to keep the signature.
-    return functools.update_wrapper(Rescaled(changed)(model), model, assigned=(), updated=())
 
 
 class ModelReference:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``LaplaceGuide``, the posterior as a Gaussian around its mode."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,12 +13,14 @@ from pyro_dvi.core.progress import progress_bar
 from pyro_dvi.errors import warn
 from pyro_dvi.laplace.approximation import GaussianAtMode
 from pyro_dvi.laplace.energy.energy import Energy, LocalEnergy
+from pyro_dvi.laplace.energy.passes import Passes
 from pyro_dvi.laplace.energy.precision import GGN
 from pyro_dvi.laplace.energy.query import Query, Subset
 from pyro_dvi.laplace.evidence.candidates import PriorPrecision, Scale
+from pyro_dvi.laplace.evidence.criteria import ByEvidence, Criterion
 from pyro_dvi.laplace.evidence.evidence import ByLanczos, Evidence, differentiable_log_evidence, log_evidence
-from pyro_dvi.laplace.evidence.scale_tuning import ByEvidence, Criterion, TuningCurve, tune_together
-from pyro_dvi.laplace.fitted import Fitted, KnownMinimum, rescaled_model
+from pyro_dvi.laplace.evidence.scale_tuning import TuningCurve, tune_together
+from pyro_dvi.laplace.fitted import Fitted, KnownMinimum
 from pyro_dvi.laplace.methods.full_and_low_rank import Dense
 from pyro_dvi.laplace.methods.method import LaplacePosterior, Method, check_method
 from pyro_dvi.laplace.mode.diagnosis import Diagnosis, check_mode, check_policy, diagnose, distance_by
@@ -52,6 +54,8 @@ class LaplaceGuide(GaussianAtMode):
         locs: module of modes, ``guide.locs.<site>``.
         scale_factors: multipliers of the scales of latent or observed sites; :meth:`tune` sets them. They enter U, but
             not the loss of training.
+        diagnosis: after a fit with ``GGN()``, the distance of the mode from the nearest minimum of U, in posterior
+            standard deviations; ``print`` it for a summary. None before, and after other fits that need no diagnosis.
 
     Raises:
         ModelError: a latent is discrete, or the model has no latents.
@@ -73,6 +77,8 @@ class LaplaceGuide(GaussianAtMode):
         >>> guide.predictive(x).variance
         tensor([0.2500, 0.2500, 0.2500])
     """
+
+    diagnosis: Diagnosis | None = None
 
     # The mode -----------------------------------------------------------------------------------------------------
 
@@ -223,24 +229,38 @@ class LaplaceGuide(GaussianAtMode):
         self._fitted, self._failed = None, True
         known, used, looked_at = self._minimum, point, energy
         if known is None or point.change_since(known.point) is not None:
-            used, looked_at = replace(point, scale_factors={}), energy.with_model(model)
+            used, looked_at = replace(point, scale_factors={}), energy.with_factors({})
             known = known if known and used.change_since(known.point) is None else None
         with progress_bar(progress, None, unit="gradient") as bar:
-            energy.work.report = looked_at.work.report = bar.update
+            energy.work.report = bar.update
             found = check_mode(policy, method, looked_at, known)
             posterior = make(energy.at(energy.start))
             value = float(energy.at(energy.start).value)
             energy.work.report = None
-            if found is not None and found.newton_decrement is None:
-                found = distance_by(posterior, found, looked_at)
-                if found.decrement_at_least > found.tolerance:
+            if isinstance(method.precision, GGN):
+                found = distance_by(posterior, looked_at)
+                if policy == "refuse" and found.decrement_at_least > found.tolerance:
                     warn(f"the Gaussian is fitted around a mode that is not a minimum. {found}")
+        self.diagnosis = found
         if found is not None and found.converged:
             self._minimum = KnownMinimum.of(used, looked_at, found.value)
         fingerprint = Fingerprint.of(model, *next(iter(energy.passes)), self.median())
         self._fitted = Fitted(posterior, energy.layout, point, value, fingerprint, method.precision, method)
         self._failed = False
         return posterior
+
+    def scale_moved(self, site: str, batches: Iterable[Any]) -> None:
+        """Keep the Gaussian after the factor of a site was moved from ``scale_factors`` into the model.
+
+        Args:
+            site: the site, whose scale in the model is now the product of its former scale and the factor.
+            batches: the data of the fit.
+        """
+        fitted = self.fitted
+        del self.scale_factors[site]
+        args, kwargs = next(iter(Passes(batches, fitted.posterior.mode.device)))
+        model = Fingerprint.of(self._plain_model.get(), args, kwargs, self.median())
+        self._fitted = replace(fitted, point=self._point_mass(), model=model)
 
     def log_evidence(
         self,
@@ -365,21 +385,14 @@ class LaplaceGuide(GaussianAtMode):
         check_choice("criterion", criterion, Criterion, "ByEvidence() or ByValidation(batches)")
         check_count("refinements", refinements, least=0)
         check_policy(unconverged)
-        model, point = self._plain_model.get(), self._point_mass(batches)
-
-        whole = point.energy(model, batches, subset)
-
-        def energy_of(factors: Mapping[str, float]) -> Energy:
-            return whole.with_model(rescaled_model(model, factors))
-
+        point = self._point_mass(batches)
+        whole = point.energy(self._plain_model.get(), batches, subset)
         options: Any = {"values": values, "refinements": refinements, "progress": progress}
         curve, factors, candidates, value = tune_together(
-            scales, whole, energy_of, self.scale_factors, criterion, method=chosen, seed=seed, **options
+            scales, whole, criterion, method=chosen, seed=seed, **options
         )
         self.scale_factors = factors
 
-        def posterior_of(local: LocalEnergy) -> LaplacePosterior:
-            return candidates.reweighted(value) or chosen.fit(local, seed=seed)
-
-        self._fit(candidates.local(value).energy, chosen, unconverged, posterior_of, progress)
+        energy = candidates.local(value).energy
+        self._fit(energy, chosen, unconverged, lambda local: candidates.chosen(value), progress)
         return curve

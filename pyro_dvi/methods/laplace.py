@@ -2,41 +2,65 @@
 """Laplace's approximation for a trained network, in one call."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
+from torch import nn
 
 from pyro_dvi.bayesian import LearnedScale
+from pyro_dvi.bayesian.likelihoods import Classifier
 from pyro_dvi.core.batches import arguments, check_loader
-from pyro_dvi.laplace import ByValidation, LaplaceGuide, last_layer
+from pyro_dvi.errors import ArgumentError, UnsupportedError, warn
+from pyro_dvi.laplace import (
+    ByTrainingLoss,
+    ByValidation,
+    Dense,
+    Diagonal,
+    KroneckerFactored,
+    LaplaceGuide,
+    NoiseScale,
+    PriorPrecision,
+    last_layer,
+)
 from pyro_dvi.methods.method import Method
+from pyro_dvi.methods.models import is_network
 from pyro_dvi.methods.posterior import Posterior
-from pyro_dvi.predictive import AtMean, Linearised, predict
+from pyro_dvi.predictive import AtMean, predict
 from pyro_dvi.training import History, fit
 from pyro_dvi.variational_laplace import TaylorELBO
 
-_ROUNDS = 5  # maximum number of fits, each with the noise that follows from the fit before
+_ROUNDS = 10  # maximum number of minima, each with the noise of the one before
+_LARGEST = 2500  # number of latents up to which the default covariance is dense
+_PRECISIONS = torch.logspace(-3, 6, 37, dtype=torch.float64)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Laplace(Method):
     """Laplace's approximation around trained weights, with :class:`~pyro_dvi.LaplaceGuide`.
 
-    ``fit`` moves the weights closer to the mode (``LaplaceGuide.polish``), fits the Gaussian and, if there are
-    validation data, tunes the prior scale.
+    ``fit`` leaves the weights where they are, so predictions at the mode stay those of the network. For a network, it
+    also chooses the prior scale (and, for a regression, the noise): on validation data if there are any; otherwise, by
+    the evidence for a regression, and by :class:`~pyro_dvi.laplace.ByTrainingLoss` for a classifier. The priors of a
+    Pyro model stay as they are unless there are validation data. ``posterior.guide.diagnosis`` tells how far the
+    weights are from the nearest minimum, in standard deviations of the posterior.
 
     Args:
         layers: layers that get a posterior: "last" for the layer (or heads) that :func:`~pyro_dvi.laplace.last_layer`
-            finds, None for all, or a ``subset`` as in :meth:`LaplaceGuide.fit <pyro_dvi.LaplaceGuide.fit>`.
-        covariance: a method of :mod:`pyro_dvi.laplace`; None means ``Dense()``.
-        unconverged: what to do if the mode is not a minimum, as in
+            finds, None for all, a submodule of the network, or a ``subset`` as in
             :meth:`LaplaceGuide.fit <pyro_dvi.LaplaceGuide.fit>`.
+        covariance: a method of :mod:`pyro_dvi.laplace`. None means ``Dense()`` up to 2,500 weights; otherwise
+            ``KroneckerFactored()`` or, for layers without Kronecker factors, ``Diagonal()``.
+        polish: True moves the weights to the minimum first, with ``LaplaceGuide.polish``; a learned noise scale and the
+            minimum follow each other. This changes predictions: the minimum of the training loss may predict worse than
+            weights from early stopping.
+        unconverged: what to do if the mode is not a minimum, as in
+            :meth:`LaplaceGuide.fit <pyro_dvi.LaplaceGuide.fit>`. With ``GGN()``, the default, the Gaussian belongs to
+            the linearised network and needs no minimum.
         lr: step size of Adam, used only if ``fit`` trains the network first.
-        prior_scale: standard deviation of the priors of a network without priors.
-        noise_scale: standard deviation of the noise, for a regression network. A ``LearnedScale``, the default, is set
-            to the root mean square of the residuals under the posterior, as in the EM algorithm. It follows them while
-            the weights move, up to four times.
+        prior_scale: standard deviation of the priors of a network without priors, before it is tuned.
+        noise_scale: standard deviation of the noise, for a regression network. A ``LearnedScale``, the default, is
+            first set to the root mean square of the residuals of each output, and then tuned together with the priors.
         kl_weight: KL weight with which the network was trained.
         temperature: factor by which the covariance is multiplied.
 
@@ -52,15 +76,20 @@ class Laplace(Method):
         ...     adam.zero_grad()
         ...     torch.nn.functional.mse_loss(net(x), torch.sin(3 * x)).backward()
         ...     adam.step()
-        >>> posterior = dvi.Laplace(noise_scale=0.1).fit(net, loader, progress=False)
-        >>> sd = posterior.predict(torch.tensor([[0.0], [3.0]])).epistemic.sqrt()
+        >>> posterior = dvi.Laplace().fit(net, loader, progress=False)
+        >>> near_and_far = torch.tensor([[0.0], [3.0]])
+        >>> prediction = posterior.predict(near_and_far)
+        >>> torch.allclose(prediction.mean, net(near_and_far)[:, 0])
+        True
+        >>> sd = prediction.epistemic.sqrt()
         >>> bool(sd[1] > 3 * sd[0])
         True
     """
 
     layers: Any = "last"
     covariance: Any = None
-    unconverged: str = "refuse"
+    polish: bool = False
+    unconverged: str = "accept"
     temperature: float = 1.0
 
     def guide(self, model: Any) -> LaplaceGuide:
@@ -82,30 +111,77 @@ class Laplace(Method):
             epochs: number of epochs to train the network first; 0 if it is already trained.
             validation: inputs with observations, or a loader; if given, the prior scale is tuned on them.
             **options: ``seed`` and further arguments of :func:`~pyro_dvi.fit`.
+
+        Raises:
+            ArgumentError: ``validation`` is no loader, or ``layers`` is a module of another network.
         """
-        return super().fit(model, loader, epochs, validation=validation, **options)
+        if validation is not None:
+            validation = [validation] if isinstance(validation, tuple | Mapping) else validation
+            check_loader(validation, 2, role="validation")
+        if isinstance(self.layers, nn.Module):
+            names = [name for name, module in model.named_modules() if name and module is self.layers]
+            if not names:
+                raise ArgumentError("layers is a module, but not a submodule of the network")
+            return replace(self, layers=names[0]).fit(model, loader, epochs, validation=validation, **options)
+        return super().fit(model, loader, epochs, validation=validation, tuned=is_network(model), **options)
 
     def _train(self, svi: Any, loader: Any, epochs: int, **options: Any) -> History:
-        validation, progress = options.pop("validation"), options.get("progress", True)
+        validation, tuned = options.pop("validation"), options.pop("tuned")
         history = fit(svi, loader, epochs, **options) if epochs else History()
-        subset = last_layer(svi.guide, loader) if self.layers == "last" else self.layers
-        policy = {"unconverged": self.unconverged, "progress": progress}
-        for k in range(_ROUNDS):  # the mode depends on the noise, and the residuals on the mode
-            if not self._follows_residuals(svi, loader, Linearised() if k else AtMean()) and k:
+        guide, progress = svi.guide, options.get("progress", True)
+        subset = last_layer(guide, loader) if self.layers == "last" else self.layers
+        learned = self._follow_residuals(svi, loader)
+        common = {"subset": subset, "unconverged": self.unconverged, "progress": progress}
+        methods = [self.covariance] if self.covariance else _structures(guide, loader, subset)
+        for _ in range(_ROUNDS):
+            noise = svi.model.noise_scale.detach() if learned else None
+            if self.polish:
+                guide.polish(loader, subset=subset, progress=progress)
+            while True:
+                try:
+                    self._tune(svi, loader, methods[0], tuned, learned, validation, common)
+                    break
+                except UnsupportedError:
+                    if len(methods) == 1:
+                        raise
+                    del methods[0]
+            if (
+                noise is None
+                or not self.polish
+                or bool((svi.model.noise_scale / noise).log().abs().max() < 0.01)
+            ):
                 break
-            svi.guide.polish(loader, subset=subset, progress=progress)
-            svi.guide.fit(loader, self.covariance, subset=subset, **policy)
-        if validation is not None:
-            held_out = [validation] if isinstance(validation, tuple | Mapping) else validation
-            check_loader(held_out, 2, role="validation")
-            svi.guide.tune(loader, criterion=ByValidation(held_out), **policy)
         return history
 
-    def _follows_residuals(self, svi: Any, loader: Any, rule: Any) -> bool:
-        """Set a learned noise scale to the root mean square of the residuals; return whether it changed by over 1 %.
+    def _tune(
+        self, svi: Any, loader: Any, method: Any, tuned: bool, learned: bool, validation: Any, common: Any
+    ) -> None:
+        """Fit the Gaussian, and choose its scales."""
+        guide, of_classes = svi.guide, isinstance(svi.model, Classifier)
+        by_evidence = not of_classes and self.kl_weight == self.temperature == 1
+        common = {"method": method, "values": _PRECISIONS, **common}
+        if tuned and by_evidence and (learned or validation is None):
+            guide.tune(loader, [PriorPrecision(), *[NoiseScale()] * learned], **common)
+            if learned:
+                svi.model.noise_scale = svi.model.noise_scale.detach() * guide.scale_factors["obs"]
+                guide.scale_moved("obs", loader)
+        if validation is not None:
+            guide.tune(loader, criterion=ByValidation(validation), **common)
+        elif tuned and not by_evidence and method.reweights:
+            guide.tune(loader, criterion=ByTrainingLoss(), **common)
+        elif not (tuned and by_evidence):
+            if tuned:
+                warn(
+                    f"the prior scale is not tuned, because {type(method).__name__} would be fitted again for each "
+                    "value: pass validation data, or a prior_scale that you have chosen"
+                )
+            del common["values"]
+            guide.fit(loader, **common)
 
-        The mean square includes the epistemic variance, so the noise does not vanish if the weights can follow all
-        targets. The noise is at least a thousandth of its initial value.
+    def _follow_residuals(self, svi: Any, loader: Any) -> bool:
+        """Set a learned noise scale to the root mean square of the residuals; return whether there is one.
+
+        Each output has its own scale, which is at least a thousandth of the initial one.
         """
         if not isinstance(self.noise_scale, LearnedScale) or "noise_scale" not in getattr(
             svi.model, "_pyro_params", ()
@@ -114,9 +190,15 @@ class Laplace(Method):
         noise = svi.model.noise_scale.detach()
         args, named = arguments(next(iter(loader)), noise.device)
         svi.guide.initialize(*args, **named)
-        found = predict(svi.model, svi.guide, loader, rule)
-        rms = (found.metrics()["rmse"] ** 2 + float(found.epistemic.mean())) ** 0.5
-        residuals = max(rms, 1e-3 * float(cast(float, self.noise_scale.init)))
-        if changed := not 0.99 < residuals / float(noise) < 1.01:
-            svi.model.noise_scale = torch.full_like(noise, residuals)
-        return changed
+        found = predict(svi.model, svi.guide, loader, AtMean())
+        assert found.observed is not None
+        residuals = (found.mean - found.observed).square()
+        least = 1e-3 * float(cast(float, self.noise_scale.init))
+        svi.model.noise_scale = residuals.mean(0).sqrt().clamp(min=least).to(noise)
+        return True
+
+
+def _structures(guide: LaplaceGuide, loader: Any, subset: Any) -> list[Any]:
+    """Return the methods to try, according to the number of latents."""
+    size = guide.energy(loader, subset=subset).layout.size
+    return [Dense()] if size <= _LARGEST else [KroneckerFactored(), Diagonal()]

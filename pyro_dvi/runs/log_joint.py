@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs of a model at given unconstrained values, with every example counted once; and rescaled distributions."""
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from pyro.distributions.util import scale_and_mask, sum_rightmost
 from pyro.poutine.messenger import Messenger
 from torch import Tensor, distributions as td
 
+from pyro_dvi.core.arguments import check_positive
 from pyro_dvi.core.densities import is_of, untransformed
 from pyro_dvi.core.distributions import rewrapped, strip_event_dims
 from pyro_dvi.errors import ModelError, UnsupportedError
@@ -36,11 +38,36 @@ class JointRun(Observed):
     log_priors: dict[str, Tensor]
     rows: dict[str, tuple[int, int]]
     trace: Any
+    jacobians: Mapping[str, Tensor]
+
+    @classmethod
+    def of(cls, trace: Any, rows: dict[str, tuple[int, int]], jacobians: Mapping[str, Tensor]) -> "JointRun":
+        """Return the densities of a run, given its trace and the log Jacobians of its constrained latents."""
+        observed = observed_sites(trace)
+        for site in observed.terms:
+            site.scale = site.scale * site.share  # each row counts once
+        log_priors = {
+            name: _log_prior(node, jacobians.get(name))
+            for name, node in trace.nodes.items()
+            if is_latent(node)
+        }
+        return cls(observed.sites, observed.factors, log_priors, rows, trace, jacobians)
 
     @property
     def log_prior(self) -> Tensor:
         r""":math:`\log p(u)` of all latents, as a scalar."""
         return torch.stack(list(self.log_priors.values())).sum()
+
+    def rescaled(self, factors: Mapping[str, float]) -> "JointRun":
+        """Return the run of the rescaled model at the same values, without running the model; see :class:`Rescaled`."""
+        changed = {n: f for n, f in _changed(factors).items() if n in self.trace.nodes}
+        if not changed:
+            return self
+        trace = self.trace.copy()
+        for name, factor in changed.items():
+            node = trace.nodes[name]
+            trace.nodes[name] = {**node, "fn": rescaled(name, node["fn"], factor)}
+        return JointRun.of(trace, self.rows, self.jacobians)
 
 
 def run_joint(model: Callable, args: tuple, kwargs: dict[str, Any], values: Mapping[str, Tensor]) -> JointRun:
@@ -76,10 +103,7 @@ def run_joint(model: Callable, args: tuple, kwargs: dict[str, Any], values: Mapp
             f"the guide has a site {unvisited[0]!r}, which the model did not sample. Set the guide up with this model "
             "and with observations. The set of latent variables must not depend on the arguments"
         )
-    observed = observed_sites(trace)
-    for site in observed.terms:
-        site.scale = site.scale * site.share  # each row counts once
-    return JointRun(observed.sites, observed.factors, latents.log_priors(), rows, trace)
+    return JointRun.of(trace, rows, latents.jacobians)
 
 
 class AtUnconstrained(SetLatents, SampleTrace):
@@ -92,7 +116,7 @@ class AtUnconstrained(SetLatents, SampleTrace):
     def __init__(self, values: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.values = values
-        self._jacobians: dict[str, Tensor] = {}
+        self.jacobians: dict[str, Tensor] = {}
 
     def _value_of(self, site: Any) -> Tensor | None:
         name, fn = site["name"], site["fn"]
@@ -109,19 +133,14 @@ class AtUnconstrained(SetLatents, SampleTrace):
             return u
         value: Tensor = transform(u)
         log_det = transform.log_abs_det_jacobian(u, value)
-        self._jacobians[name] = sum_rightmost(log_det, log_det.dim() - value.dim() + fn.event_dim).sum()
+        self.jacobians[name] = sum_rightmost(log_det, log_det.dim() - value.dim() + fn.event_dim).sum()
         return value
 
-    def log_priors(self) -> dict[str, Tensor]:
-        """The log density of the value of each latent, in unconstrained space."""
-        terms: dict[str, Tensor] = {}
-        nodes: Any = self.trace.nodes
-        for name, node in nodes.items():
-            if is_latent(node) and name in self.values:
-                log_prob = node["fn"].log_prob(node["value"])
-                term = scale_and_mask(log_prob, node["scale"], node["mask"]).sum()
-                terms[name] = term + self._jacobians[name] if name in self._jacobians else term
-        return terms
+
+def _log_prior(node: Any, jacobian: Tensor | None) -> Tensor:
+    """Return the log density of the value of a latent, in unconstrained space."""
+    term = scale_and_mask(node["fn"].log_prob(node["value"]), node["scale"], node["mask"]).sum()
+    return term if jacobian is None else term + jacobian
 
 
 def log_prior_of_entries(node: Any, entries: Tensor) -> Tensor:
@@ -187,6 +206,27 @@ class Rescaled(Messenger):
         factor = self.factors.get(msg["name"])
         if factor is not None:
             msg["fn"] = rescaled(msg["name"], msg["fn"], factor)
+
+
+def rescaled_model(model: Callable[..., Any], factors: Mapping[str, float]) -> Callable[..., Any]:
+    """Return the model with multiplied scales, or the model itself if no scale changes.
+
+    Raises:
+        ArgumentError: if a factor is not a positive number.
+    """
+    changed = _changed(factors)
+    if not changed:
+        return model
+    # As in Pyro's own handlers, to keep the signature.
+    return functools.update_wrapper(Rescaled(changed)(model), model, assigned=(), updated=())
+
+
+def _changed(factors: Mapping[str, float]) -> dict[str, float]:
+    """Return the factors that are not 1, after checking that all are positive numbers."""
+    for name, factor in factors.items():
+        scalar = torch.is_tensor(factor) and factor.numel() == 1
+        check_positive(f"scale_factors[{name!r}]", float(factor) if scalar else factor)
+    return {name: factor for name, factor in factors.items() if factor != 1}
 
 
 def scale_name(fn: Any) -> str | None:

@@ -63,6 +63,7 @@ class Energy:
         model: a Pyro model.
         batches: a loader or a list of batches of its arguments.
         locs: unconstrained value of every latent site.
+        scale_factors: multipliers of the scales of sites. A run of the model serves all multipliers.
         layout: the latents that vary; all others are fixed at ``locs``. None means that all vary.
         kl_weight: :math:`\beta`.
         temperature: T.
@@ -86,13 +87,14 @@ class Energy:
         batches: Iterable[Any],
         locs: Mapping[str, Tensor],
         *,
+        scale_factors: Mapping[str, float] | None = None,
         layout: Layout | None = None,
         kl_weight: float = 1.0,
         temperature: float = 1.0,
         memory: int = 2**30,
         differentiable: bool = False,
     ) -> None:
-        self.model = model
+        self.model, self.scale_factors = model, scale_factors or {}
         self.locs = {name: loc.detach() for name, loc in locs.items()}
         self.layout = Layout({name: loc.shape for name, loc in locs.items()}) if layout is None else layout
         first = self.layout.names[0]
@@ -108,6 +110,7 @@ class Energy:
         self.known: set[str] = set()  # checks and warnings that were already done; shared by copies
         self.work = Work()
         self._local: LocalEnergy | None = None
+        self._latest: list[Runs] = []  # at most one; shared by copies
 
     @property
     def start(self) -> Tensor:
@@ -118,16 +121,16 @@ class Energy:
         """Return U with its derivatives at a flat vector [D]; the last result is cached."""
         if self._local is None or not torch.equal(self._local.point, point):
             self._local = None  # first free its graphs
+            if not self._latest or not torch.equal(self._latest[0].point, point):
+                self._latest[:] = [Runs(point.detach().clone())]
             # A copy without this cache avoids a reference cycle, which would keep graphs until garbage collection.
-            self._local = LocalEnergy(copy(self), point.detach().clone())
+            self._local = LocalEnergy(copy(self), self._latest[0])
         return self._local
 
-    def with_model(self, model: Callable) -> "Energy":
-        """Return U of another model with the same sites on the same data."""
-        if model is self.model:
-            return self
+    def with_factors(self, factors: Mapping[str, float]) -> "Energy":
+        """Return U with other multipliers of scales, which shares the runs of the model."""
         other = copy(self)
-        other.model, other.work, other._local = model, Work(report=self.work.report), None
+        other.scale_factors, other._local = factors, None
         return other
 
     def count(self, work: float) -> None:
@@ -138,6 +141,8 @@ class Energy:
 
     def runs(self, point: Tensor, recorder: Recorder | None = None) -> Iterator[Run]:
         """Run the model on every batch, inside ``recorder(sites)``; yield the tensors that vary and the run.
+
+        The scales of the runs are those in the model's code; see :meth:`JointRun.rescaled`.
 
         Raises:
             DataError: a pass over the batches does not contain every row exactly once.
@@ -194,18 +199,39 @@ class Energy:
         """Return the graph of a run, with options of :class:`BatchGraph`."""
         weights = {"likelihood_weight": self.likelihood_weight, "prior_weight": self.prior_weight}
         known = {**weights, "differentiable": self.differentiable}
+        with torch.enable_grad():
+            run = run.rescaled(self.scale_factors)
         return BatchGraph(self.layout, values, run, **{**known, **options})
+
+
+@dataclass
+class Runs:
+    """Runs of the model at one point.
+
+    Attributes:
+        point: flat vector [D].
+        kept: a run on each batch, with the number of vectors that may pass through its graph together; None if there
+            were no runs, or if their graphs need too much memory.
+    """
+
+    point: Tensor
+    kept: list[tuple[Run, int]] | None = None
 
 
 class LocalEnergy:
     """U and its derivatives at one point.
 
+    Args:
+        energy: U.
+        runs: the point, and runs of the model there.
+
     Attributes:
         point: flat vector [D].
     """
 
-    def __init__(self, energy: Energy, point: Tensor) -> None:
-        self.energy, self.point = energy, point
+    def __init__(self, energy: Energy, runs: Runs) -> None:
+        self.energy, self.point = energy, runs.point
+        self._runs = runs
         self._kept: list[BatchGraph] | None = None
 
     @cached_property
@@ -217,7 +243,7 @@ class LocalEnergy:
         """
         total = torch.zeros((), dtype=widest(self.point.device), device=self.point.device)
         gradient = torch.zeros_like(self.point)
-        for graph in self._graphs():
+        for graph in self.graphs():
             total += graph.energy.detach()
             gradient += graph.gradient()
         self.energy.count(1)
@@ -230,13 +256,13 @@ class LocalEnergy:
     @cached_property
     def log_likelihood(self) -> Tensor:
         """Log-likelihood of all data, summed in the widest dtype; with a graph if U is differentiable."""
-        terms = [graph.run.log_likelihood().to(widest(self.point.device)) for graph in self._graphs()]
+        terms = [graph.run.log_likelihood().to(widest(self.point.device)) for graph in self.graphs()]
         return torch.stack([term if self.energy.differentiable else term.detach() for term in terms]).sum()
 
     @property
     def first(self) -> BatchGraph:
         """The graph of the first batch, for quantities that do not depend on the data."""
-        return next(iter(self._graphs()))
+        return next(iter(self.graphs()))
 
     @property
     def value(self) -> Tensor:
@@ -292,7 +318,8 @@ class LocalEnergy:
 
         with torch.enable_grad():
             for index, (_, run) in enumerate(energy.runs(self.point, recorder)):
-                labels, sites = partial(energy.labels, batch=index), sites_only(run)
+                labels = partial(energy.labels, batch=index)
+                sites = sites_only(run.rescaled(energy.scale_factors))
                 for outputs in by_examples(information_pairs(sites, labels, energy.differentiable)):
                     outputs = outputs * energy.likelihood_weight**0.5
                     if index == 0:  # counted once: a backward pass per output, through all batches
@@ -307,15 +334,19 @@ class LocalEnergy:
             raise UnsupportedError(
                 f"{what}: use Dense(), Diagonal(), KroneckerFactored() or Functional(), of GGN()"
             )
-        total = reduce(torch.add, map(part, self._graphs()))
+        total = reduce(torch.add, map(part, self.graphs()))
         self.energy.count(work)
         return total
 
-    def _graphs(self) -> Iterator[BatchGraph]:
+    def graphs(self) -> Iterator[BatchGraph]:
+        """Yield the graph of each batch; they are kept if memory allows."""
+        if self._kept is None and self._runs.kept is not None:
+            self._kept = [self._graph(k, *found) for k, found in enumerate(self._runs.kept)]
         if self._kept is not None:
             yield from self._kept
             return
-        kept: list[BatchGraph] | None = []
+        runs: list[tuple[Run, int]] | None = []
+        kept = list[BatchGraph]()
         saved, by_run = 0, list[SavedBytes]()
 
         def recorder(sites: list[Tensor]) -> SavedBytes:
@@ -323,20 +354,24 @@ class LocalEnergy:
             return by_run[-1]
 
         with torch.enable_grad():
-            for index, (values, run) in enumerate(self.energy.runs(self.point, recorder)):
-                graph = self.energy.graph(
-                    values,
-                    run,
-                    with_prior=index == 0,
-                    labels=partial(self.energy.labels, batch=index),
-                    vectors_at_once=vectors_together(by_run[-1].total, self.point.device),
-                )
+            for index, run in enumerate(self.energy.runs(self.point, recorder)):
+                together = vectors_together(by_run[-1].total, self.point.device)
+                graph = self._graph(index, run, together)
                 # Products differentiate twice, so their graphs need about three times the bytes that the run saved.
                 saved += 4 * by_run[-1].total
-                if kept is not None:
-                    kept = [*kept, graph] if saved <= self.energy.memory else None
+                if saved > self.energy.memory:
+                    runs = None
+                    kept.clear()
+                if runs is not None:
+                    runs.append((run, together))
+                    kept.append(graph)
                 yield graph
-        self._kept = kept
+        self._runs.kept = runs
+        self._kept = None if runs is None else kept
+
+    def _graph(self, index: int, run: Run, vectors_at_once: int) -> BatchGraph:
+        labels = partial(self.energy.labels, batch=index)
+        return self.energy.graph(*run, with_prior=index == 0, labels=labels, vectors_at_once=vectors_at_once)
 
 
 def diagonal_of(product: Callable[[Tensor], Tensor], like: Tensor) -> Tensor | None:

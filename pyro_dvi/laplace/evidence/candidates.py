@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, distributions as td
 
 from pyro_dvi.core.arguments import check_choice
-from pyro_dvi.core.densities import is_of, untransformed
+from pyro_dvi.core.densities import is_of, mask_of, untransformed
+from pyro_dvi.core.undisturbed import widest
 from pyro_dvi.errors import ArgumentError, ModelError, NotPositiveDefiniteError
 from pyro_dvi.laplace.energy.energy import Energy, LocalEnergy, diagonal_of
 from pyro_dvi.laplace.energy.precision import common_ratio
 from pyro_dvi.laplace.evidence.evidence import free_terms
-from pyro_dvi.laplace.fitted import rescaled_model
 from pyro_dvi.laplace.methods.method import LaplacePosterior, Method
 from pyro_dvi.runs.log_joint import scale_name
 
@@ -115,37 +115,111 @@ _ANOTHER = 4.0  # an arbitrary value to compare with 1
 
 
 @dataclass(frozen=True)
-class Candidates:
-    r"""Quantities at a fixed mode that depend on the tuned value, for criteria.
-
-    For independent Normal priors, one run of the model serves all values. For other priors, the model is run on the
-    first batch for each value. The method is fitted only once if its Gaussian with precision :math:`G + \Pi` can be
-    converted to the Gaussian with precision :math:`a G + \Pi_c`. Otherwise, it is fitted for each value.
+class FirstFit:
+    """The Gaussian with the scales before tuning, from which others are converted.
 
     Attributes:
-        energy: U at value 1.
-        scale: the scale that is tuned.
-        sites: the sites that change.
+        energy: U with these scales.
         method: representation of the Gaussian.
         seed: random seed.
     """
 
     energy: Energy
-    scale: Scale
-    sites: Sequence[str]
     method: Method
     seed: int
+
+    @cached_property
+    def posterior(self) -> LaplacePosterior | None:
+        """The Gaussian, if it exists and can be reweighted."""
+        if not self.method.reweights:
+            return None
+        try:
+            return self.method.fit(self.energy.at(self.energy.start), seed=self.seed)
+        except NotPositiveDefiniteError:
+            return None
+
+    @cached_property
+    def for_tuning(self) -> LaplacePosterior | None:
+        """The same Gaussian, in a form that is quick to convert."""
+        return None if self.posterior is None else self.posterior.for_tuning()
+
+    @cached_property
+    def product(self) -> Tensor:
+        """The product of the likelihood's contribution to P with a probe."""
+        return self.likelihood_product(self.energy.at(self.energy.start))
+
+    def likelihood_product(self, local: LocalEnergy) -> Tensor:
+        """Return the product of the likelihood's contribution to another P with the same probe."""
+        probe = torch.randn(1, len(local.point), generator=torch.Generator().manual_seed(0)).to(local.point)
+        return self.method.precision.product(local, probe) - local.prior_hessian(probe)
+
+    def likelihood_factor(self, local: LocalEnergy) -> float | None:
+        """Return the ratio of another contribution of the likelihood to the first one; None if it is no number."""
+        found = self.likelihood_product(local)
+        factor = float((found * self.product).sum() / self.product.square().sum())
+        rounding = math.sqrt(torch.finfo(found.dtype).eps)
+        same = bool((found - factor * self.product).norm() <= rounding * found.norm())
+        return factor if same and factor > 0 else None
+
+
+@dataclass(frozen=True)
+class Candidates:
+    r"""Quantities at a fixed mode that depend on the tuned value, for criteria.
+
+    One run of the model serves all values. The method is fitted only once for all scales if its Gaussian with precision
+    :math:`G + \Pi` can be converted to the Gaussian with precision :math:`a G + \Pi_c`. Otherwise, it is fitted for
+    each value.
+
+    Attributes:
+        energy: U at value 1.
+        scale: the scale that is tuned.
+        sites: the sites that change.
+        first: the Gaussian before tuning, with other values of this scale and of other scales.
+    """
+
+    energy: Energy
+    scale: Scale
+    sites: Sequence[str]
+    first: FirstFit
 
     def local(self, value: float) -> LocalEnergy:
         """Return U at the same mode for another value of the scale."""
         factors = dict.fromkeys(self.sites, self.scale.factor(value))
-        energy = self.energy.with_model(rescaled_model(self.energy.model, factors))
+        energy = self.energy.with_factors({**self.energy.scale_factors, **factors})
         return energy.at(energy.start)
 
     @cached_property
     def here(self) -> LocalEnergy:
         """U at value 1."""
         return self.energy.at(self.energy.start)
+
+    def log_likelihood(self, value: float) -> float:
+        """Return the log-likelihood of all data at the mode."""
+        if self.scale.of_prior or value == 1:
+            return self.here.log_likelihood.item()
+        if self._residuals is None:
+            return self.local(value).log_likelihood.item()
+        squares, count = self._residuals
+        return self.log_likelihood(1.0) + 0.5 * (1 - value**-2) * squares - count * math.log(value)
+
+    @cached_property
+    def _residuals(self) -> tuple[float, float] | None:
+        """The sums of :math:`z^2` and 1 over the standardised residuals z, if the noise is Normal."""
+        squares = count = 0.0
+        for graph in self.here.graphs():
+            for site in graph.run.sites:
+                if site.name not in self.sites:
+                    continue
+                base, weight = untransformed(site.fn), torch.as_tensor(site.scale)
+                if not is_of(base, td.Normal) or weight.numel() > 1:
+                    return None
+                z = ((site.value - base.loc) / base.scale).detach()
+                kept = mask_of(site.fn, site.mask)
+                z = z.expand(site.fn.batch_shape + site.fn.event_shape)
+                z = z if kept is None else z[kept.expand_as(z)]
+                squares += float(weight * z.square().sum(dtype=widest(z.device)))
+                count += float(weight) * z.numel()
+        return squares, count
 
     def log_prior(self, value: float) -> float:
         """Return the log prior of the latents that vary."""
@@ -191,12 +265,18 @@ class Candidates:
 
     @cached_property
     def likelihood_is_proportional(self) -> bool:
-        """Whether another value multiplies the likelihood's contribution to P by one factor."""
+        """Whether another value multiplies the likelihood's contribution to P by the factor of the scale."""
         if self.scale.of_prior:
             return True
+        one, other = (self.first.likelihood_factor(self.local(v)) for v in (1.0, _ANOTHER))
         factor = self.scale.proportions(_ANOTHER)[0]
-        found, expected = self._likelihood_product(_ANOTHER), factor * self._likelihood_product(1.0)
-        return bool((found - expected).norm() <= math.sqrt(torch.finfo(found.dtype).eps) * expected.norm())
+        return one is not None and other is not None and math.isclose(other, factor * one, rel_tol=1e-3)
+
+    @cached_property
+    def _likelihood_factor(self) -> float | None:
+        """The likelihood's contribution to P at value 1, relative to that before tuning; None if it is no multiple."""
+        known = self.energy.scale_factors == self.first.energy.scale_factors
+        return 1.0 if known else self.first.likelihood_factor(self.here)
 
     def posterior(self, value: float) -> LaplacePosterior:
         """Return the Gaussian.
@@ -204,30 +284,21 @@ class Candidates:
         Raises:
             NotPositiveDefiniteError: the precision is not positive definite.
         """
-        return self.reweighted(value) or self.method.fit(self.local(value), seed=self.seed)
+        return self._converted(self.first.for_tuning, value) or self.chosen(value)
 
-    def reweighted(self, value: float) -> LaplacePosterior | None:
-        """Return the Gaussian, converted from the fit at value 1; None if it needs a fit of its own.
+    def chosen(self, value: float) -> LaplacePosterior:
+        """Return the Gaussian in the form in which the method fits it.
 
         Raises:
             NotPositiveDefiniteError: the precision is not positive definite.
         """
-        if self.fitted is None or not self.likelihood_is_proportional:
+        found = self._converted(self.first.posterior, value)
+        return found or self.first.method.fit(self.local(value), seed=self.first.seed)
+
+    def _converted(self, fitted: LaplacePosterior | None, value: float) -> LaplacePosterior | None:
+        """Return the Gaussian, converted from the first fit; None if it needs a fit of its own."""
+        if fitted is None or not self.likelihood_is_proportional or self._likelihood_factor is None:
             return None
         prior = self.prior_diagonal(value)
-        return None if prior is None else self.fitted.reweighted(self.scale.proportions(value)[0], prior)
-
-    @cached_property
-    def fitted(self) -> LaplacePosterior | None:
-        """The Gaussian at value 1, if it exists and can be reweighted for other values."""
-        if not self.method.reweights:
-            return None
-        try:
-            return self.method.fit(self.here, seed=self.seed)
-        except NotPositiveDefiniteError:
-            return None
-
-    def _likelihood_product(self, value: float) -> Tensor:
-        local = self.local(value)
-        probe = torch.randn(1, len(local.point), generator=torch.Generator().manual_seed(0)).to(local.point)
-        return self.method.precision.product(local, probe) - local.prior_hessian(probe)
+        factor = self._likelihood_factor * self.scale.proportions(value)[0]
+        return None if prior is None else fitted.reweighted(factor, prior)

@@ -10,10 +10,10 @@ from pyro_dvi.core.arguments import check_count
 from pyro_dvi.core.batches import check_loader
 from pyro_dvi.errors import ArgumentError, DviWarning
 from pyro_dvi.laplace.evidence.candidates import PriorPrecision, Scale, check_scales
-from pyro_dvi.laplace.fitted import rescaled_model
 from pyro_dvi.laplace.guide import LaplaceGuide
 from pyro_dvi.laplace.methods.kronecker_factored import Diagonal
 from pyro_dvi.laplace.methods.method import Method, check_method
+from pyro_dvi.runs.log_joint import rescaled_model
 
 
 class OnlineEvidence:

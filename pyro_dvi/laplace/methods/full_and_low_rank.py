@@ -15,6 +15,7 @@ from pyro_dvi.laplace.energy.energy import LocalEnergy
 from pyro_dvi.laplace.energy.precision import GGN, PrecisionMatrix, common_ratio, independent_prior_precision
 from pyro_dvi.laplace.energy.query import Query
 from pyro_dvi.laplace.methods.method import LaplacePosterior, Method, RootPosterior, not_positive
+from pyro_dvi.laplace.methods.spectral import SpectralPosterior, Spectrum
 from pyro_dvi.linalg.lanczos import top_eigenpairs
 
 
@@ -135,6 +136,11 @@ class DensePosterior(RootPosterior):
         precision = likelihood * self.precision
         precision.diagonal().add_(prior - likelihood * self.prior)
         return DensePosterior(self.mode, precision, prior)
+
+    def for_tuning(self) -> LaplacePosterior:
+        return (
+            self if self.prior is None else SpectralPosterior(self.mode, Spectrum(self.precision, self.prior))
+        )
 
     def log_determinant(self) -> Tensor:
         return 2 * self.factor.diagonal().log().sum()

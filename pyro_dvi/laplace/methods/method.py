@@ -157,6 +157,10 @@ class LaplacePosterior(ABC):  # noqa: B024 (a method gives what it can)
         """
         return None
 
+    def for_tuning(self) -> "LaplacePosterior":
+        """Return the same Gaussian in a form that :meth:`reweighted` converts quickly many times."""
+        return self
+
     def log_determinant(self) -> Tensor:
         """Return log det P, a scalar.
 

@@ -280,8 +280,8 @@ def check_mode(policy: str, method: Method, energy: Energy, known: KnownMinimum 
     return found
 
 
-def distance_by(posterior: LaplacePosterior, found: Diagnosis, energy: Energy) -> Diagnosis:
-    r"""Add the distance to the minimum, in standard deviations of a Gaussian with the Gauss-Newton matrix.
+def distance_by(posterior: LaplacePosterior, energy: Energy) -> Diagnosis:
+    r"""Return the distance to the minimum, in standard deviations of a Gaussian with the Gauss-Newton matrix.
 
     .. math:: v = \tilde P^{-1} g, \qquad g^\top P^{-1} g \ge \frac{(g^\top v)^2}{v^\top P v}
 
@@ -290,7 +290,6 @@ def distance_by(posterior: LaplacePosterior, found: Diagnosis, energy: Energy) -
 
     Args:
         posterior: the Gaussian around the mode, whose precision :math:`\tilde P` approximates P.
-        found: the diagnosis so far.
         energy: U.
     """
     local = energy.at(energy.start)
@@ -301,8 +300,7 @@ def distance_by(posterior: LaplacePosterior, found: Diagnosis, energy: Energy) -
     decrement = float((step * gradient).sum())
     if decrement > 1:
         least = decrement**2 / float((step * GGN().product(local, step)).sum())
-    return replace(
-        found,
+    return Diagnosis(
         value=float(local.value),
         gradient_norm=float(gradient.norm()),
         kinks=kinks(energy) if least > 1 else (),

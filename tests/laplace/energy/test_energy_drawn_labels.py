@@ -38,7 +38,7 @@ def test_labels_average_out_over_batches_and_sites() -> None:
     found = energy(DataLoader(data(), batch_size=1))
     information = found.at(found.start).ggn(torch.ones(1, 1)).item() - 1
     assert abs(information / (2 * NUM_DATA) - 1) < 5 * 0.05
-    sites = [graph.run.sites for graph in found.at(found.start)._graphs()][:2]
+    sites = [graph.run.sites for graph in found.at(found.start).graphs()][:2]
     labels = [torch.stack(found.labels(s, batch)) for batch, pair in enumerate(sites) for s in pair]
     assert len({float(drawn.sum()) for drawn in labels}) == 4
 
