@@ -167,7 +167,8 @@ class VOGNOptimizer(NaturalGradientOptimizer):
             steps with the squared gradients of an untrained network are far too short: these exceed the curvature by
             the squared errors in units of the noise. ``max_step`` bounds the steps.
         betas: decay rates of the momentum and, after many steps, of the curvature; see the formulation.
-        damping: :math:`\gamma`, in units of the curvature of one example.
+        damping: :math:`\gamma`, in units of the curvature of one example. N is the number of examples in the plate,
+            including masked examples, which also applies to ``initial_curvature``.
         data_augmentation: :math:`\rho`, the factor by which augmentation increases the effective number of examples.
         initial_curvature: :math:`s_0`; None takes the squared gradients of the first minibatch.
         max_step: maximum :math:`|\Delta\mu|` of a weight per step, relative to the size of the weights of its site.

@@ -143,6 +143,25 @@ def test_a_prior_that_was_made_before_and_validates_is_no_obstacle():
     assert found[0] == found[1]
 
 
+class OwnMissing(dist.Normal):
+    """A density that accepts NaN, although it inherits the support of a Normal."""
+
+    def log_prob(self, value):
+        return torch.where(value.isnan(), 0.0, super().log_prob(value.nan_to_num()))
+
+
+def test_a_check_that_ordinary_steps_do_not_make_ends_capture_with_a_warning():
+    def model(x, y=None):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", 20):
+            pyro.sample("y", OwnMissing(w * x, 0.5), obs=y)
+
+    y = torch.where(X > 0, Y, torch.nan)
+    with pytest.warns(dvi.errors.DviWarning, match="not captured.*value or parameter is invalid"):
+        captured = losses_of(model, [(X, y)], capture=True, epochs=60)
+    assert captured == losses_of(model, [(X, y)], capture=False, epochs=60)
+
+
 def test_latents_that_may_be_any_number_are_not_checked():
     """A NaN among them shows in the loss; looking for one takes as long as the rest of a step of a large network."""
 
