@@ -71,6 +71,8 @@ def untransformed(fn: Any) -> Any:
 def mask_of(fn: Any, mask: Tensor | bool | None = None) -> Tensor | None:
     """Return a mask in the shape of one draw, True for values that are not masked; None if nothing masks them.
 
+    It is on the device of the masks that are tensors; if the only mask is False, it is on the CPU.
+
     Args:
         fn: a distribution, which ``.mask()`` may mask at any depth.
         mask: a further mask of its batch shape, from ``poutine.mask``.
@@ -80,10 +82,11 @@ def mask_of(fn: Any, mask: Tensor | bool | None = None) -> Tensor | None:
         for each in (mask, getattr(fn, "_mask", None)):
             if each is not None and each is not True:
                 part = torch.as_tensor(each, dtype=torch.bool)
-                part = part.reshape(part.shape + (1,) * len(fn.event_shape)).expand(shape)
+                if part.dim():  # a number on the CPU may be combined with tensors on any device
+                    part = part.reshape(part.shape + (1,) * len(fn.event_shape))
                 found = part if found is None else found & part
         fn, mask = _inner(fn), None
-    return found
+    return None if found is None else found.expand(shape)
 
 
 def with_any(mask: Tensor, event_dim: int) -> Tensor:

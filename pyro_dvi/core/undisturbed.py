@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -98,11 +99,14 @@ def widest(device: torch.device) -> torch.dtype:
 def modules_met(meet: Callable[[nn.Module], None], *functions: Any) -> Iterator[None]:
     """Call ``meet`` with every module inside ``functions``, and with every module before it runs in the context.
 
-    This includes modules that a plain function calls; other threads wait, because the hook is global.
+    This includes modules that a plain function calls. Other threads wait, because the hook is global; modules that they
+    run meanwhile, such as those of a loader, are not met.
     """
+    own = get_ident()
 
     def before_run(module: nn.Module, _inputs: object) -> None:
-        meet(module)
+        if get_ident() == own:
+            meet(module)
 
     with in_turn, nn.modules.module.register_module_forward_pre_hook(before_run):
         for function in functions:

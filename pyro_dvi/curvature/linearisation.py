@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributions import Distribution
 
 from pyro_dvi.core.densities import keeps, mask_of, untransformed, with_any
+from pyro_dvi.core.undisturbed import widest
 from pyro_dvi.errors import ModelError, UnsupportedError
 from pyro_dvi.gaussians.normal_divergence import row_norms
 
@@ -54,9 +55,10 @@ class ObservedSite:
     @property
     def weights(self) -> Tensor:
         """The weight of each observation: its scale, or zero if it is masked; of the batch shape."""
-        weights, mask = torch.as_tensor(self.scale, device=self.value.device), mask_of(self.fn, self.mask)
-        kept = weights if mask is None else weights * with_any(mask, len(self.fn.event_shape))
-        return kept.expand(self.fn.batch_shape)
+        kept, mask = self.value.new_ones((), dtype=widest(self.value.device)), mask_of(self.fn, self.mask)
+        if mask is not None:
+            kept = with_any(mask, len(self.fn.event_shape)).to(kept)
+        return (kept * self.scale).expand(self.fn.batch_shape)
 
     def log_likelihood(self) -> Tensor:
         """Scaled log-likelihood of the observed value, summed to a scalar."""

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from pyro_dvi.bayesian import LearnedScale
 from pyro_dvi.core.batches import arguments, check_loader
+from pyro_dvi.core.in_turn import in_turn
 from pyro_dvi.methods.models import Loader, as_model, is_network
 from pyro_dvi.methods.posterior import Posterior
 from pyro_dvi.methods.tunable import Tunable
@@ -101,7 +102,7 @@ class Method(Tunable, ABC):
         networks = OwnNetworks(model, *arguments(first, device))
 
         def train() -> tuple[Any, Any]:
-            with networks:
+            with in_turn.own(networks):
                 done["svi"] = svi = self.svi(model, loader, epochs)
                 done["history"] = run(svi)
             return svi.model, svi.guide

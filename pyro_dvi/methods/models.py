@@ -13,6 +13,7 @@ from pyro_dvi.bayesian import classifier, regressor, to_bayesian_
 from pyro_dvi.bayesian.converted import was_converted
 from pyro_dvi.bayesian.likelihoods import LikelihoodModule
 from pyro_dvi.core.batches import arguments, check_loader, dataset_size
+from pyro_dvi.core.in_turn import in_turn
 from pyro_dvi.errors import ArgumentError, DataError, ModelError, warn
 
 Loader = Iterable[Any]
@@ -42,7 +43,8 @@ def as_model(model: Any, loader: Loader, prior_scale: Any, noise_scale: Any) -> 
         return model
     check_loader(loader, 2)
     size = dataset_size(loader)
-    targets = [_target(batch) for batch in (loader if size is None else islice(loader, 1))]
+    seen = in_turn.passed_for(loader if size is None else islice(loader, 1))
+    targets = list(map(_target, seen))
     if not targets or not all(isinstance(target, Tensor) and target.dim() for target in targets):
         raise DataError(
             "batches for a network must be (inputs, targets), ((a, b), targets) for several inputs, or mappings with "

@@ -5,12 +5,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
-import pyro
 from pyro.infer import SVI
+from pyro.params.param_store import StateDict
 
 from pyro_dvi.analysis.tuning import tune
+from pyro_dvi.core.in_turn import in_turn
 from pyro_dvi.methods.models import Loader
 from pyro_dvi.methods.posterior import Posterior
+from pyro_dvi.training.own_store import Scope
 
 
 class Tunable:
@@ -60,7 +62,8 @@ class Tunable:
             others[tuple(settings.values())] = {"history": done.history, "networks": done.networks}
             return done
 
-        with pyro.get_param_store().scope() as store:
+        store: StateDict = {"params": {}, "constraints": {}}
+        with in_turn.own(Scope(store)):
             tuned = tune(train, validation, space, seed=seed, **options)
         method = replace(self, **tuned.settings).settled(model)
         svi = SVI(tuned.model, tuned.guide, method.optimizer(epochs), loss=method.elbo())

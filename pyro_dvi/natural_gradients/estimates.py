@@ -130,7 +130,7 @@ class NaturalStep:
     Attributes:
         wanted: the curvature to measure in the next step; set by the optimizer.
         measured: the curvature that is stored in the gradients of the precisions.
-        num_data: N.
+        num_data: N, including masked examples.
         kl_weight: :math:`\beta`.
         temperature: T.
         sites: the sites with their priors; empty before the first step.

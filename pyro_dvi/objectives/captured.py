@@ -277,6 +277,8 @@ class Captured(WrappedObjective):
             raise _Ordinary
         if trial is not None and not trial.outcome.holds:
             self._void(recording)
+            if not step.assumes:
+                self._fail("a value or parameter is invalid for a distribution, which ordinary steps accept")
             return self._named(outcome, surroundings)
         if trial is not None:
             recording.seconds.append((trial.seconds, seconds))

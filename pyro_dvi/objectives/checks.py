@@ -5,6 +5,7 @@ from contextlib import suppress
 from inspect import getattr_static
 from typing import Any
 
+import torch
 from pyro.poutine.messenger import Messenger
 from torch import Size, Tensor
 from torch.distributions import Distribution
@@ -13,6 +14,7 @@ from torch.distributions.utils import lazy_property
 
 from pyro_dvi.core.distributions import innermost
 from pyro_dvi.runs.latents import is_real
+from pyro_dvi.runs.missing import are_given
 from pyro_dvi.runs.sites import is_data, is_latent
 
 _SCALAR = Size()
@@ -65,7 +67,9 @@ class Checks(Messenger):
             return
         with suppress(NotImplementedError, AttributeError):
             if is_data(msg) or (is_latent(msg) and not is_real(msg["fn"].support)):
-                self._note(msg["fn"].support, msg["value"])
+                given = are_given(msg["fn"], msg["value"])
+                value = msg["value"] if given is None else torch.where(given, msg["value"], 0.0)
+                self._note(msg["fn"].support, value)
 
     def _note(self, constraint: Any, value: Any) -> None:
         with suppress(NotImplementedError, AttributeError, TypeError, ValueError, RuntimeError):

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from pyro_dvi.core.autograd_graph import leaves_of
 from pyro_dvi.core.batches import is_strided
 from pyro_dvi.core.graph_passes import called_quickly
+from pyro_dvi.core.in_turn import in_turn
 from pyro_dvi.core.launch import LAUNCHING, Launch
 from pyro_dvi.core.reads import Reads
 from pyro_dvi.core.recorder import Recorder, draws
@@ -181,7 +182,7 @@ class RecordedStep:
         recorder = Recorder([*inputs, kl_weight], assuming=assuming)
         torch.clear_autocast_cache()  # otherwise, earlier casts would become constants
         checks = Checks()
-        with pyro.validation_enabled(0), checks, recorder, Reads(recorder):  # type: ignore[arg-type] # see Checks
+        with in_turn, pyro.validation_enabled(0), checks, recorder, Reads(recorder):  # type: ignore[arg-type] # see Checks
             with torch.enable_grad():
                 terms = objective.averaged(call, Weight(kl_weight), True)
             leaves = [inputs[k] for k in self._leaves]

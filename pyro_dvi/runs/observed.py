@@ -11,7 +11,7 @@ from pyro.poutine.util import site_is_factor
 from torch import Tensor
 
 from pyro_dvi.core.batches import tensors_in
-from pyro_dvi.core.densities import mask_of, untransformed
+from pyro_dvi.core.densities import untransformed
 from pyro_dvi.core.recorder import is_recording
 from pyro_dvi.curvature.linearisation import ObservedSite, sum_of
 from pyro_dvi.errors import DataError, ModelError, PyroDviError, warn
@@ -121,10 +121,12 @@ def _check_shape(node: Any) -> None:
 
 
 def num_data_of(site: ObservedSite) -> float:
-    """Return the number of examples in the data set: the plate's scale times the observed rows of the minibatch."""
-    if torch.is_tensor(site.scale) or mask_of(site.fn, site.mask) is not None:
-        return float(site.weights.cpu().double().sum())
-    return float(site.scale) * max(1, torch.Size(site.fn.batch_shape).numel())
+    """Return the number of examples in the data set: the plate's scale times the rows of the minibatch.
+
+    Masked rows count. Otherwise, the number would differ between minibatches, and captured steps would read masks.
+    """
+    scale = float(site.scale.cpu().double().mean()) if torch.is_tensor(site.scale) else float(site.scale)
+    return scale * max(1, torch.Size(site.fn.batch_shape).numel())
 
 
 def row_weights(sites: Sequence[ObservedSite], num_rows: int) -> Tensor:

@@ -174,8 +174,10 @@ def counted(node: Any) -> Tensor | None:
 
     Masks come from ``poutine.mask``, from ``.mask()`` of the distribution at any depth, and from missing values.
     """
-    mask = mask_of(node["fn"], node["mask"])
-    given = are_given(node["fn"], node["value"]) if node.get("is_observed") else None
+    mask, value = mask_of(node["fn"], node["mask"]), node.get("value")
+    if mask is not None and value is not None:
+        mask = mask.to(value.device)
+    given = are_given(node["fn"], value) if node.get("is_observed") else None
     if given is not None:
         mask = given if mask is None else mask & given
     return None if mask is None or bool(mask.all()) else mask

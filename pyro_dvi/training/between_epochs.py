@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from pyro_dvi.core.arguments import check_choice, check_count
 from pyro_dvi.core.batches import arguments, with_rows
+from pyro_dvi.core.in_turn import in_turn
 from pyro_dvi.errors import ArgumentError, DataError
 from pyro_dvi.training.history import History
 from pyro_dvi.training.random_state import preserve_random_state
@@ -38,11 +39,12 @@ def validation_metrics(
         for part in parts:
             part.eval()
         if callable(validate):
-            result = validate()
+            with in_turn.passed():
+                result = validate()
             metrics = result if isinstance(result, Mapping) else {"loss": result}
             return {str(name): float(value) for name, value in metrics.items()}
         total = weight = 0.0
-        for batch in validate:
+        for batch in in_turn.passed_for(validate):
             args, kwargs = arguments(batch, device)
             rows = with_rows((*args, *kwargs.values()))
             size = 1 if rows is None else len(rows)

@@ -8,12 +8,10 @@ scale :math:`N/(KM)`, and the KL divergence is included once.
 
 import functools
 import math
-import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
-from datetime import timedelta
+from contextlib import ExitStack
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any
 
 import pyro
 import torch
@@ -29,8 +27,7 @@ from pyro_dvi.errors import ArgumentError, DataError, NonFiniteError, PyroDviErr
 from pyro_dvi.objectives.objective import WrappedObjective
 from pyro_dvi.objectives.recorded_step import LossWithGradients
 from pyro_dvi.runs.sites import is_data, subsampled_share
-
-T = TypeVar("T")
+from pyro_dvi.training import processes
 
 
 class DataParallel(WrappedObjective):
@@ -114,7 +111,7 @@ class DataParallel(WrappedObjective):
         Processes are synchronised here, not in the backward pass: all processes must call this method, with gradients
         enabled.
         """
-        if not torch.is_grad_enabled() or not _several(self.group):
+        if not torch.is_grad_enabled() or not processes.several(self.group):
             return self.elbo.differentiable_loss(model, guide, *args, **kwargs)  # type: ignore[no-any-return]
         self._prepare(model, guide, args, kwargs)
         seed, step, size = self._seed, self.elbo.step, td.get_world_size(self.group)
@@ -126,7 +123,7 @@ class DataParallel(WrappedObjective):
                 losses.append(self.elbo.differentiable_loss(model, self._guide, *args, **kwargs))
             return run.shares, {name: float(value) for name, value in self.elbo.terms.items()}
 
-        shares, terms = zip(*_results_of_all(evaluate, self.group), strict=True)
+        shares, terms = zip(*processes.results_of_all(evaluate, self.group), strict=True)
         if any(other != shares[0] for other in shares):
             raise DataError(
                 f"the processes have parts of different sizes, by observed site {list(shares)}: use DistributedSampler"
@@ -152,9 +149,9 @@ class DataParallel(WrappedObjective):
         Raises:
             DataError: in all processes, if the numbers differ, because some processes would then wait forever.
         """
-        counts = _messages(number, self.group)
-        if _several(self.group):  # notes of an earlier call of fit
-            td.distributed_c10d._get_default_store().delete_key(f"pyro_dvi/{td.get_rank()}")
+        counts = processes.messages_of_all(number, self.group)
+        if processes.several(self.group):  # notes of an earlier call of fit
+            processes.take_back_note()
         if len(set(counts)) > 1:
             raise DataError(
                 f"the processes have different numbers of batches, {counts}: use torch's DistributedSampler"
@@ -162,12 +159,12 @@ class DataParallel(WrappedObjective):
 
     def agreed(self, value: Any) -> Any:
         """Return the value of process 0 in all processes, because they may have measured different values."""
-        return _messages(value, self.group)[0]
+        return processes.messages_of_all(value, self.group)[0]
 
     def announce(self, error: Exception) -> None:
         """Tell the processes that wait for this one why it ends."""
-        if _several(self.group):
-            _leave_note(f"failed with {type(error).__name__}: {error}")
+        if processes.several(self.group):
+            processes.leave_note(f"failed with {type(error).__name__}: {error}")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the objective, together with the seed of the draws."""
@@ -186,7 +183,7 @@ class DataParallel(WrappedObjective):
         leaves = [p for _, p in sorted(_named_parameters(model, guide).items()) if id(p) in ids]
         gradients = torch.autograd.grad(loss, leaves, materialize_grads=True) if leaves else ()
         statistics = list(_running_statistics(model))
-        means = _means([*gradients, *statistics], self.group)
+        means = processes.means_of_all([*gradients, *statistics], self.group)
         with torch.no_grad():
             for statistic, mean in zip(statistics, means[len(leaves) :], strict=True):
                 statistic.copy_(mean)
@@ -207,7 +204,7 @@ class DataParallel(WrappedObjective):
             found = {f"{n} {tuple(p.shape)} {p.dtype}" for n, p in _named_parameters(model, guide).items()}
             return found, torch.initial_seed() if self._seed is None else self._seed
 
-        (first, self._seed), *others = _results_of_all(create, self.group)
+        (first, self._seed), *others = processes.results_of_all(create, self.group)
         for k, (other, _) in enumerate(others, start=1):
             different = sorted(other ^ first)
             if different:
@@ -230,97 +227,6 @@ class _GuideModule(nn.Module):
         super().__init__()
         functools.update_wrapper(self, guide, updated=())
         self.forward = guide
-
-
-# Communication --------------------------------------------------------------------------------------------------
-
-
-def _several(group: Any) -> bool:
-    """Return True if there is a process group.
-
-    Raises:
-        UnsupportedError: if torchrun has started several processes, but there is no process group.
-    """
-    if td.is_available() and td.is_initialized():
-        return True
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UnsupportedError(
-            f"this is one of {os.environ['WORLD_SIZE']} processes, but there is no process group: call "
-            "torch.distributed.init_process_group() at the start of the script"
-        )
-    return False
-
-
-def _messages(message: T, group: Any) -> list[T]:
-    """Return the messages of all processes, in the order of the processes; only the own one without a process group.
-
-    Raises:
-        PyroDviError: if a process sends nothing within the timeout of the process group.
-    """
-    if not _several(group):
-        return [message]
-    messages: list[Any] = [None] * td.get_world_size(group)
-    try:
-        td.all_gather_object(messages, message, group=group)
-    except RuntimeError as error:
-        raise PyroDviError(
-            f"process {td.get_rank(group)} waited for the others, but {_reason(group)} "
-            f"({str(error).splitlines()[0]}). All need the same number of batches, as with DistributedSampler"
-        ) from error
-    return messages
-
-
-def _leave_note(text: str) -> None:
-    """Write what this process does where the others can read it, unless it has written something before."""
-    with suppress(RuntimeError):  # the process that keeps the notes may have ended
-        td.distributed_c10d._get_default_store().compare_set(f"pyro_dvi/{td.get_rank()}", "", text)
-
-
-def _reason(group: Any) -> str:
-    """Return why other processes send no messages: their errors, or that they do not wait for messages."""
-    _leave_note("waits")
-    notes = []
-    for k, rank in enumerate(td.get_process_group_ranks(group)):
-        note = "has ended, or has no batch left"
-        with suppress(RuntimeError):
-            td.distributed_c10d._get_default_store().wait([f"pyro_dvi/{rank}"], timedelta(seconds=5))
-            note = td.distributed_c10d._get_default_store().get(f"pyro_dvi/{rank}").decode()
-        notes += [f"process {k} {note}"] if note != "waits" else []
-    return " and ".join(notes) or "the connection failed"
-
-
-def _results_of_all(work: Callable[[], T], group: Any) -> list[T]:
-    """Call ``work`` in each process, and return the results of all processes, in the order of the processes.
-
-    Raises:
-        Exception: if ``work`` failed in this process.
-        PyroDviError: if ``work`` failed in another process.
-    """
-    result: Any = None
-    failure: Exception | None = None
-    try:
-        result = work()
-    except Exception as error:
-        failure = error
-    messages = _messages((result, failure and f"{type(failure).__name__}: {failure}"), group)
-    if failure is not None:
-        raise failure
-    for k, (_, failed) in enumerate(messages):
-        if failed is not None:
-            raise PyroDviError(f"process {k} failed: {failed}")
-    return [other for other, _ in messages]
-
-
-def _means(tensors: list[Any], group: Any) -> list[Tensor]:
-    """Return the means of tensors over processes; one message is sent for each dtype and device."""
-    means = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
-    for kind in dict.fromkeys((mean.dtype, mean.device) for mean in means):
-        same = [mean for mean in means if (mean.dtype, mean.device) == kind]
-        flat = torch.cat([mean.flatten() for mean in same]).div_(td.get_world_size(group))
-        td.all_reduce(flat, group=group)
-        for mean, total in zip(same, flat.split([mean.numel() for mean in same]), strict=True):
-            mean.copy_(total.view_as(mean))
-    return means
 
 
 # Models and guides ----------------------------------------------------------------------------------------------

@@ -7,8 +7,8 @@ weights from the posterior of member m; the model runs the network of member m:
 .. math:: q(m, \theta) = \tfrac1K\, q_m(\theta).
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any, TypeGuard
@@ -25,7 +25,7 @@ from pyro_dvi.core.in_turn import in_turn
 from pyro_dvi.core.progress import progress_bar
 from pyro_dvi.errors import ArgumentError, GuideError, warn
 from pyro_dvi.runs.trained_for import trained_for
-from pyro_dvi.training.own_store import OwnNetworks, bind
+from pyro_dvi.training.own_store import OwnNetworks, Scope, bind
 from pyro_dvi.training.parameter_checks import supplanted
 from pyro_dvi.training.random_state import preserve_random_state
 
@@ -50,11 +50,9 @@ class TrainedPosterior:
         for part in (self.model, self.guide):
             bind(part, self.store)
 
-    @contextmanager
-    def in_store(self) -> Iterator[None]:
+    def in_store(self) -> AbstractContextManager[None]:
         """Make Pyro's store contain only the parameters of this posterior within the context."""
-        with in_turn, pyro.get_param_store().scope(self.store), self.networks or nullcontext():
-            yield
+        return in_turn.own(Scope(self.store), self.networks or nullcontext())
 
     def put_back(self) -> None:
         """Copy the parameters into Pyro's store, where they replace other parameters of the same names."""
@@ -96,7 +94,8 @@ def train_apart(
         >>> list(posterior.store["params"]), list(pyro.get_param_store())
         (['AutoNormal.locs.w', 'AutoNormal.scales.w'], [])
     """
-    with in_turn, preserve_random_state(), pyro.get_param_store().scope() as store:
+    store: StateDict = {"params": {}, "constraints": {}}
+    with in_turn.own(preserve_random_state(), Scope(store)):
         pyro.set_rng_seed(seed)
         result: Any = train()
         networks = None

@@ -330,8 +330,9 @@ class _Run:
                 self.history.best_epoch, self.history.best_weights = epoch, self.route.weights()
             exhausted = self.early_stopping.exhausted(values)
         state = TrainingState(epoch, self.history, self.route.model, self.route.guide, self.route.elbo)
-        for callback in self.callbacks:
-            callback(state)
+        with in_turn.passed():
+            for callback in self.callbacks:
+                callback(state)
         return self.route.agreed("early stopping" if exhausted else "callback" if state.stop else None)
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Subset, TensorDataset, default_collate
 
+from pyro_dvi.core.in_turn import in_turn
+
 _ROWS = 1 << 16  # number of rows whose positions are copied to the device at once
 
 
@@ -38,7 +40,7 @@ class Minibatches:
         """Yield the minibatches of one epoch for a model on a device."""
         found = _tensors_of(self._loader)
         if found is None:
-            yield from self._loader
+            yield from in_turn.passed_for(self._loader)
             return
         tensors, positions = found
         if self._on_device and device is not None:
@@ -50,7 +52,7 @@ class Minibatches:
             some = [first, *islice(batches, _ROWS // len(first))]
             rows = torch.tensor([row for batch in some for row in batch]).to(where)
             rows = rows if positions is None else positions[rows]
-            for part in rows.split([len(batch) for batch in some]):
+            for part in in_turn.passed_for(rows.split([len(batch) for batch in some])):
                 yield [tensor[part] for tensor in tensors]
 
     def _copy(self, tensor: Tensor, device: torch.device) -> Tensor:

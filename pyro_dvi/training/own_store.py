@@ -19,6 +19,20 @@ from torch import nn
 from pyro_dvi.core.undisturbed import modules_met, undisturbed
 
 
+class Scope:
+    """Pyro's store contains only the parameters of a state within the context, which may be entered again."""
+
+    def __init__(self, state: StateDict) -> None:
+        self._state = state
+
+    def __enter__(self) -> None:
+        self._scope = pyro.get_param_store().scope(self._state)
+        self._scope.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._scope.__exit__(*error)
+
+
 def bind(part: Any, store: StateDict) -> None:
     """Let calls of a Pyro module use the parameters in ``store`` if Pyro's store holds others of the same names.
 

@@ -2,8 +2,7 @@
 """States of the random generators used in training."""
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from operator import attrgetter
 from typing import Any
 
@@ -43,9 +42,8 @@ def restore_random_state(state: dict[str, Any], loader: Any = None) -> None:
         generator.set_state(entry.cpu())
 
 
-@contextmanager
-def preserve_random_state(loader: Any = None) -> Iterator[None]:
-    """Restore all random states at the end of the context.
+class preserve_random_state:  # noqa: N801 (a context)
+    """Restore all random states at the end of the context; if it is entered again, its own states go on.
 
     Example:
         >>> with preserve_random_state():
@@ -53,11 +51,17 @@ def preserve_random_state(loader: Any = None) -> Iterator[None]:
         >>> bool(first == torch.rand(()))
         True
     """
-    state = random_state(loader)
-    try:
-        yield
-    finally:
-        restore_random_state(state, loader)
+
+    def __init__(self, loader: Any = None) -> None:
+        self._loader, self._other = loader, dict[str, Any]()
+
+    def __enter__(self, *_: object) -> None:
+        now = random_state(self._loader)
+        if self._other:
+            restore_random_state(self._other, self._loader)
+        self._other = now
+
+    __exit__ = __enter__
 
 
 def _generators(loader: Any) -> list[torch.Generator]:

@@ -104,3 +104,42 @@ def test_the_mask_of_a_draw():
     assert mask_of(fn).equal(keep.expand(3, 2))
     rows = torch.tensor([True, True, False])
     assert mask_of(fn, rows).equal(keep & rows.unsqueeze(-1))
+
+
+@pytest.mark.parametrize("order", [1, -1], ids=["False inside", "False outside"])
+@pytest.mark.parametrize("by_poutine", [False, True])
+def test_a_mask_of_python_joins_one_of_the_device(by_poutine, order, device):
+    rows = torch.tensor([True, True, False], device=device)
+    inner, outer = (False, rows)[::order]
+    fn = dist.Normal(torch.zeros(3, 2, device=device), 1.0).to_event(1).mask(inner)
+    found = mask_of(fn, outer) if by_poutine else mask_of(fn.mask(outer))
+    assert found is not None and found.device == device
+    assert found.shape == (3, 2) and not found.any()
+
+
+@pytest.mark.parametrize("place", ["site", "distribution"])
+def test_a_site_that_is_left_out_beside_one_with_a_mask_of_the_device(place, device):
+    """Kronecker factors of the first site alone, and scores of no value of the second."""
+
+    def model(x, y=None, both=True):
+        w = pyro.sample("w", dist.Normal(x.new_zeros(1, 2), 1.0).to_event(2))
+        f = torch.nn.functional.linear(x, w).squeeze(-1)
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(f, 0.5).mask(x[:, 0] > 0), obs=y)
+            if both:
+                fn = dist.Normal(2 * f, 0.5).mask(x[:, 0] < 0)
+                with pyro.poutine.mask(mask=place != "site"):
+                    pyro.sample("z", fn if place == "site" else fn.mask(False), obs=y)
+
+    x = torch.randn(6, 2, generator=torch.Generator().manual_seed(0)).to(device)
+    factors = []
+    for both in (True, False):
+        torch.manual_seed(0)
+        guide = dvi.KroneckerGuide(model)
+        svi = pyro.infer.SVI(model, guide, dvi.NoisyKFAC({}), loss=dvi.NaturalGradientELBO())
+        svi.step(x, x[:, 0], both)
+        factors.append([root.cpu() for root in guide.roots("w")])
+        pyro.clear_param_store()
+    torch.testing.assert_close(factors[0], factors[1])
+    scores = dvi.predict(model, guide, (x, x[:, 0]), site="y").metrics()
+    assert torch.tensor(scores["rmse"]).isfinite()

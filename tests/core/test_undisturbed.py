@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """A look at a model leaves statistics and random numbers as they were."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import nn
 
-from pyro_dvi.core.undisturbed import undisturbed
+from pyro_dvi.core.undisturbed import evaluating, undisturbed
 
 
 def test_statistics_and_random_state_come_back_also_after_an_error():
@@ -27,3 +29,10 @@ def test_a_graph_recorded_inside_can_be_differentiated_afterwards():
     norm(x)
     loss.backward()
     assert x.grad is not None
+
+
+def test_modules_of_another_thread_are_left_alone():
+    other = nn.Dropout(0.5)
+    with evaluating(), ThreadPoolExecutor(1) as threads:
+        threads.submit(other, torch.ones(2)).result()
+        assert other.training

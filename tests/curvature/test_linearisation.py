@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weighted squares of gradients, summed over sites, against their formula."""
 
+import pyro.distributions as dist
 import pytest
 import torch
 
-from pyro_dvi.curvature.linearisation import half_sum, half_weighted_squares
+from pyro_dvi.curvature.linearisation import ObservedSite, half_sum, half_weighted_squares
 
 SHAPES = [(3,), (2, 3), (), (1, 2, 2)]
 
@@ -36,3 +37,20 @@ def test_half_weighted_squares_in_single_precision(rows):
     exact = half_sum(scales, [g.square() for g in gradients])
     single = half_weighted_squares([s.float() for s in scales], [g.float() for g in gradients])
     assert single.item() == pytest.approx(exact.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("value", [torch.zeros(3).double(), torch.zeros(3).long()], ids=["float64", "labels"])
+def test_the_scale_of_observations_is_not_rounded_to_single_precision(value):
+    fn = dist.Normal(torch.zeros(3, dtype=torch.float64), 1.0)
+    keep = torch.tensor([True, False, True])
+    for mask, expected in ((None, [1 / 3] * 3), (keep, [1 / 3, 0.0, 1 / 3]), (False, [0.0] * 3)):
+        assert ObservedSite("y", fn, value, 1 / 3, mask).weights.tolist() == expected
+    tensor = torch.tensor([0.1, 0.2, 0.3], dtype=torch.float64)
+    assert ObservedSite("y", fn, value, tensor, keep).weights.tolist() == [0.1, 0.0, 0.3]
+
+
+def test_weights_are_on_the_device_of_the_values(device):
+    value = torch.zeros(3, device=device)
+    fn, keep = dist.Normal(value, 1.0), torch.tensor([True, False, True], device=device)
+    for mask in (None, False, keep):
+        assert ObservedSite("y", fn, value, 2.0, mask).weights.device == device

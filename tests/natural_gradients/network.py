@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import pyro_dvi as dvi
-from pyro_dvi.natural_gradients.updates import IVON, OGN, VOGN, IVONOptimizer, OGNOptimizer, VOGNOptimizer
+from pyro_dvi.natural_gradients.ivon import IVON, IVONOptimizer
+from pyro_dvi.natural_gradients.updates import OGN, VOGN, OGNOptimizer, VOGNOptimizer
 
 N, M = 20, 8
 

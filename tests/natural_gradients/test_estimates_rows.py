@@ -13,9 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 from pyro_dvi.bayesian import LearnedScale, classifier, to_bayesian_
 from pyro_dvi.errors import DviWarning, ModelError, UnsupportedError
+from pyro_dvi.natural_gradients.ivon import IVON
 from pyro_dvi.natural_gradients.natural_elbo import NaturalGradientELBO
 from pyro_dvi.natural_gradients.precision_guide import NaturalGradientGuide
-from pyro_dvi.natural_gradients.updates import IVON, VOGN
+from pyro_dvi.natural_gradients.updates import VOGN
 from tests.objectives.loops import M, N, assert_equal, squares_at_mean, weights, x_and_y
 
 pytestmark = pytest.mark.usefixtures("double")

@@ -13,7 +13,8 @@ from torch import Tensor
 
 import pyro_dvi as dvi
 from pyro_dvi.errors import ArgumentError, DataError, GuideError, ModelError, NonFiniteError, UnsupportedError
-from pyro_dvi.natural_gradients.updates import IVON, OGN, VOGN, VOGNOptimizer
+from pyro_dvi.natural_gradients.ivon import IVON
+from pyro_dvi.natural_gradients.updates import OGN, VOGN, VOGNOptimizer
 
 N, M = 20, 6
 X = torch.randn(M, 3, generator=torch.Generator().manual_seed(0))

@@ -16,9 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pyro_dvi.bayesian import classifier, to_bayesian_
 from pyro_dvi.errors import ArgumentError, GuideError
 from pyro_dvi.guides import MeanFieldGuide
+from pyro_dvi.natural_gradients.ivon import IVON
 from pyro_dvi.natural_gradients.natural_elbo import NaturalGradientELBO
 from pyro_dvi.natural_gradients.precision_guide import NaturalGradientGuide
-from pyro_dvi.natural_gradients.updates import IVON, OGN, VOGN, VOGNOptimizer
+from pyro_dvi.natural_gradients.updates import OGN, VOGN, VOGNOptimizer
 from pyro_dvi.training import fit
 from tests.natural_gradients.reference import M, N, data, model, state
 

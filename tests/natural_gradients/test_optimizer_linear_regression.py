@@ -20,7 +20,8 @@ from pyro.infer import SVI
 from torch import Tensor
 
 import pyro_dvi as dvi
-from pyro_dvi.natural_gradients.updates import IVON, OGN, VOGN
+from pyro_dvi.natural_gradients.ivon import IVON
+from pyro_dvi.natural_gradients.updates import OGN, VOGN
 
 N, D, COPIES = 30, 3, 400
 NOISE, PRIOR = 0.5, 0.7

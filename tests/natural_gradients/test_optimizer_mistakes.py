@@ -13,7 +13,8 @@ from torch import Tensor
 
 import pyro_dvi as dvi
 from pyro_dvi.errors import ArgumentError, GuideError, ModelError
-from pyro_dvi.natural_gradients.updates import IVON, OGN, VOGN, IVONOptimizer, VOGNOptimizer
+from pyro_dvi.natural_gradients.ivon import IVON, IVONOptimizer
+from pyro_dvi.natural_gradients.updates import OGN, VOGN, VOGNOptimizer
 
 X = torch.linspace(-1, 1, 8)
 

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
 
 import pyro_dvi as dvi
+from pyro_dvi.natural_gradients.ivon import IVON, IVONOptimizer
 from pyro_dvi.natural_gradients.site_update import SiteUpdate
-from pyro_dvi.natural_gradients.updates import IVON, OGN, VOGN, IVONOptimizer, VOGNOptimizer
+from pyro_dvi.natural_gradients.updates import OGN, VOGN, VOGNOptimizer
 from pyro_dvi.training import EveryStep, fit
 
 EPOCHS, BATCHES = 3, 2

@@ -14,7 +14,8 @@ from torch import Tensor
 
 import pyro_dvi as dvi
 from pyro_dvi.natural_gradients.estimates import Estimate, NoiseProducts, Squares
-from pyro_dvi.natural_gradients.updates import IVON, OGN, VOGN
+from pyro_dvi.natural_gradients.ivon import IVON
+from pyro_dvi.natural_gradients.updates import OGN, VOGN
 
 N, D, LENGTH = 20, 3, 4
 

@@ -15,9 +15,10 @@ from torch.utils.data import DataLoader, TensorDataset
 import pyro_dvi as dvi
 from pyro_dvi.errors import ArgumentError, GuideError, ModelError
 from pyro_dvi.guides import MeanFieldGuide
+from pyro_dvi.natural_gradients.ivon import IVON
 from pyro_dvi.natural_gradients.natural_elbo import NaturalGradientELBO
 from pyro_dvi.natural_gradients.precision_guide import NaturalGradientGuide
-from pyro_dvi.natural_gradients.updates import IVON, OGN, VOGN, VOGNOptimizer
+from pyro_dvi.natural_gradients.updates import OGN, VOGN, VOGNOptimizer
 from pyro_dvi.training import fit, load, save
 
 N = 24

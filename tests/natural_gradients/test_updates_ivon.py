@@ -8,9 +8,10 @@ import pytest
 from pyro.infer import SVI
 
 from pyro_dvi.natural_gradients import AsPrinted
+from pyro_dvi.natural_gradients.ivon import IVON
 from pyro_dvi.natural_gradients.natural_elbo import NaturalGradientELBO
 from pyro_dvi.natural_gradients.precision_guide import NaturalGradientGuide
-from pyro_dvi.natural_gradients.updates import IVON, OGN, VOGN, Consistent
+from pyro_dvi.natural_gradients.updates import OGN, VOGN, Consistent
 from tests.natural_gradients.reference import OPTIONS, SETTINGS, data, model, run, state
 
 pytestmark = pytest.mark.usefixtures("double")

@@ -5,9 +5,10 @@ import copy
 import pickle
 from collections import UserList
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import pyro
+import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer.autoguide import AutoDelta, AutoDiagonalNormal, AutoNormal
@@ -81,6 +82,39 @@ def test_what_a_step_leaves_with_the_guide():
         model=lambda: Net(prior_scale=LearnedScale()),
     )
     assert replays(training) > 10
+
+
+class Incomplete(Net):
+    """A regression with missing values, of which each minibatch has another number."""
+
+    way: ClassVar[str]
+
+    def forward(self, x, y=None):
+        self.runs.append(len(x))
+        f, given = self.net(x)[:, 0], x[:, 0] > 0
+        fn = dist.Normal(f, 0.5)
+        if y is not None and self.way == "NaN":
+            fn, y = dist.NanMaskedNormal(f, 0.5), torch.where(given, 1.0 * y, torch.nan)
+        with pyro.plate("data", NUM_DATA, subsample_size=len(x)):
+            with pyro.poutine.mask(mask=given if self.way == "poutine.mask" else True):
+                return pyro.sample("y", fn.mask(given) if self.way == "mask" else fn, obs=y)
+
+
+@pytest.mark.parametrize("way", ["poutine.mask", "mask", "NaN"])
+@pytest.mark.parametrize("optimizer", [VOGN, IVON, NoisyKFAC])
+def test_masked_rows_are_not_counted_in_a_natural_gradient_step(optimizer, way):
+    """Damping and initial curvature are multiples of the number of rows in the plate."""
+    layers = optimizer is NoisyKFAC
+    added = {"factor_interval": 1, "inverse_interval": 1} if layers else {"initial_curvature": 0.3}
+    training = both(
+        lambda t: steps(t, 40),
+        guide=dvi.KroneckerGuide if layers else dvi.NaturalGradientGuide,
+        elbo=natural,
+        optimizer=lambda options: optimizer({**options, "damping": 0.2, **added}),
+        model=type("Incomplete", (Incomplete,), {"way": way}),
+    )
+    assert replays(training) >= 10
+    assert training.guide.natural_step.num_data == NUM_DATA
 
 
 @pytest.mark.parametrize("name", ["Fisher", "two draws", "MAP"])

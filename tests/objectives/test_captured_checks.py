@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replays fail where ordinary steps do."""
 
+import threading
+import time
 import warnings
 
 import pyro
@@ -11,6 +13,8 @@ from pyro.infer import SVI
 from pyro.infer.autoguide import AutoDelta
 
 import pyro_dvi as dvi
+from pyro_dvi.core.in_turn import in_turn
+from pyro_dvi.core.recorder import is_recording
 from pyro_dvi.errors import NonFiniteError, ParameterError
 from pyro_dvi.objectives import Captured
 from pyro_dvi.objectives.comparison import Trial
@@ -143,6 +147,25 @@ def test_a_prior_that_was_made_before_and_validates_is_no_obstacle():
     assert found[0] == found[1]
 
 
+class OwnMissing(dist.Normal):
+    """A density that accepts NaN, although it inherits the support of a Normal."""
+
+    def log_prob(self, value):
+        return torch.where(value.isnan(), 0.0, super().log_prob(value.nan_to_num()))
+
+
+def test_a_check_that_ordinary_steps_do_not_make_ends_capture_with_a_warning():
+    def model(x, y=None):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", 20):
+            pyro.sample("y", OwnMissing(w * x, 0.5), obs=y)
+
+    y = torch.where(X > 0, Y, torch.nan)
+    with pytest.warns(dvi.errors.DviWarning, match="not captured.*value or parameter is invalid"):
+        captured = losses_of(model, [(X, y)], capture=True, epochs=60)
+    assert captured == losses_of(model, [(X, y)], capture=False, epochs=60)
+
+
 def test_latents_that_may_be_any_number_are_not_checked():
     """A NaN among them shows in the loss; looking for one takes as long as the rest of a step of a large network."""
 
@@ -177,3 +200,28 @@ def test_replays_that_take_longer_than_ordinary_steps_are_dropped(monkeypatch):
             svi.step(X, Y)
             kept.append(len(elbo.recordings))
     assert max(kept) == 1 and kept[-50:] == [0] * 50
+
+
+def test_other_threads_wait_while_a_step_is_recorded():
+    """Meanwhile, a class of torch builds distributions differently."""
+    done, entered = threading.Event(), []
+
+    def take_a_turn():
+        with in_turn:
+            entered.append(torch.distributions.Distribution.__init__)
+        done.set()
+
+    def model(x, y=None):
+        if is_recording():
+            threading.Thread(target=take_a_turn, daemon=True).start()
+            while not (done.is_set() or in_turn._queue.locked()):  # until it waits
+                time.sleep(0.001)
+        line(x, y)
+
+    usual = torch.distributions.Distribution.__init__
+    svi = SVI(
+        model, AutoDelta(model), dvi.optim.Adam({"lr": 0.05}), loss=Captured(dvi.SampledELBO(), after=2)
+    )
+    for _ in range(6):
+        svi.step(X, Y)
+    assert done.wait(10) and entered == [usual]

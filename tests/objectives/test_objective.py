@@ -20,9 +20,10 @@ from pyro_dvi.curvature import Fisher, GGNDiagonal
 from pyro_dvi.guides import MeanFieldGuide
 from pyro_dvi.moment_propagation.elbo import MomentPropagationELBO
 from pyro_dvi.moment_propagation.multiplicative_noise import MultiplicativeNoiseGuide
+from pyro_dvi.natural_gradients.ivon import IVON
 from pyro_dvi.natural_gradients.natural_elbo import NaturalGradientELBO
 from pyro_dvi.natural_gradients.precision_guide import NaturalGradientGuide
-from pyro_dvi.natural_gradients.updates import IVON, VOGN
+from pyro_dvi.natural_gradients.updates import VOGN
 from pyro_dvi.objectives.objective import Objective
 from pyro_dvi.objectives.sampled import SampledELBO
 from pyro_dvi.predictive.predict import default_rule

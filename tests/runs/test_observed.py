@@ -16,7 +16,8 @@ from torch import Tensor
 import pyro_dvi as dvi
 from pyro_dvi.errors import DataError
 from pyro_dvi.laplace import Dense
-from pyro_dvi.natural_gradients.updates import IVON, OGN, VOGN
+from pyro_dvi.natural_gradients.ivon import IVON
+from pyro_dvi.natural_gradients.updates import OGN, VOGN
 
 N = 12
 X = torch.linspace(-1, 1, N)

@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 import pyro_dvi as dvi
 from pyro_dvi.errors import ModelError, UnsupportedError
 from pyro_dvi.moments import GaussianMoments, moment_rule
-from pyro_dvi.natural_gradients.updates import IVON, OGN, VOGN
+from pyro_dvi.natural_gradients.ivon import IVON
+from pyro_dvi.natural_gradients.updates import OGN, VOGN
 from pyro_dvi.optim import Adam
 
 N = 24

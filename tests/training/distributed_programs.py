@@ -20,9 +20,10 @@ from pyro_dvi.curvature import GGNDiagonal
 from pyro_dvi.errors import DataError, NonFiniteError, PyroDviError, UnsupportedError
 from pyro_dvi.guides import MeanFieldGuide
 from pyro_dvi.moment_propagation.multiplicative_noise import MultiplicativeNoiseGuide
+from pyro_dvi.natural_gradients.ivon import IVON
 from pyro_dvi.natural_gradients.kronecker_guide import LayerFisher
 from pyro_dvi.natural_gradients.precision_guide import NaturalGradientGuide
-from pyro_dvi.natural_gradients.updates import IVON, OGN, VOGN, VOGNOptimizer
+from pyro_dvi.natural_gradients.updates import OGN, VOGN, VOGNOptimizer
 from pyro_dvi.training.data_parallel import DataParallel
 
 N, BATCH, STEPS = 40, 12, 4

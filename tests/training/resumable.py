@@ -12,7 +12,8 @@ from pyro.optim import Adam
 from torch import nn
 
 import pyro_dvi as dvi
-from pyro_dvi.natural_gradients.updates import IVON, VOGN
+from pyro_dvi.natural_gradients.ivon import IVON
+from pyro_dvi.natural_gradients.updates import VOGN
 from pyro_dvi.optim import learning_rates
 from tests.training.problems import NUM_DATA, data, sequence, shuffled
 

@@ -14,7 +14,8 @@ from pyro_dvi import curvature
 from pyro_dvi.laplace import (
     LaplaceGuide,
 )
-from pyro_dvi.natural_gradients.updates import IVON, OGN, VOGN
+from pyro_dvi.natural_gradients.ivon import IVON
+from pyro_dvi.natural_gradients.updates import OGN, VOGN
 
 NUM_DATA = 12
 

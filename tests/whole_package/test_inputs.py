@@ -21,7 +21,8 @@ from torch.distributions import biject_to
 import pyro_dvi as dvi
 from pyro_dvi.curvature import HessianDiagonal
 from pyro_dvi.laplace import Dense
-from pyro_dvi.natural_gradients.updates import IVON, VOGN
+from pyro_dvi.natural_gradients.ivon import IVON
+from pyro_dvi.natural_gradients.updates import VOGN
 from tests.whole_package.inputs import ROWS, Problem
 
 TINY = 1e-4
