@@ -50,7 +50,7 @@ class Regression(nn.Module):
             if way == "weights":
                 with poutine.scale(scale=keep.double()):
                     return pyro.sample("y", fn, obs=y)
-            return pyro.sample("y", fn, obs=y)
+            return pyro.sample("y", fn, obs=y, obs_mask=keep if way == "obs_mask" else None)
 
 
 WAYS = ("mask", "masked", "masked event", "weights", "NaN", "vectors with NaN")
@@ -199,6 +199,16 @@ def test_rows_that_are_left_out_of_a_minibatch_do_not_count(name):
     expected = ENGINES[name](*problem("removed", share=2))
     for way in ("mask", "NaN"):
         check(name, way, expected, share=2)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ENGINES)
+def test_latents_in_the_place_of_rows_are_refused_in_training(name):
+    """With ``obs_mask``, a factorised posterior would have the precision of all rows."""
+    if "scores" in name:
+        return check(name, "obs_mask", ENGINES[name](*problem("removed")))
+    with pytest.raises(dvi.errors.ModelError, match=r"'y_unobserved', .*poutine\.mask.*obs_mask"):
+        ENGINES[name](*problem("obs_mask"))
 
 
 @pytest.mark.soak
