@@ -8,7 +8,9 @@ from typing import Any, ClassVar, NoReturn, Self, TypeVar
 
 import pyro.distributions as dist
 import torch
+from pyro.poutine.messenger import Messenger
 from pyro.poutine.replay_messenger import ReplayMessenger
+from pyro.poutine.util import site_is_subsample
 from torch import Tensor, distributions as td, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import _named_member_accessor as accessor
@@ -123,37 +125,57 @@ class Call:
         Raises:
             GuideError: if latents of an automatic guide would be trained on the data of other rows.
         """
-        with _Replay(guide_trace, self), SampleTrace() as run:
+        with ReplayMessenger(guide_trace), RowsOfBatch(self), SampleTrace() as run:
             self.model(*self.args, **self.kwargs)
         return run.trace
 
+    def checked_model(self) -> Callable:
+        """Return the model with the check of :class:`RowsOfBatch`, for objectives that replay it themselves."""
+        return RowsOfBatch(self)(self.model)  # type: ignore[no-any-return]
 
-class _Replay(ReplayMessenger):
-    """Replay a run of a guide, whose plates must have the rows of the batch."""
 
-    def __init__(self, trace: Any, call: Call) -> None:
-        super().__init__(trace)
+class RowsOfBatch(Messenger):
+    """Compare the rows that a model gives to its plates with those of a guide, whose run is replayed around this.
+
+    Args:
+        call: the call of model and guide.
+
+    Raises:
+        GuideError: if latents of an automatic guide would be trained on the data of other rows (raised in a run).
+    """
+
+    def __init__(self, call: Call) -> None:
+        super().__init__()
         self.call = call
+        self._given: dict[str, Any] = {}
 
     def _pyro_sample(self, msg: Any) -> None:
-        name, fn, given, guide = msg["name"], msg["fn"], msg["value"], self.call.guide
-        super()._pyro_sample(msg)
+        if site_is_subsample(msg):
+            self._given[msg["name"]] = msg["value"]
+
+    def _pyro_post_sample(self, msg: Any) -> None:
+        name, fn, guide = msg["name"], msg["fn"], self.call.guide
         # In other guides, latents may be computed from the batch, so that they do not depend on the rows of a plate.
-        if name not in getattr(guide, "plates", ()) or is_recording():
+        if name not in self._given or name not in getattr(guide, "plates", ()) or is_recording():
             return
-        if given is not None:  # Pyro takes the latents of a whole plate in their order
-            used = msg["value"] if len(msg["value"]) < fn.size else torch.arange(fn.size)
+        given, used = self._given[name], msg["value"]
+        if given is not None:
+            if len(used) == fn.size and not hasattr(guide.plates[name], "takes_any_order"):
+                used = torch.arange(fn.size)  # Pyro takes the latents of a whole plate in their order
             other = given is not used and not torch.equal(torch.as_tensor(given).cpu(), used.cpu())
         else:  # the model may use the rows that the guide has drawn, unless its data have only as many
-            drawn = self.trace.nodes[name]["fn"].subsample_size  # type: ignore[union-attr]
             lengths = {len(t) for t in tensors_in((self.call.args, self.call.kwargs)) if t.dim()}
-            other = drawn is not None and fn.subsample_size in lengths and fn.size not in lengths
+            other = (
+                not getattr(guide, "create_plates", None)
+                and fn.subsample_size in lengths
+                and fn.size not in lengths
+            )
         if other:
             raise GuideError(
                 f"latents in plate {name!r} would be trained on the data of other rows, because {type(guide).__name__} "
                 f"does not know which of the {fn.size} rows are in a batch. Pass their numbers to the model's plate, "
                 f"pyro.plate({name!r}, {fn.size}, subsample=rows), and use MeanFieldGuide, or AutoNormal or AutoDelta "
-                "with create_plates=, a function that returns this plate. A batch of all rows must be in their order"
+                "with create_plates=, a function that returns this plate, with batches of all rows in their order"
             )
 
 
