@@ -8,16 +8,12 @@ from typing import Any, ClassVar, NoReturn, Self, TypeVar
 
 import pyro.distributions as dist
 import torch
-from pyro.poutine.messenger import Messenger
 from pyro.poutine.replay_messenger import ReplayMessenger
-from pyro.poutine.util import site_is_subsample
 from torch import Tensor, distributions as td, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import _named_member_accessor as accessor
 
-from pyro_dvi.core.batches import tensors_in
 from pyro_dvi.core.distributions import strip_event_dims
-from pyro_dvi.core.recorder import is_recording
 from pyro_dvi.core.undisturbed import preserve_buffers
 from pyro_dvi.errors import GuideError
 from pyro_dvi.gaussians.normals import MultiplicativeNormal, is_joint
@@ -26,6 +22,7 @@ from pyro_dvi.moments.bilinear import MultiplicativeMoments
 from pyro_dvi.moments.quadrature import through_link
 from pyro_dvi.moments.shared_noise import JointMoments, joint_noise_followed
 from pyro_dvi.moments.value import Link
+from pyro_dvi.runs.batch_rows import RowsOfBatch
 from pyro_dvi.runs.explained import explained_errors
 from pyro_dvi.runs.latents import GaussianSite, Latent, Marginals, elementary, match_latents
 from pyro_dvi.runs.sites import SampleTrace, SetLatents
@@ -125,58 +122,17 @@ class Call:
         Raises:
             GuideError: if latents of an automatic guide would be trained on the data of other rows.
         """
-        with ReplayMessenger(guide_trace), RowsOfBatch(self), SampleTrace() as run:
+        with (
+            ReplayMessenger(guide_trace),
+            RowsOfBatch(self.guide, (self.args, self.kwargs)),
+            SampleTrace() as run,
+        ):
             self.model(*self.args, **self.kwargs)
         return run.trace
 
     def checked_model(self) -> Callable:
         """Return the model with the check of :class:`RowsOfBatch`, for objectives that replay it themselves."""
-        return RowsOfBatch(self)(self.model)  # type: ignore[no-any-return]
-
-
-class RowsOfBatch(Messenger):
-    """Compare the rows that a model gives to its plates with those of a guide, whose run is replayed around this.
-
-    Args:
-        call: the call of model and guide.
-
-    Raises:
-        GuideError: if latents of an automatic guide would be trained on the data of other rows (raised in a run).
-    """
-
-    def __init__(self, call: Call) -> None:
-        super().__init__()
-        self.call = call
-        self._given: dict[str, Any] = {}
-
-    def _pyro_sample(self, msg: Any) -> None:
-        if site_is_subsample(msg):
-            self._given[msg["name"]] = msg["value"]
-
-    def _pyro_post_sample(self, msg: Any) -> None:
-        name, fn, guide = msg["name"], msg["fn"], self.call.guide
-        # In other guides, latents may be computed from the batch, so that they do not depend on the rows of a plate.
-        if name not in self._given or name not in getattr(guide, "plates", ()) or is_recording():
-            return
-        given, used = self._given[name], msg["value"]
-        if given is not None:
-            if len(used) == fn.size and not hasattr(guide.plates[name], "takes_any_order"):
-                used = torch.arange(fn.size)  # Pyro takes the latents of a whole plate in their order
-            other = given is not used and not torch.equal(torch.as_tensor(given).cpu(), used.cpu())
-        else:  # the model may use the rows that the guide has drawn, unless its data have only as many
-            lengths = {len(t) for t in tensors_in((self.call.args, self.call.kwargs)) if t.dim()}
-            other = (
-                not getattr(guide, "create_plates", None)
-                and fn.subsample_size in lengths
-                and fn.size not in lengths
-            )
-        if other:
-            raise GuideError(
-                f"latents in plate {name!r} would be trained on the data of other rows, because {type(guide).__name__} "
-                f"does not know which of the {fn.size} rows are in a batch. Pass their numbers to the model's plate, "
-                f"pyro.plate({name!r}, {fn.size}, subsample=rows), and use MeanFieldGuide, or AutoNormal or AutoDelta "
-                "with create_plates=, a function that returns this plate, with batches of all rows in their order"
-            )
+        return RowsOfBatch(self.guide, (self.args, self.kwargs))(self.model)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
