@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, WeightedRandomSampler
+from torch.utils.data import BatchSampler, SequentialSampler, WeightedRandomSampler
 
 from pyro_dvi.errors import ArgumentError, DataError
 
@@ -85,9 +85,10 @@ def dataset_size(loader: Any) -> int | None:
         3
     """
     sampler, batches = row_sampler(loader), getattr(loader, "batch_sampler", loader)
-    if isinstance(sampler, Sequence):
-        return sum(map(len, sampler)) if sampler is batches else len(sampler)
-    own = sampler is not None and not type(sampler).__module__.startswith("torch.")
+    in_order = isinstance(sampler, Sequence)
+    if in_order and sampler is batches:
+        return sum(map(len, sampler))
+    own = not (in_order or sampler is None or type(sampler).__module__.startswith("torch."))
     if own or (
         batches is None and sampler is loader.sampler
     ):  # then, each entry of the data set may be a batch
@@ -96,8 +97,12 @@ def dataset_size(loader: Any) -> int | None:
         return int((sampler.weights > 0).sum())
     # The rows from which torch's samplers draw, in all epochs together.
     sources = [getattr(sampler, name, None) for name in ("indices", "data_source", "dataset")]
-    rows: Any = next((rows for rows in sources if rows is not None), getattr(loader, "dataset", None))
-    return len(rows) if hasattr(rows, "__len__") else None
+    drawn = next((rows for rows in sources if rows is not None), getattr(loader, "dataset", None))
+    rows: Any = sampler if in_order else drawn
+    size = len(rows) if hasattr(rows, "__len__") else None
+    if size and (in_order or type(sampler) is SequentialSampler) and getattr(batches, "drop_last", False):
+        return size - size % batches.batch_size or size  # each epoch drops the same rows
+    return size
 
 
 def named_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -50,8 +50,21 @@ class FollowsRows(AutoGuide):
         self.plates = {}
         for name, frame in frames.items():
             drawn = None if name in rows else frame.size
-            self.plates[name] = pyro.plate(name, frame.full_size, drawn, rows.get(name), frame.dim)
+            whole = name in rows and len(rows[name]) == frame.full_size
+            kind = _WholePlate if whole else pyro.plate
+            self.plates[name] = kind(name, frame.full_size, drawn, rows.get(name), frame.dim)
         return self.plates
+
+
+class _WholePlate(pyro.plate):
+    """A plate with all its rows in any order; Pyro itself selects rows only if they are fewer than all."""
+
+    takes_any_order = True
+
+    def _postprocess_message(self, msg: Any) -> None:
+        self.subsample_size -= 1
+        super()._postprocess_message(msg)
+        self.subsample_size += 1
 
 
 class _AllFound(Exception):

@@ -3,10 +3,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, ClassVar
 
+import torch
 from pyro.infer.autoguide import AutoDelta
 from pyro.optim import PyroOptim
+from torch import Tensor
 
 from pyro_dvi.bayesian import init_to_module
 from pyro_dvi.errors import ArgumentError
@@ -127,6 +130,15 @@ class NaturalGradients(Method):
 
 class PointEstimate(FollowsRows, AutoDelta):
     """Pyro's ``AutoDelta``, whose local latents follow the rows that the model gives to its plates."""
+
+    @torch.no_grad()
+    def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Return the value of each latent, of the rows of a batch or, without arguments, of all rows."""
+        if args or kwargs or self.prototype_trace is None:
+            return super().median(*args, **kwargs)  # type: ignore[no-any-return]
+        return {
+            name: attrgetter(name)(self).detach() for name, _ in self.prototype_trace.iter_stochastic_nodes()
+        }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -183,7 +183,8 @@ def _check_options(optimizer: str, options: Mapping[str, Any], known: Mapping[st
             )
         if name == "betas":
             rates = value if isinstance(value, tuple | list) else ()
-            if len(rates) != 2 or not all(is_number(rate, 1) for rate in rates):
+            pairs = zip(rates, known["betas"], strict=False)
+            if len(rates) != 2 or not all(rate == default or is_number(rate, 1) for rate, default in pairs):
                 raise ArgumentError(
                     f"betas must be two numbers in [0, 1), such as (0.9, 0.999), got {value!r}"
                 )

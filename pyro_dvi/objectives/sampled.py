@@ -86,7 +86,7 @@ class SampledELBO(Objective):
         run = PosteriorRun.of(call, _GaussianDraws() if factorised else _Draws(), nullcontext)
         log_likelihood = self.observed(run.model_trace).log_likelihood()
         if first and not factorised:
-            check_gradients(call, run.model_trace, log_likelihood)
+            check_gradients(call, run.model_trace, log_likelihood, factorised=False)
         kl, divergence = self.divergences(run.latents)
         log_density = run.guide.log_density()
         kl, divergence = kl + log_density, divergence + log_density

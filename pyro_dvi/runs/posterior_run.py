@@ -13,9 +13,7 @@ from torch import Tensor, distributions as td, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import _named_member_accessor as accessor
 
-from pyro_dvi.core.batches import tensors_in
 from pyro_dvi.core.distributions import strip_event_dims
-from pyro_dvi.core.recorder import is_recording
 from pyro_dvi.core.undisturbed import preserve_buffers
 from pyro_dvi.errors import GuideError
 from pyro_dvi.gaussians.normals import MultiplicativeNormal, is_joint
@@ -24,6 +22,7 @@ from pyro_dvi.moments.bilinear import MultiplicativeMoments
 from pyro_dvi.moments.quadrature import through_link
 from pyro_dvi.moments.shared_noise import JointMoments, joint_noise_followed
 from pyro_dvi.moments.value import Link
+from pyro_dvi.runs.batch_rows import RowsOfBatch
 from pyro_dvi.runs.explained import explained_errors
 from pyro_dvi.runs.latents import GaussianSite, Latent, Marginals, elementary, match_latents
 from pyro_dvi.runs.sites import SampleTrace, SetLatents
@@ -123,38 +122,17 @@ class Call:
         Raises:
             GuideError: if latents of an automatic guide would be trained on the data of other rows.
         """
-        with _Replay(guide_trace, self), SampleTrace() as run:
+        with (
+            ReplayMessenger(guide_trace),
+            RowsOfBatch(self.guide, (self.args, self.kwargs)),
+            SampleTrace() as run,
+        ):
             self.model(*self.args, **self.kwargs)
         return run.trace
 
-
-class _Replay(ReplayMessenger):
-    """Replay a run of a guide, whose plates must have the rows of the batch."""
-
-    def __init__(self, trace: Any, call: Call) -> None:
-        super().__init__(trace)
-        self.call = call
-
-    def _pyro_sample(self, msg: Any) -> None:
-        name, fn, given, guide = msg["name"], msg["fn"], msg["value"], self.call.guide
-        super()._pyro_sample(msg)
-        # In other guides, latents may be computed from the batch, so that they do not depend on the rows of a plate.
-        if name not in getattr(guide, "plates", ()) or is_recording():
-            return
-        if given is not None:  # Pyro takes the latents of a whole plate in their order
-            used = msg["value"] if len(msg["value"]) < fn.size else torch.arange(fn.size)
-            other = given is not used and not torch.equal(torch.as_tensor(given).cpu(), used.cpu())
-        else:  # the model may use the rows that the guide has drawn, unless its data have only as many
-            drawn = self.trace.nodes[name]["fn"].subsample_size  # type: ignore[union-attr]
-            lengths = {len(t) for t in tensors_in((self.call.args, self.call.kwargs)) if t.dim()}
-            other = drawn is not None and fn.subsample_size in lengths and fn.size not in lengths
-        if other:
-            raise GuideError(
-                f"latents in plate {name!r} would be trained on the data of other rows, because {type(guide).__name__} "
-                f"does not know which of the {fn.size} rows are in a batch. Pass their numbers to the model's plate, "
-                f"pyro.plate({name!r}, {fn.size}, subsample=rows), and use MeanFieldGuide, or AutoNormal or AutoDelta "
-                "with create_plates=, a function that returns this plate. A batch of all rows must be in their order"
-            )
+    def checked_model(self) -> Callable:
+        """Return the model with the check of :class:`RowsOfBatch`, for objectives that replay it themselves."""
+        return RowsOfBatch(self.guide, (self.args, self.kwargs))(self.model)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)

@@ -157,17 +157,21 @@ def reached_by(log_likelihood: Tensor, values: dict[str, Tensor]) -> frozenset[s
     )
 
 
-def check_gradients(call: Call, trace: Any, log_likelihood: Tensor) -> None:
+def check_gradients(call: Call, trace: Any, log_likelihood: Tensor, factorised: bool = True) -> None:
     """Raise an error if the data depend on a latent that the gradients of their likelihood do not reach.
 
     This is the case if the data depend on the latent only through functions without a slope. The model runs again with
     the values of such latents, and with draws from their priors, which shows whether the likelihood depends on them.
-    Latents that only set priors, or that no data depend on, are ignored.
+
+    A latent that no data depend on is ignored unless other latents set its prior. A factorised posterior treats such a
+    latent, for example a missing observation, like an observed value, and makes the posterior of its parents too
+    narrow.
 
     Args:
         call: the call of the model.
         trace: the trace of the model's run.
         log_likelihood: the log-likelihood of this run.
+        factorised: whether the posterior is factorised.
 
     Raises:
         ModelError: if there is such a latent; the message names it and the observed sites.
@@ -175,6 +179,7 @@ def check_gradients(call: Call, trace: Any, log_likelihood: Tensor) -> None:
     latents = {site["name"]: site for site in sites_of(trace, is_latent) if site["value"].requires_grad}
     outputs = [log_likelihood, *(t for site in latents.values() for t in _tensors(site["fn"]))]
     sloped = graph_of(outputs, without=_FLAT)
+    sloped |= {get_gradient_edge(leaf).node for leaf in outputs if leaf.requires_grad and leaf.is_leaf}
     blind = [name for name, site in latents.items() if get_gradient_edge(site["value"]).node not in sloped]
     # A reentrant checkpoint hides the tensors that its function uses.
     if not blind or any("Checkpoint" in node.name() for node in sloped):
@@ -197,6 +202,16 @@ def check_gradients(call: Call, trace: Any, log_likelihood: Tensor) -> None:
             "it, because .detach(), .item(), round, floor, argmax or a comparison is in between. Remove this "
             "operation, use a smooth function (sigmoid for a step), or pass gradients on: f + (f.round() - f).detach()"
         )
+    for name in blind if factorised else ():
+        others = [other for other in latents if other != name]
+        found = enters([latents[other]["value"] for other in others], _tensors(latents[name]["fn"]))
+        for parent in (other for other, is_parent in zip(others, found, strict=True) if is_parent):
+            raise ModelError(
+                f"no data depend on latent site {name!r}, whose prior depends on {parent!r}: a factorised posterior "
+                f"would treat it like an observed value, and that of {parent!r} would be too narrow. For observations "
+                "that are missing, use poutine.mask(mask=...) around pyro.sample instead of its argument obs_mask. "
+                "Sample other such sites only for predictions"
+            )
 
 
 def _check_shapes(trace: Any) -> None:

@@ -100,6 +100,11 @@ class Route(ABC):
     def _ordinary_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
         """Take an ordinary step."""
 
+    def _trained_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the model that a step runs; for objectives that do not check the rows of plates, it checks them."""
+        checks = hasattr(self.elbo, "current_kl_weight") or not hasattr(self.guide, "plates")
+        return self.model if checks else Call(self.model, self.guide, args, kwargs).checked_model()
+
     def _observed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
         """Return the context of an ordinary step, in which a recording is prepared."""
         if self.captured is None or not self._takes_outcomes():

@@ -3,6 +3,7 @@
 
 import copy
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pyro
@@ -56,7 +57,7 @@ class SVIRoute(Route):
         if type(svi).step is not SVI.step:  # a subclass with its own steps
             return finite(svi.step(*args, **kwargs))
         with poutine.trace(param_only=True) as capture, self._observed(args, kwargs):
-            loss = svi.loss_and_grads(svi.model, svi.guide, *args, **kwargs)
+            loss = svi.loss_and_grads(self._trained_model(args, kwargs), svi.guide, *args, **kwargs)
         # If a loss that is not an ELBO has a gradient, Pyro differentiates it; otherwise Pyro silently does nothing.
         by_pyro = getattr(svi.loss_and_grads, "__qualname__", "").startswith("SVI.")
         if by_pyro and not getattr(loss, "requires_grad", False):
@@ -145,7 +146,11 @@ class ModuleRoute(Route):
         """Take a training step in the usual torch way."""
         self.steered.zero_grad(set_to_none=True)
         with self._observed(args, kwargs):
-            loss = self.module(*args, **kwargs)
+            model = self._trained_model(args, kwargs)
+            own = model is self.model
+            loss = (self.module if own else partial(self.elbo.differentiable_loss, model, self.guide))(
+                *args, **kwargs
+            )
         value = finite(loss)
         loss.backward()
         self.steered.step()

@@ -83,7 +83,11 @@ class Stream(IterableDataset):
 @pytest.mark.parametrize(
     "size, options",
     [
-        (100, {"shuffle": True, "drop_last": True}),
+        (100, {"shuffle": True, "drop_last": True, "batch_size": 7}),
+        (98, {"drop_last": True, "batch_size": 7}),
+        (2, {"sampler": PART, "drop_last": True, "batch_size": 2}),
+        (3, {"sampler": PART, "drop_last": True, "batch_size": 4}),
+        (50, {"sampler": SubsetRandomSampler(range(50)), "drop_last": True, "batch_size": 7}),
         (100, {"sampler": RandomSampler(range(100), replacement=True, num_samples=7)}),
         (100, {"sampler": DistributedSampler(range(100), num_replicas=4, rank=1)}),
         (50, {"sampler": RandomSampler(range(50))}),

@@ -59,6 +59,7 @@ def trained(model: Any, guide: Any, elbo: Any, batches: Any = BATCHES, epochs: i
         (dvi.MeanFieldGuide, Trace_ELBO, 0.6),
         (PointEstimate, dvi.SampledELBO, 0.01),
         (lambda model: AutoDelta(model, create_plates=plates), dvi.SampledELBO, 0.01),
+        (lambda model: AutoDelta(model, create_plates=plates), Trace_ELBO, 0.01),
     ],
 )
 def test_minibatches_train_the_latents_of_their_rows(make, elbo, tolerance):
@@ -73,6 +74,26 @@ def test_a_model_may_read_the_rows_that_the_guide_draws():
     torch.testing.assert_close(z, 0.8 * Y, atol=0.02, rtol=0)
 
 
+@pytest.mark.parametrize("capture", [False, True])
+@pytest.mark.parametrize("make", [dvi.MeanFieldGuide, PointEstimate])
+@pytest.mark.parametrize("elbo", [dvi.SampledELBO, Trace_ELBO])
+def test_all_rows_may_come_in_any_order(make, elbo, capture):
+    guide = make(given)
+    orders = [torch.arange(N), SHUFFLED, SHUFFLED.flip(0)]
+    svi = SVI(given, guide, dvi.optim.Adam(dvi.optim.learning_rates(0.1)), loss=elbo())
+    dvi.fit(svi, [(rows, Y[rows]) for rows in orders], 60, progress=False, capture=capture)
+    tolerance = 0.01 if make is PointEstimate else 0.6
+    torch.testing.assert_close(guide.median()["z"], 0.8 * Y, atol=tolerance, rtol=0)
+
+
+def test_a_point_estimate_returns_all_rows_or_those_of_a_batch():
+    posterior = dvi.MAP(lr=0.1).fit(given, BATCHES, epochs=150, progress=False)
+    torch.testing.assert_close(posterior.guide.median()["z"], 0.8 * Y, atol=0.01, rtol=0)
+    rows = torch.tensor([3, 1])
+    assert torch.equal(posterior.guide.median(rows)["z"], posterior.guide.median()["z"][rows])
+
+
+@pytest.mark.parametrize("elbo", [dvi.SampledELBO, Trace_ELBO])
 @pytest.mark.parametrize(
     "model, make, batches",
     [
@@ -84,16 +105,26 @@ def test_a_model_may_read_the_rows_that_the_guide_draws():
         (drawn, PointEstimate, BATCHES),
         (drawn, dvi.MeanFieldGuide, BATCHES),
         (drawn, dvi.MeanFieldGuide, BATCHES[::-1]),
-        (
-            given,
-            dvi.MeanFieldGuide,
-            [*BATCHES, (SHUFFLED, Y[SHUFFLED])],
-        ),  # Pyro selects no rows of a whole plate
     ],
 )
-def test_latents_of_other_rows_are_refused(model, make, batches):
+def test_latents_of_other_rows_are_refused(model, make, batches, elbo):
     with pytest.raises(GuideError, match=r"plate 'data'.*of other rows.*'data', 12, subsample=rows"):
-        trained(model, make(model), dvi.SampledELBO(), batches, 2)
+        trained(model, make(model), elbo(), batches, 2)
+
+
+@pytest.mark.parametrize("model", [given, drawn])
+def test_training_of_an_elbo_module_refuses_them_too(model):
+    class Model(pyro.nn.PyroModule):
+        def forward(self, rows, y):
+            return model(rows, y)
+
+    net = Model()
+    guide = AutoNormal(net)
+    guide(*BATCHES[0])
+    module = Trace_ELBO()(net, guide)
+    optimizer = torch.optim.Adam(module.parameters())
+    with pytest.raises(GuideError, match="plate 'data'.*of other rows"):
+        dvi.fit(module, BATCHES, 2, optimizer=optimizer, progress=False)
 
 
 def test_a_guide_without_latents_in_given_rows_needs_no_arguments():

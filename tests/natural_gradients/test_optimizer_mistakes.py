@@ -69,6 +69,7 @@ def test_a_scheduler_steers_both_learning_rates(constructor):
         ({"damping": float("nan")}, "damping must be a finite, nonnegative number"),
         ({"betas": 0.9}, r"betas must be two numbers.*got 0\.9"),
         ({"betas": (0.9,)}, "betas must be two numbers"),
+        ({"betas": (0.9, None)}, "betas must be two numbers"),  # only IVON has a memory that grows
         ({"total_steps": 2.5}, r"total_steps must be a positive whole number.*2\.5"),
         ({"warmup_steps": 2.5}, "warmup_steps must be a whole number"),
         ({"lr": "0.1"}, "lr must be a positive number"),

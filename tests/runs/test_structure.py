@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data that depend on latents by their values only, which no gradient of the likelihood shows."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -58,7 +59,8 @@ def step(method: str, model: Callable) -> Any:
     guide: Any = guide_class(model)
     if elbo is None:
         guide.initialize(X, Y)
-        return guide.energy([(X, Y)]).at(torch.ones(N)).value
+        energy = guide.energy([(X, Y)])
+        return energy.at(torch.ones_like(energy.start)).value
     return SVI(model, guide, optimizer({}), loss=elbo()).step(X, Y)
 
 
@@ -156,6 +158,24 @@ def test_a_latent_that_no_data_depend_on_is_left_alone(method):
     seen = len(runs)
     svi.step(X, Y)
     assert len(runs) == seen + 1  # it was looked at once
+
+
+@EACH
+def test_a_latent_that_no_data_depend_on_is_refused_if_another_latent_sets_its_prior(method):
+    """A factorised posterior gives the slope the precision of all rows; one with covariances is right."""
+
+    def model(x: Tensor, y: Tensor) -> None:
+        slope = pyro.sample("slope", dist.Normal(torch.ones(N), 1.0).to_event(1))
+        later = pyro.sample("later", dist.Normal(slope.sum() * torch.ones(3), 0.5).to_event(1))
+        pyro.sample("last", dist.Normal(later, 0.5).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(slope * x, 0.5), obs=y)
+
+    if method == "not factorised":
+        assert math.isfinite(step(method, model))
+        return
+    with pytest.raises(ModelError, match=r"'last'.*depends on 'later'.*too narrow.*poutine\.mask"):
+        step(method, model)
 
 
 def test_the_look_uses_no_random_numbers():

@@ -10,6 +10,7 @@ import torch
 from pyro import poutine
 from pyro.infer import SVI
 from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, Sampler, Subset, TensorDataset
 
 import pyro_dvi as dvi
 from pyro_dvi import curvature, laplace
@@ -43,14 +44,17 @@ class Regression(nn.Module):
         elif way == "masked event":
             f, y = f.unsqueeze(-1), None if y is None else y.unsqueeze(-1)
             fn = dist.Normal(f, 0.7).mask(keep.unsqueeze(-1)).to_event(1)
-        with pyro.plate("data", self.share * n, subsample=torch.arange(n)):
+        rows = {"subsample": torch.tensor(KEPT)} if way == "rows" else {"subsample": torch.arange(n)}
+        if way == "size":
+            rows = {"subsample_size": n}
+        with pyro.plate("data", self.share * n, **rows):
             if way == "mask":
                 with poutine.mask(mask=keep):
                     return pyro.sample("y", fn, obs=y)
             if way == "weights":
                 with poutine.scale(scale=keep.double()):
                     return pyro.sample("y", fn, obs=y)
-            return pyro.sample("y", fn, obs=y)
+            return pyro.sample("y", fn, obs=y, obs_mask=keep if way == "obs_mask" else None)
 
 
 WAYS = ("mask", "masked", "masked event", "weights", "NaN", "vectors with NaN")
@@ -61,7 +65,7 @@ def problem(way, keep=KEEP, share=1, seed=1):
     pyro.clear_param_store()
     x, y = torch.randn(2, ROWS, 2, generator=torch.Generator().manual_seed(seed)).double()
     y = y[:, 0].clone()
-    if way == "removed":
+    if way in ("removed", "rows", "size"):
         x, y = x[keep], y[keep]
     elif "NaN" in way:
         y = y.masked_fill(~keep, math.nan)
@@ -206,6 +210,77 @@ def test_rows_that_are_left_out_of_a_minibatch_do_not_count(name):
     expected = ENGINES[name](*problem("removed", share=2))
     for way in ("mask", "NaN"):
         check(name, way, expected, share=2)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", MINIBATCHES)
+def test_a_plate_counts_its_rows_however_they_are_given(name):
+    expected = ENGINES[name](*problem("removed", share=3))
+    for way in ("rows", "size"):
+        if way == "rows" or name not in ("VOGN", "IVON"):  # Pyro draws rows and shifts the random numbers
+            check(name, way, expected, share=3)
+
+
+METHODS = {
+    "VariationalLaplace": dvi.VariationalLaplace(),
+    "moments": dvi.MomentPropagation(posterior=dvi.MeanFieldGuide),
+    "MNVI": dvi.MomentPropagation(),
+    **{by.__name__: dvi.NaturalGradients(by=by) for by in (dvi.VOGN, dvi.OGN, dvi.IVON, dvi.NoisyKFAC)},
+    "MAP": dvi.MAP(),
+    "Laplace": dvi.Laplace(),
+}
+
+
+class Own(Sampler):
+    """A sampler of which only an epoch shows the rows."""
+
+    def __init__(self, rows: list[int]) -> None:
+        self.rows = rows
+
+    def __iter__(self):
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+LOADERS = {
+    "indices": lambda data: DataLoader(data, 2, sampler=[1, 5, 8, 9]),
+    "batches of indices": lambda data: DataLoader(data, batch_sampler=[[1, 5], [8, 9]]),
+    "batch sampler": lambda data: DataLoader(data, batch_sampler=BatchSampler(Own([1, 5, 8, 9]), 2, False)),
+    "own sampler": lambda data: DataLoader(data, 2, sampler=Own([1, 5, 8, 9])),
+    "subset": lambda data: DataLoader(Subset(data, [1, 5, 8, 9]), 2),
+    "dropped": lambda data: DataLoader(Subset(data, [1, 5, 8, 9, 3]), 2, drop_last=True),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # of the few rows
+@pytest.mark.parametrize("method", METHODS)
+def test_rows_that_a_loader_never_yields_do_not_count(method):
+    """Networks, so that the size of the data set is the one that the loader gives."""
+    x, y = torch.randn(2, ROWS, 2, generator=torch.Generator().manual_seed(1))
+    data = TensorDataset(x, y[:, :1])
+
+    def outputs(loader):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
+        posterior = METHODS[method].fit(net, loader, epochs=3, progress=False)
+        prediction = posterior.predict(x, seed=0)
+        return torch.stack([prediction.mean, prediction.variance])
+
+    expected = outputs(DataLoader(TensorDataset(*data[[1, 5, 8, 9]]), 2))
+    for way, make in LOADERS.items():
+        torch.testing.assert_close(outputs(make(data)), expected, rtol=1e-4, atol=1e-5, msg=way)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ENGINES)
+def test_latents_in_the_place_of_rows_are_refused_in_training(name):
+    """With ``obs_mask``, a factorised posterior would have the precision of all rows."""
+    if "scores" in name:
+        return check(name, "obs_mask", ENGINES[name](*problem("removed")))
+    with pytest.raises(dvi.errors.ModelError, match=r"'y_unobserved', .*poutine\.mask.*obs_mask"):
+        ENGINES[name](*problem("obs_mask"))
 
 
 @pytest.mark.soak
