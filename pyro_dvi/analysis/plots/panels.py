@@ -10,8 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from pyro_dvi.analysis.plots.predictions import GREY, column
-from pyro_dvi.analysis.tuning import Tuned
-from pyro_dvi.analysis.tuning.trainings import are_numbers
+from pyro_dvi.analysis.tuning import Tuned, are_numbers
 from pyro_dvi.errors import ArgumentError, DataError
 from pyro_dvi.predictive.metrics import Estimate
 
