@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reports that are shown as text and in notebooks."""
+"""Reports that are shown as text."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -45,29 +45,19 @@ class Columns:
         text.insert(1, "-" * max(map(len, text)))
         return "\n".join(text)
 
-    def _repr_html_(self) -> str:
-        import pandas
-
-        return pandas.DataFrame(list(self.rows), columns=list(self.titles)).to_html(index=False, border=0)
-
 
 class InNotebook:
-    """Base class of objects that a notebook shows as HTML tables and text; by default, as the text of ``print``."""
-
-    def _shown(self) -> Sequence[Any]:
-        return [str(self)]
+    """Base class of objects that a notebook shows as the text of ``print``."""
 
     def _repr_html_(self) -> str:
-        return "\n".join(
-            part._repr_html_()
-            if hasattr(part, "_repr_html_")
-            else f'<pre style="white-space: pre-wrap">{escape(part)}</pre>'
-            for part in self._shown()
-        )
+        return f'<pre style="white-space: pre-wrap">{escape(str(self))}</pre>'
 
 
 class Report(InNotebook):
     """Paragraphs and tables, listed by ``_shown``; ``print`` wraps lines and separates parts with empty lines."""
+
+    def _shown(self) -> list[Any]:
+        raise NotImplementedError
 
     def __str__(self) -> str:
         return "\n\n".join(_broken(part) if isinstance(part, str) else str(part) for part in self._shown())
@@ -93,7 +83,7 @@ class Table(Report):
         formats: the columns to print, with their formats; the first column is the name of the row. Names and texts have
             an empty format; leading names are aligned to the left. Underscores in column names are printed as spaces,
             and missing numbers (NaN) as dashes.
-        verdict: text below the table.
+        note: text below the table.
 
     Example:
         >>> rows = (
@@ -115,7 +105,7 @@ class Table(Report):
     heading: str
     rows: Sequence[Mapping[str, Any]]
     formats: Mapping[str, str]
-    verdict: str = ""
+    note: str = ""
 
     def __getitem__(self, column: str) -> list[Any]:
         return [row[column] for row in self.rows]
@@ -136,4 +126,4 @@ class Table(Report):
             for row in self.rows
         ]
         names = next(k for k, form in enumerate(self.formats.values()) if form)
-        return [self.heading, Columns(titles, cells, names), *([self.verdict] if self.verdict else [])]
+        return [self.heading, Columns(titles, cells, names), *([self.note] if self.note else [])]
