@@ -175,13 +175,12 @@ def test_a_plate_that_is_called_like_a_variable_names_no_dimension():
     assert exported["log_likelihood"]["obs"].dims == ("chain", "draw", "x")
 
 
-def test_nested_inputs_are_left_out_and_named():
+def test_nested_inputs_are_left_out():
     def nested(x, parts, y=None):
         model(x + parts["first"], y)
 
     exported = to_arviz(nested, guide, (X, {"first": X}, Y), 3, batch_size=5)
     assert set(exported["constant_data"].data_vars) == {"x"}
-    assert exported.attrs["inputs_left_out"] == "parts"
 
 
 # Numbers ----------------------------------------------------------------------------------------------------------
