@@ -342,8 +342,6 @@ class _Trainings:
 
 def _lists(space: Any) -> dict[str, list[Any]]:
     """Return the values of each setting: numbers in ascending order, other values in the given order."""
-    if not isinstance(space, Mapping) or not space:
-        raise ArgumentError(f'space must map settings to values, as {{"lr": (0.01, 0.1)}}, not {space!r}')
     lists: dict[str, list[Any]] = {}
     for name, values in space.items():
         own = list(values) if isinstance(values, Iterable) and not isinstance(values, str) else []

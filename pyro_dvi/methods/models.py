@@ -13,7 +13,7 @@ from pyro_dvi.bayesian import classifier, regressor, to_bayesian_
 from pyro_dvi.bayesian.converted import was_converted
 from pyro_dvi.bayesian.likelihoods import LikelihoodModule
 from pyro_dvi.core.batches import arguments, check_loader, dataset_size
-from pyro_dvi.errors import ArgumentError, DataError, ModelError, warn
+from pyro_dvi.errors import ArgumentError, DataError, warn
 
 Loader = Iterable[Any]
 
@@ -33,11 +33,7 @@ def as_model(model: Any, loader: Loader, prior_scale: Any, noise_scale: Any) -> 
     """
     if not callable(model):
         raise ArgumentError(f"the model is a {type(model).__name__}: pass a network first, then a loader")
-    try:
-        model = copy.deepcopy(model) if isinstance(model, nn.Module) else model
-    except TypeError as error:
-        how = "open files and connections in a function that forward calls, or train the model itself with dvi.fit"
-        raise ModelError(f"the model cannot be copied ({error}): {how}") from error
+    model = copy.deepcopy(model) if isinstance(model, nn.Module) else model
     if not is_network(model):
         return model
     check_loader(loader, 2)

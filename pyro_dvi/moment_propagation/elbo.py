@@ -172,10 +172,6 @@ class MomentPropagationELBO(Objective):
         )
         if estimator is not None:
             check_choice("estimator", estimator, LogitEstimator, "Sobol(64) or TiltedBound()")
-        if isinstance(weighting, type) or not (weighting is None or callable(weighting)):
-            raise ArgumentError(f"weighting must be an object such as VarianceWeighted(), got {weighting!r}")
-        if variance_floor is not None and not variance_floor >= 0:
-            raise ArgumentError(f"variance_floor must not be negative, got {variance_floor}")
         self.estimator = estimator
         self.weighting = weighting
         self.variance_floor = variance_floor

@@ -123,10 +123,6 @@ class MultiplicativeNoiseGuide(FactorisedGuide):
         if not isinstance(biases, Factor) or biases.store not in (None, "scales"):
             raise TypeError(f"biases must be Deterministic() or MeanField(), got {biases!r}")
         input_axis = {} if input_axis is None else input_axis
-        if not isinstance(input_axis, Mapping) or not all(isinstance(name, str) for name in input_axis):
-            raise ArgumentError(
-                f"input_axis must be a mapping from site names to axes, such as {{'w': 0}}, got {input_axis!r}"
-            )
         check_positive("eps", eps)
         start = FollowedStart(init_loc_fn)
         super().__init__(model, init_loc_fn=start, create_plates=create_plates)

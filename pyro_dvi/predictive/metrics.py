@@ -329,11 +329,6 @@ def nll(log_likelihood: Any) -> Estimate:
         2.0000 ± 0.5774
     """
     values = numbers(log_likelihood, "log_likelihood").flatten()
-    if (values == math.inf).any():
-        raise DataError(
-            "log_likelihood is plus infinity for some examples, because their density is infinite: this occurs at the "
-            "edge of the support of a Beta or Gamma, and for a noise scale of zero"
-        )
     error = float(values.std() / math.sqrt(len(values))) if len(values) > 1 else math.nan
     return Estimate(float(-values.mean()), error)
 

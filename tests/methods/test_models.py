@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, Sampler, Subset, TensorDa
 
 import pyro_dvi as dvi
 from pyro_dvi.bayesian import Heteroscedastic, LearnedScale
-from pyro_dvi.errors import ArgumentError, DataError, DviWarning, ModelError
+from pyro_dvi.errors import ArgumentError, DataError, DviWarning
 from tests.methods.cases import EPOCHS, METHODS, Slope, fitted, loader, network, rows, slope
 
 # Models ---------------------------------------------------------------------------------------------------------------
@@ -255,12 +255,3 @@ def test_labels_out_of_range_are_not_all_printed():
     with pytest.raises(DataError, match="from 0 to 8 .*upper_bound=2") as caught:
         dvi.MAP().fit(network(), [(X, torch.arange(60) % 9)], 1, progress=False)
     assert "tensor(" not in str(caught.value)
-
-
-def test_a_model_with_an_open_file_is_refused_with_the_reason(tmp_path):
-    net = network(1)
-    with (
-        open(tmp_path / "log", "w") as net.log,
-        pytest.raises(ModelError, match="cannot be copied.*open files"),
-    ):
-        dvi.VariationalLaplace().fit(net, loader(labels=False), 1, progress=False)

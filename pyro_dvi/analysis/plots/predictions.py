@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.legend import Legend
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from pyro_dvi.errors import ArgumentError, DataError, UnsupportedError
+from pyro_dvi.errors import DataError, UnsupportedError
 from pyro_dvi.predictive import metrics
 
 GREY = "gray"
@@ -174,11 +174,8 @@ def reliability_diagram(
     confidence, accuracy = table.confidence.numpy(), table.accuracy.numpy()
 
     ax = ax or _new_axes(4.2, 5.0)
-    place, figure = ax.get_subplotspec(), ax.get_figure(root=False)
-    if place is None or figure is None:
-        raise ArgumentError(
-            "ax must be part of a grid created with plt.subplots, because the counts occupy a part of it"
-        )
+    place: Any = ax.get_subplotspec()
+    figure: Any = ax.get_figure(root=False)
     cells = place.subgridspec(2, 1, height_ratios=[3.2, 1], hspace=0.06)
     ax.set_subplotspec(cells[0])
     counts = figure.add_subplot(cells[1], sharex=ax)
@@ -245,8 +242,6 @@ def rejection_curve(
     """
     methods = predictions if isinstance(predictions, Mapping) else {"": predictions}
     ranks = uncertainty if isinstance(uncertainty, Mapping) else dict.fromkeys(methods, uncertainty)
-    if not methods or not set(methods) <= set(ranks):
-        raise DataError(f"the methods are {list(methods)}, but uncertainties are given for {list(ranks)}")
     ax = ax or _new_axes(5.0, 3.8)
     highest = 0.0
     for k, (name, prediction) in enumerate(methods.items()):

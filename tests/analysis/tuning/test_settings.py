@@ -357,7 +357,6 @@ def test_a_value_beyond_the_list_may_be_one_that_cannot_be():
 @pytest.mark.parametrize(
     ("space", "message"),
     [
-        ((0.1, 0.3), "space must map settings to values"),
         ({"lr": ()}, "'lr' with values"),
         ({"lr": "adam"}, "'lr' with values"),
         ({"lr": (0.1, math.nan)}, "finite numbers"),
