@@ -13,8 +13,7 @@ from pyro.nn.module import PyroModule, PyroParam, PyroSample
 from torch import Tensor, nn
 from torch.distributions import constraints
 
-from pyro_dvi.bayesian.prior_scales import LearnedScale, ScalePrior, check_scale_prior
-from pyro_dvi.bayesian.priors import positive
+from pyro_dvi.bayesian.priors import LearnedScale, ScalePrior, check_scale_prior, positive
 from pyro_dvi.core.arguments import check_count
 from pyro_dvi.errors import ArgumentError, DataError, ModelError, warn
 

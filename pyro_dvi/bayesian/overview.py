@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pyro_dvi.bayesian.conversion import posterior_means
 from pyro_dvi.bayesian.converted import DistributionPrior, ScaleMixturePrior, TiedPrior
-from pyro_dvi.bayesian.prior_scales import ScalePrior
+from pyro_dvi.bayesian.priors import ScalePrior
 from pyro_dvi.core.table import Table
 from pyro_dvi.core.undisturbed import undisturbed
 from pyro_dvi.errors import ArgumentError, ModelError

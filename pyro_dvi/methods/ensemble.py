@@ -16,8 +16,7 @@ from pyro_dvi.bayesian.conversion import with_own_weights
 from pyro_dvi.bayesian.converted import was_converted
 from pyro_dvi.core.arguments import check_choice
 from pyro_dvi.errors import ArgumentError, warn
-from pyro_dvi.methods.method import Method
-from pyro_dvi.methods.models import Loader, is_network
+from pyro_dvi.methods.method import Loader, Method, is_network
 from pyro_dvi.methods.posterior import Posterior
 from pyro_dvi.methods.trained import MAP
 from pyro_dvi.training import EnsembleGuide

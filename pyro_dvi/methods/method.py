@@ -1,26 +1,143 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Base class of methods, which train a posterior for a network."""
+"""Base class of methods, which train a posterior for a network and may tune their settings on validation data."""
 
+import copy
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Self
+from itertools import islice
+from typing import Any, ClassVar, Self
 
+import pyro
 from pyro.infer import SVI
-from torch import nn
+from pyro.nn.module import PyroModule
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from pyro_dvi.bayesian import LearnedScale
-from pyro_dvi.core.batches import arguments, check_loader
-from pyro_dvi.methods.models import Loader, as_model, is_network
+from pyro_dvi.analysis.tuning import tune
+from pyro_dvi.bayesian import LearnedScale, classifier, regressor, to_bayesian_
+from pyro_dvi.bayesian.converted import was_converted
+from pyro_dvi.bayesian.likelihoods import LikelihoodModule
+from pyro_dvi.core.batches import arguments, check_loader, dataset_size
+from pyro_dvi.errors import ArgumentError, DataError, warn
 from pyro_dvi.methods.posterior import Posterior
-from pyro_dvi.methods.tunable import Tunable
 from pyro_dvi.optim import Adam
 from pyro_dvi.training import History, fit, load
 from pyro_dvi.training.ensemble import train_apart
 from pyro_dvi.training.own_store import OwnNetworks
 from pyro_dvi.training.random_state import preserve_random_state
+
+Loader = Iterable[Any]
+
+
+def is_network(model: Any) -> bool:
+    """Return whether a model is a torch module without a likelihood; it may have priors."""
+    is_model = isinstance(model, LikelihoodModule) or (
+        isinstance(model, PyroModule) and not was_converted(model)
+    )
+    return isinstance(model, nn.Module) and not is_model
+
+
+def as_model(model: Any, loader: Loader, prior_scale: Any, noise_scale: Any) -> Any:
+    """Return a copy of a Pyro model, or a Pyro model that consists of a copy of a network, priors and a likelihood.
+
+    For a network, integer targets are treated as labels; other targets get Normal noise.
+    """
+    if not callable(model):
+        raise ArgumentError(f"the model is a {type(model).__name__}: pass a network first, then a loader")
+    model = copy.deepcopy(model) if isinstance(model, nn.Module) else model
+    if not is_network(model):
+        return model
+    check_loader(loader, 2)
+    size = dataset_size(loader)
+    targets = [_target(batch) for batch in (loader if size is None else islice(loader, 1))]
+    if not targets or not all(isinstance(target, Tensor) and target.dim() for target in targets):
+        raise DataError(
+            "batches for a network must be (inputs, targets), ((a, b), targets) for several inputs, or mappings with "
+            "its arguments and 'labels'. For other data, pass a Pyro model, def model(x, y=None), instead of a network"
+        )
+    if not was_converted(model):
+        to_bayesian_(model, prior_scale)
+    num_data = size or sum(map(len, targets))
+    if targets[0].is_floating_point():
+        _look_at(targets[0], prior_scale)
+        return regressor(model, num_data, noise_scale)
+    return classifier(model, num_data)
+
+
+def _look_at(numbers: Tensor, prior_scale: Any) -> None:
+    """Warn if targets look like labels, or if their size does not suit the default priors, noise and step sizes."""
+    size = float(numbers.square().mean().sqrt())
+    if bool((numbers * (numbers - 1) == 0).all()):
+        warn("all targets are 0.0 or 1.0, but get Normal noise: if they are labels, pass y.long()")
+    elif prior_scale == 1.0 and (size < 0.1 or size > 10):
+        warn(
+            f"the root mean square of the targets is {size:.3g}, but the default priors, noise and step sizes are for "
+            "targets of size about 1. Standardise the targets, or predictions may be far off"
+        )
+
+
+def _target(batch: Any) -> Any:
+    """Return the targets of a batch; None unless there is exactly one."""
+    args, named = arguments(batch, None)
+    return named.get("labels", named.get("y")) if named else args[1] if len(args) == 2 else None
+
+
+class Tunable:
+    """Mixin of :class:`~pyro_dvi.methods.Method` that tunes its settings."""
+
+    space: ClassVar[Mapping[str, tuple[float, ...]]] = {
+        "lr": (0.003, 0.01, 0.03),
+        "prior_scale": (0.3, 1.0, 3.0),
+        "temperature": (0.01, 0.1, 1.0),
+    }
+
+    def tune(
+        self: Any,
+        model: Any,
+        loader: Loader,
+        epochs: int,
+        *,
+        validation: Any,
+        space: Mapping[str, Iterable[Any]] | None = None,
+        seed: int = 0,
+        **options: Any,
+    ) -> Posterior:
+        """Train with several settings, and return the posterior that predicts validation data best.
+
+        Args:
+            model: as in :meth:`fit`.
+            loader: as in :meth:`fit`.
+            epochs: number of epochs of each training run.
+            validation: inputs with observations, held out from ``loader``.
+            space: values to try, for each argument of this method that is tuned; by default, the step size, the prior
+                scale and the temperature are tuned.
+            seed: random seed of each training run.
+            **options: further arguments of :func:`~pyro_dvi.tune`, such as ``max_trainings``, ``study`` and
+                ``progress``.
+
+        Returns:
+            The posterior; its ``method`` has the chosen settings, and its ``tuned`` is the table of training runs.
+
+        Raises:
+            TypeError: ``space`` has a name that is not an argument of this method.
+        """
+        space = self.space if space is None else space
+        others: dict[tuple[Any, ...], dict[str, Any]] = {}
+
+        def train(**settings: Any) -> Any:
+            done = replace(self, **settings).fit(model, loader, epochs, seed=seed, progress=False)
+            others[tuple(settings.values())] = {"history": done.history, "networks": done.networks}
+            return done
+
+        with pyro.get_param_store().scope() as store:
+            tuned = tune(train, validation, space, seed=seed, **options)
+        method = replace(self, **tuned.settings).settled(model)
+        svi = SVI(tuned.model, tuned.guide, method.optimizer(epochs), loss=method.elbo())
+        kept = others[tuple(tuned.settings.values())]
+        return Posterior(tuned.model, tuned.guide, store, method=method, svi=svi, tuned=tuned, **kept)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,8 +3,8 @@
 
 from pyro_dvi.moments import (  # noqa: F401  # they register their rules
     activations,
-    affine,
     arithmetic,
+    bilinear,
     elements,
     layers,
     normalisation,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pyro_dvi.core.arguments import check_count
 from pyro_dvi.errors import ArgumentError, DataError
-from pyro_dvi.expectations.location_scale import mean_distance
+from pyro_dvi.expectations.closed_forms import mean_distance
 from pyro_dvi.predictive.metric_arguments import alike, classes_and_labels, numbers
 
 __all__ = [

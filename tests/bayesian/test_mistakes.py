@@ -28,7 +28,7 @@ from pyro_dvi.bayesian import (
     to_bayesian_,
     to_deterministic,
 )
-from pyro_dvi.bayesian.prior_scales import FanIn
+from pyro_dvi.bayesian.priors import FanIn
 
 
 def mlp() -> nn.Sequential:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pyro_dvi.core import triton_kernels
-from pyro_dvi.core.triton_kernels import triton_kernel
+from pyro_dvi.core.elementwise import triton_kernel
 from pyro_dvi.errors import DviWarning
 
 PATH, CPU = "a_module_with_kernels:double", torch.device("cpu")

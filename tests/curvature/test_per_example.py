@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pyro_dvi.curvature import EmpiricalFisher, fisher
-from pyro_dvi.curvature.fisher import summed_squared_gradients
+from pyro_dvi.curvature.diagonals import summed_squared_gradients
 from pyro_dvi.curvature.per_example import per_example_rule
 from pyro_dvi.curvature.per_example.example_rules import _RULES
 from pyro_dvi.curvature.squared_gradients import SquaredGradients
