@@ -15,7 +15,7 @@ from torch import Tensor, linalg
 from pyro_dvi.core.arguments import check_count
 from pyro_dvi.core.densities import with_any
 from pyro_dvi.core.progress import progress_bar
-from pyro_dvi.core.table import Columns, Report
+from pyro_dvi.core.table import Columns, InNotebook
 from pyro_dvi.errors import ArgumentError, NonFiniteError, PyroDviError, warn
 from pyro_dvi.predictive.predict import predict
 from pyro_dvi.training.ensemble import TrainedPosterior, train_apart
@@ -35,7 +35,7 @@ _NUMERICAL = (ValueError, ArithmeticError, linalg.LinAlgError)  # type: ignore[a
 
 
 @dataclass(frozen=True, repr=False)
-class Tuned(Report):
+class Tuned(InNotebook):
     """The chosen settings, their posterior, and the scores of all training runs; ``print`` shows them as a table.
 
     Attributes:
@@ -54,7 +54,7 @@ class Tuned(Report):
     table: Table
     failures: dict[int, str]
 
-    def _shown(self) -> list[Any]:
+    def __repr__(self) -> str:
         lowest = min(score for score in self.table["score"] if score == score)
         rows = []
         for row, (*values, score, error, paired) in enumerate(zip(*self.table.values(), strict=True)):
@@ -63,9 +63,7 @@ class Tuned(Report):
             note = f"failed: {self.failures[row]}" if row in self.failures else note
             numbers = ("-" if number != number else f"{number:.4f}" for number in (score, error, paired))
             rows.append((note, *map(_text, values), *numbers))
-        return [Columns(("", *self.settings, "score", "standard error", "paired error"), rows)]
-
-    __repr__ = Report.__str__
+        return str(Columns(("", *self.settings, "score", "standard error", "paired error"), rows))
 
 
 def tune(
@@ -125,7 +123,7 @@ def tune(
         progress: show a progress bar in a terminal or notebook.
 
     Returns:
-        The chosen settings, their model and guide, and the table that :func:`~pyro_dvi.plots.tuning` plots.
+        The chosen settings, their model and guide, and the table of all training runs.
 
     Raises:
         ArgumentError: if a list cannot be searched, if the lists need more than ``max_trainings``, if ``train`` uses
@@ -279,7 +277,7 @@ class _Trainings:
     def _neighbours(self, i: int) -> list[Any]:
         """Return the values that are next to the chosen value of a setting; all values if the setting has no order."""
         values, chosen = list(self.lists.values())[i], self.choice()[i]
-        if not are_numbers(values):
+        if not _are_numbers(values):
             return values
         ordered = self._ordered(i)
         place = ordered.index(chosen)
@@ -299,7 +297,7 @@ class _Trainings:
         """Return the best settings, but with the largest temperature that is within one paired standard error."""
         chosen = self._best()
         for i, (name, values) in enumerate(self.lists.items()):
-            if name in _TEMPERATURES and are_numbers(values):
+            if name in _TEMPERATURES and _are_numbers(values):
                 same = [key for key in self._close() if _with_value(key, i, chosen[i]) == chosen]
                 chosen = max(same, key=lambda key, i=i: key[i])  # type: ignore[misc]
         return chosen
@@ -307,7 +305,7 @@ class _Trainings:
     def beyond(self, i: int) -> float | None:
         """Return the next value beyond an end of a list, if the best value is at this end and the curve is not flat."""
         values = list(self.lists.values())[i]
-        if not self.scores or self._best()[i] != self.choice()[i] or not are_numbers(values):
+        if not self.scores or self._best()[i] != self.choice()[i] or not _are_numbers(values):
             return None
         ordered = self._ordered(i)
         if self._best()[i] == ordered[-1]:
@@ -337,7 +335,7 @@ class _Trainings:
 
     def _places(self, key: Key) -> list[Any]:
         pairs = zip(key, self.lists.values(), strict=True)
-        return [v if are_numbers(own) else own.index(v) for v, own in pairs]
+        return [v if _are_numbers(own) else own.index(v) for v, own in pairs]
 
 
 def _lists(space: Any) -> dict[str, list[Any]]:
@@ -353,7 +351,7 @@ def _lists(space: Any) -> dict[str, list[Any]]:
             )
         own = list(dict.fromkeys(own))
         kind = int if all(isinstance(value, Integral) for value in own) else float
-        lists[name] = sorted(map(kind, own)) if are_numbers(own) else own
+        lists[name] = sorted(map(kind, own)) if _are_numbers(own) else own
     return lists
 
 
@@ -369,7 +367,7 @@ def _nll(model: Any, guide: Any, validation: Any, seed: int) -> Tensor:
 
 
 def _text(value: Any) -> str:
-    return f"{value:g}" if are_numbers([value]) else str(value)
+    return f"{value:g}" if _are_numbers([value]) else str(value)
 
 
 def _as_score(value: Any) -> Tensor:
@@ -383,7 +381,7 @@ def _as_score(value: Any) -> Tensor:
     return found
 
 
-def are_numbers(values: list[Any]) -> bool:
+def _are_numbers(values: list[Any]) -> bool:
     """Return True if all values are numbers, which have an order."""
     return all(isinstance(value, Real) and not isinstance(value, bool) for value in values)
 

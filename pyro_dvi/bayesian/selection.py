@@ -165,10 +165,8 @@ def _selectors(selection: Any) -> tuple[Selector, ...]:
 def suggestion(pattern: str, everything: Iterable[Candidate]) -> str:
     """Return a sentence that names the parameters closest to a pattern that matched nothing."""
     names = [candidate.name for candidate in everything]
-    if below := [name for name in names if name.startswith(f"{pattern}.")]:
-        return f"Did you mean {pattern + '.*'!r}, which matches {below[0]!r}?"
-    close = difflib.get_close_matches(pattern, names) or names[:3]
-    return f"Parameters are named like {', '.join(map(repr, close))}."
+    close = difflib.get_close_matches(pattern, names, cutoff=0.3) or names[:3]
+    return f"Parameters are named like {', '.join(map(repr, close))}; '*' stands for any text."
 
 
 def _owned(module: nn.Module, paths: Sequence[str]) -> Iterator[Candidate]:

@@ -4,7 +4,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -53,25 +52,8 @@ class InNotebook:
         return f'<pre style="white-space: pre-wrap">{escape(str(self))}</pre>'
 
 
-class Report(InNotebook):
-    """Paragraphs and tables, listed by ``_shown``; ``print`` wraps lines and separates parts with empty lines."""
-
-    def _shown(self) -> list[Any]:
-        raise NotImplementedError
-
-    def __str__(self) -> str:
-        return "\n\n".join(_broken(part) if isinstance(part, str) else str(part) for part in self._shown())
-
-
-def _broken(text: str) -> str:
-    """Return text whose lines have at most 88 characters, where words allow it."""
-    return "\n".join(
-        fill(line, 88, break_long_words=False, break_on_hyphens=False) for line in text.splitlines()
-    )
-
-
 @dataclass(frozen=True)
-class Table(Report):
+class Table(InNotebook):
     """A report with one table: a heading, rows of named values, and a note below the table.
 
     ``print(report)`` shows the table, ``report["name"]`` is a column, and ``report.to_dataframe()`` contains all
@@ -116,7 +98,7 @@ class Table(Report):
 
         return pandas.DataFrame(list(self.rows)).set_index(next(iter(self.formats)))
 
-    def _shown(self) -> list[Any]:
+    def __str__(self) -> str:
         titles = [name.replace("_", " ") for name in self.formats]
         cells = [
             [
@@ -126,4 +108,5 @@ class Table(Report):
             for row in self.rows
         ]
         names = next(k for k, form in enumerate(self.formats.values()) if form)
-        return [self.heading, Columns(titles, cells, names), *([self.note] if self.note else [])]
+        parts = (self.heading, str(Columns(titles, cells, names)), self.note)
+        return "\n\n".join(filter(None, parts))

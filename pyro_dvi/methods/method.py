@@ -21,7 +21,7 @@ from pyro_dvi.bayesian import LearnedScale, classifier, regressor, to_bayesian_
 from pyro_dvi.bayesian.converted import was_converted
 from pyro_dvi.bayesian.likelihoods import LikelihoodModule
 from pyro_dvi.core.batches import arguments, check_loader, dataset_size
-from pyro_dvi.errors import ArgumentError, DataError, warn
+from pyro_dvi.errors import DataError, warn
 from pyro_dvi.methods.posterior import Posterior
 from pyro_dvi.optim import Adam
 from pyro_dvi.training import History, fit, load
@@ -45,8 +45,6 @@ def as_model(model: Any, loader: Loader, prior_scale: Any, noise_scale: Any) -> 
 
     For a network, integer targets are treated as labels; other targets get Normal noise.
     """
-    if not callable(model):
-        raise ArgumentError(f"the model is a {type(model).__name__}: pass a network first, then a loader")
     model = copy.deepcopy(model) if isinstance(model, nn.Module) else model
     if not is_network(model):
         return model

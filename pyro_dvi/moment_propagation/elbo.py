@@ -14,7 +14,7 @@ from pyro_dvi.core.arguments import check_choice
 from pyro_dvi.core.densities import mask_of, with_any
 from pyro_dvi.core.undisturbed import undisturbed
 from pyro_dvi.curvature.linearisation import ObservedSite
-from pyro_dvi.errors import ArgumentError, ModelError, UnsupportedError, warn
+from pyro_dvi.errors import ModelError, UnsupportedError, warn
 from pyro_dvi.expectations.logits import LogitEstimator
 from pyro_dvi.expectations.points import are_distinct, gaussian_of
 from pyro_dvi.moments import GaussianMoments
@@ -58,10 +58,6 @@ class VarianceWeighted:
 
     exponent: float | Callable[[int], float] = 0.5
     dim: int | None = None
-
-    def __post_init__(self) -> None:
-        if not callable(self.exponent) and not 0 <= self.exponent <= 1:
-            raise ArgumentError(f"exponent must be between 0 and 1, got {self.exponent!r}")
 
     def __call__(self, fn: Any, step: int) -> Tensor:
         exponent = self.exponent(step) if callable(self.exponent) else self.exponent

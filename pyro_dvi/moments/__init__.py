@@ -10,7 +10,6 @@ from pyro_dvi.moments import (  # noqa: F401  # they register their rules
     normalisation,
     piecewise,
     reduction,
-    refused,
     sequences,
     softmax,
 )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.core.arguments import check_count
-from pyro_dvi.errors import ArgumentError, DataError
+from pyro_dvi.errors import DataError
 from pyro_dvi.expectations.closed_forms import mean_distance
 from pyro_dvi.predictive.metric_arguments import alike, classes_and_labels, numbers
 
@@ -251,8 +251,6 @@ def fpr_at_tpr(inside: Any, outside: Any, tpr: float = 0.95) -> float:
         >>> fpr_at_tpr([0.1, 0.2, 0.3], [0.25, 0.9], tpr=0.6)
         0.0
     """
-    if not 0 < tpr <= 1:
-        raise ArgumentError(f"tpr must be above 0 and at most 1, got {tpr!r}")
     u, v = numbers(inside, "inside").flatten(), numbers(outside, "outside").flatten()
     passing = math.ceil(len(u) * (tpr - 1e-12))  # 0.95 of 20 is 19, whatever the rounding
     return float((v <= u.kthvalue(max(1, passing)).values).double().mean())

@@ -10,8 +10,7 @@ import functools
 import math
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
-from datetime import timedelta
+from contextlib import ExitStack
 from itertools import count
 from typing import Any, TypeVar
 
@@ -153,8 +152,6 @@ class DataParallel(WrappedObjective):
             DataError: in all processes, if the numbers differ, because some processes would then wait forever.
         """
         counts = _messages(number, self.group)
-        if _several(self.group):  # notes of an earlier call of fit
-            td.distributed_c10d._get_default_store().delete_key(f"pyro_dvi/{td.get_rank()}")
         if len(set(counts)) > 1:
             raise DataError(
                 f"the processes have different numbers of batches, {counts}: use torch's DistributedSampler"
@@ -163,11 +160,6 @@ class DataParallel(WrappedObjective):
     def agreed(self, value: Any) -> Any:
         """Return the value of process 0 in all processes, because they may have measured different values."""
         return _messages(value, self.group)[0]
-
-    def announce(self, error: Exception) -> None:
-        """Tell the processes that wait for this one why it ends."""
-        if _several(self.group):
-            _leave_note(f"failed with {type(error).__name__}: {error}")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the objective, together with the seed of the draws."""
@@ -252,41 +244,12 @@ def _several(group: Any) -> bool:
 
 
 def _messages(message: T, group: Any) -> list[T]:
-    """Return the messages of all processes, in the order of the processes; only the own one without a process group.
-
-    Raises:
-        PyroDviError: if a process sends nothing within the timeout of the process group.
-    """
+    """Return the messages of all processes, in the order of the processes; only the own one without a process group."""
     if not _several(group):
         return [message]
     messages: list[Any] = [None] * td.get_world_size(group)
-    try:
-        td.all_gather_object(messages, message, group=group)
-    except RuntimeError as error:
-        raise PyroDviError(
-            f"process {td.get_rank(group)} waited for the others, but {_reason(group)} "
-            f"({str(error).splitlines()[0]}). All need the same number of batches, as with DistributedSampler"
-        ) from error
+    td.all_gather_object(messages, message, group=group)
     return messages
-
-
-def _leave_note(text: str) -> None:
-    """Write what this process does where the others can read it, unless it has written something before."""
-    with suppress(RuntimeError):  # the process that keeps the notes may have ended
-        td.distributed_c10d._get_default_store().compare_set(f"pyro_dvi/{td.get_rank()}", "", text)
-
-
-def _reason(group: Any) -> str:
-    """Return why other processes send no messages: their errors, or that they do not wait for messages."""
-    _leave_note("waits")
-    notes = []
-    for k, rank in enumerate(td.get_process_group_ranks(group)):
-        note = "has ended, or has no batch left"
-        with suppress(RuntimeError):
-            td.distributed_c10d._get_default_store().wait([f"pyro_dvi/{rank}"], timedelta(seconds=5))
-            note = td.distributed_c10d._get_default_store().get(f"pyro_dvi/{rank}").decode()
-        notes += [f"process {k} {note}"] if note != "waits" else []
-    return " and ".join(notes) or "the connection failed"
 
 
 def _results_of_all(work: Callable[[], T], group: Any) -> list[T]:

@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import combinations
-from typing import Any, TypeGuard
+from typing import Any
 
 import pyro
 import pyro.distributions as dist
 import torch
-from pyro.infer.autoguide import AutoGuide
 from pyro.params.param_store import StateDict
 from torch import Tensor, nn
 
@@ -24,7 +23,6 @@ from pyro_dvi.core.arguments import check_count
 from pyro_dvi.core.in_turn import in_turn
 from pyro_dvi.core.progress import progress_bar
 from pyro_dvi.errors import ArgumentError, GuideError, warn
-from pyro_dvi.runs.trained_for import trained_for
 from pyro_dvi.training.own_store import OwnNetworks, bind
 from pyro_dvi.training.parameter_checks import supplanted
 from pyro_dvi.training.random_state import preserve_random_state
@@ -103,11 +101,8 @@ def train_apart(
         if isinstance(result, TrainedPosterior):
             result.put_back()
             result, networks = (result.model, result.guide), result.networks
-    if not _is_pair(result):
-        raise ArgumentError(
-            f"train must return a tuple (model, guide), in this order, not {type(result).__name__}"
-        )
-    posterior = TrainedPosterior(*result, store, networks)
+    model, guide = result
+    posterior = TrainedPosterior(model, guide, store, networks)
     own = posterior.trainable()
     for other in others:
         for key, (name, _) in other.trainable().items():
@@ -146,8 +141,7 @@ def train_ensemble(
         ``Predictive``; ``guide.members`` contains the members.
 
     Raises:
-        ArgumentError: if ``num_members`` is less than one, or if ``train`` does not return a pair ``(model, guide)`` or
-            trains the same network repeatedly.
+        ArgumentError: if ``num_members`` is less than one, or if ``train`` trains the same network repeatedly.
         DviWarning: if two members have the same parameters.
 
     Source: Lakshminarayanan, Pritzel & Blundell (2017), Algorithm 1, without adversarial examples.
@@ -224,7 +218,6 @@ class EnsembleGuide(nn.Module):
         members: model, guide and parameters of each member.
 
     Raises:
-        ArgumentError: if there are no members, or if a member is not such a pair.
         DviWarning: if two members have the same parameters.
 
     Example:
@@ -251,8 +244,6 @@ class EnsembleGuide(nn.Module):
     def __init__(self, members: Iterable[TrainedPosterior | tuple[Any, Any]]) -> None:
         super().__init__()
         self.members = tuple(map(_as_member, members))
-        if not self.members:
-            raise ArgumentError("an ensemble needs at least one member: pass pairs (model, guide)")
         self.guides = nn.ModuleList(m.guide for m in self.members if isinstance(m.guide, nn.Module))
         self._model = [EnsembleModel(self.members)]  # in a list, so that it is not a submodule
         pairs = combinations(enumerate(self.members), 2)
@@ -295,24 +286,11 @@ def _drawn_member(count: int) -> int:
     return int(pyro.sample(MEMBER, dist.Categorical(torch.full((count,), 1 / count, device="cpu"))))
 
 
-def _is_pair(value: Any) -> TypeGuard[tuple[Any, Any]]:
-    """Return whether a value is a pair of a model and its guide, and not a guide and its model."""
-    if not (isinstance(value, tuple) and len(value) == 2 and all(map(callable, value))):
-        return False
-    model, guide = value
-    # Both may be methods of one object.
-    is_swapped = isinstance(model, AutoGuide) or (trained_for(model) and not trained_for(guide))
-    return not is_swapped
-
-
 def _as_member(given: Any) -> TrainedPosterior:
     """Return a member as a trained posterior with its parameters."""
     if isinstance(given, TrainedPosterior):
         return given
-    if not _is_pair(given):
-        raise ArgumentError(
-            f"a member of an ensemble is a pair (model, guide) of callables, in this order, not {given!r}"
-        )
+    model, guide = given
     modules = [part for part in given if isinstance(part, nn.Module)]
     # Names under which the store now contains parameters of another posterior.
     others = {name for part in modules for name, *_ in supplanted(part)}
@@ -321,7 +299,7 @@ def _as_member(given: Any) -> TrainedPosterior:
         what: {name: value for name, value in values.items() if name.replace("$$$", ".") not in others}
         for what, values in state.items()
     }
-    return TrainedPosterior(*given, kept)
+    return TrainedPosterior(model, guide, kept)
 
 
 def _are_same(one: TrainedPosterior, other: TrainedPosterior) -> bool:

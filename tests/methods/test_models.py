@@ -221,7 +221,6 @@ def on_numbers(method, **options):
 @pytest.mark.parametrize(
     ("call", "error", "hint"),
     [
-        (lambda: dvi.MAP().fit(X, Y, 1), ArgumentError, "the model is a Tensor: pass a network"),
         (
             lambda: on_numbers(dvi.NaturalGradients(by="vogn")),
             ArgumentError,
@@ -241,8 +240,8 @@ def on_numbers(method, **options):
         (lambda: dvi.MAP().fit(network(), [(X, X.argmax(1).float())], 1), DataError, r"y\.long\(\)"),
         (
             lambda: dvi.MAP().fit(TwoInputs(), [(X, Y > 0)], 1),
-            DataError,
-            r"inputs of a batch \(1\) do not fit .* missing .*'second'; it takes \(first, second\).*\(\(a, b\), y\)",
+            TypeError,
+            "missing 1 required positional argument: 'second'",
         ),
     ],
 )

@@ -263,8 +263,6 @@ def test_a_loss_that_is_not_finite_makes_no_update(data):
     ("options", "error"),
     [
         ({"estimator": "sobol"}, ArgumentError),
-        ({"weighting": 0.5}, ArgumentError),
-        ({"variance_floor": -1e-5}, ArgumentError),
         ({"kl_weight": -1.0}, ArgumentError),
         ({"num_particles": 0}, ArgumentError),
     ],

@@ -190,10 +190,3 @@ def test_one_network_for_all():
 def test_numbers_of_members(num_members):
     with pytest.raises(ArgumentError, match="num_members"):
         train_ensemble(train, num_members)
-
-
-def test_what_is_no_member():
-    with pytest.raises(ArgumentError, match="at least one member"):
-        EnsembleGuide([])
-    with pytest.raises(ArgumentError, match=r"pair \(model, guide\) of callables, in this order, not 3"):
-        EnsembleGuide([3])  # type: ignore[list-item]

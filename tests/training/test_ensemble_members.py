@@ -14,7 +14,7 @@ from torch import nn
 
 import pyro_dvi as dvi
 from pyro_dvi.errors import ArgumentError
-from pyro_dvi.training import EnsembleGuide, train_ensemble
+from pyro_dvi.training import train_ensemble
 from pyro_dvi.training.ensemble import train_apart
 
 X = torch.linspace(-1, 1, 20)[:, None]
@@ -114,21 +114,9 @@ def by_hand(guide):
 
 
 @pytest.mark.parametrize("guide", [None, lambda model: separately, AutoNormal, dvi.MeanFieldGuide])
-def test_a_guide_in_the_place_of_the_model(guide):
-    """Methods of one object cannot be told apart, and are taken as they are."""
+def test_models_and_guides_by_hand(guide):
     model, found = train_ensemble(lambda: by_hand(guide), 2, progress=False)
     assert len(dvi.predict(model, found, X)) == len(X)
-    if guide is not None:
-        with pytest.raises(ArgumentError, match=r"tuple \(model, guide\), in this order"):
-            train_ensemble(lambda: by_hand(guide)[::-1], 2, progress=False)
-        with pytest.raises(ArgumentError, match=r"pair \(model, guide\) of callables, in this order"):
-            EnsembleGuide([by_hand(guide)[::-1]])
-
-
-@pytest.mark.parametrize("result", [None, (train,), (train, 1)])
-def test_what_train_returns(result):
-    with pytest.raises(ArgumentError, match=r"tuple \(model, guide\)"):
-        train_apart(lambda: result, seed=0)
 
 
 def test_a_network_that_two_trainings_share():

@@ -149,8 +149,8 @@ def compare_with_sampling(
     chance = math.sqrt(2 / (math.pi * num_samples))
     heading = (
         f"Propagated moments against {num_samples:,} draws of the weights, {batch.num_rows:,} examples.\n"
-        f"Mean error in units of the sampled standard deviation, of which {chance:.3f} is Monte Carlo error. The ratio "
-        "of standard deviations is propagated over sampled."
+        f"Mean error in units of the sampled standard deviation, of which {chance:.3f} is Monte Carlo\n"
+        "error. The ratio of standard deviations is propagated over sampled."
     )
     numbers = dict.fromkeys(("mean_error", "sd_ratio", "rank_correlation"), ".3f")
     return Table(heading, rows, {"layer": "", "class": "", "elements": ",", **numbers})
