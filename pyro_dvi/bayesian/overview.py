@@ -16,6 +16,7 @@ from pyro_dvi.bayesian.converted import DistributionPrior, ScaleMixturePrior, Ti
 from pyro_dvi.bayesian.priors import ScalePrior
 from pyro_dvi.core.table import Table
 from pyro_dvi.core.undisturbed import undisturbed
+from pyro_dvi.errors import ArgumentError
 from pyro_dvi.runs.sites import is_latent, sites_of
 
 Row = dict[str, Any]
@@ -62,6 +63,10 @@ def summary(model_or_net: Any, guide: Any = None, *args: Any, **kwargs: Any) -> 
         <BLANKLINE>
         18 latent weights, 4 deterministic parameters
     """
+    if isinstance(guide, torch.Tensor) or (guide is not None and not hasattr(guide, "median")):
+        raise ArgumentError(
+            f"the guide of summary must have median(), got {type(guide).__name__}: call summary(model, None, x, y)"
+        )
     # A model from guide.as_prior() wraps the original model and lists the sites with new priors.
     replaced = model_or_net.priors() if callable(getattr(model_or_net, "priors", None)) else {}
     inner = model_or_net.model if replaced else model_or_net

@@ -78,7 +78,7 @@ def to_numpy(f, x, y):
 
 MISTAKES = {
     "unknown function": (lambda f, x, y: observed(dist.Normal(torch.erfinv(f), 1.0), y), r"erfinv.*moment_rule"),
-    "control flow": (control_flow, "a probability instead"),
+    "control flow": (control_flow, r"x\.loc, the mean"),
     "conversion": (to_numpy, r"value of an uncertain tensor.*\.item\(\)"),
     "mixture": (mixture, "MixtureSameFamily.*mixture"),
     "uncertain transform": (uncertain_transform, "AffineTransform has uncertain parameters"),
