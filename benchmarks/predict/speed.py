@@ -31,7 +31,7 @@ from benchmarks.shared.memory import peak_growth
 from benchmarks.shared.networks import lenet, mlp
 from benchmarks.shared.tables import provenance, table
 from pyro_dvi import MeanFieldGuide, Samples, predict, predictor, to_bayesian_
-from pyro_dvi.bayesian.prior_scales import fan_in
+from pyro_dvi.bayesian.priors import fan_in
 from pyro_dvi.predictive.predictor import Predictor
 
 OURS, PREPARED = "predict, Samples", "predictor, Samples"

@@ -5,7 +5,7 @@ from pyro_dvi.bayesian.conversion import to_bayesian_, to_deterministic
 from pyro_dvi.bayesian.converted import init_to_module
 from pyro_dvi.bayesian.likelihoods import Classifier, Heteroscedastic, classifier, regressor
 from pyro_dvi.bayesian.overview import summary
-from pyro_dvi.bayesian.prior_scales import HierarchicalScale, LearnedScale, OptimalScale, fan_in
+from pyro_dvi.bayesian.priors import HierarchicalScale, LearnedScale, OptimalScale, fan_in
 from pyro_dvi.bayesian.smoothing import smooth_activations_
 
 __all__ = [

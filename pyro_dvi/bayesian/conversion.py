@@ -230,8 +230,6 @@ def posterior_means(guide: Any) -> dict[str, Tensor]:
     """
     if isinstance(guide, Mapping):
         return dict(guide)
-    if not callable(getattr(guide, "median", None)):
-        raise GuideError(f"{type(guide).__name__} has no median(): pass a mapping from site names to values")
     if getattr(guide, "prototype_trace", True) is None:
         raise GuideError(
             f"The {type(guide).__name__} is not initialised: train it, or call it with the model's arguments"
@@ -256,10 +254,6 @@ def _only_converted_net(model: nn.Module) -> nn.Module:
 
 
 def _value(values: Mapping[str, Tensor], site: str, like: Tensor) -> nn.Parameter:
-    if site not in values:
-        raise GuideError(
-            f"The guide has no value for the site {site!r}; it has {list(values)[:3]}, ...: pass this network's guide"
-        )
     value = values[site]
     if value.shape != like.shape:
         raise GuideError(

@@ -13,9 +13,8 @@ from pyro.nn.module import PyroModule, PyroParam, PyroSample
 from torch import Tensor, nn
 from torch.distributions import constraints
 
-from pyro_dvi.bayesian.prior_scales import LearnedScale, ScalePrior, check_scale_prior
-from pyro_dvi.bayesian.priors import positive
-from pyro_dvi.core.arguments import check_count, misfit
+from pyro_dvi.bayesian.priors import LearnedScale, ScalePrior, check_scale_prior, positive
+from pyro_dvi.core.arguments import check_count
 from pyro_dvi.errors import ArgumentError, DataError, ModelError, warn
 
 
@@ -88,15 +87,7 @@ class LikelihoodModule(PyroModule):
         """
         named = x if isinstance(x, Mapping) else {}
         args = () if named else x if isinstance(x, tuple | list) else (x,)
-        try:
-            outputs = self.net(*args, **named)
-        except TypeError as error:
-            if (why := misfit(self.net, tuple(args), named)) is None:
-                raise
-            raise DataError(
-                f"the inputs of a batch ({list(named) or len(args)}) do not fit the network: {why}. Use the names "
-                "of its arguments, or pass several inputs as a tuple: ((a, b), y), or ((a, b),) without targets"
-            ) from error
+        outputs = self.net(*args, **named)
         if not hasattr(outputs, "dim"):
             get = outputs.get if isinstance(outputs, Mapping) else partial(getattr, outputs)
             outputs = get("logits", outputs)

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from pyro_dvi.bayesian.conversion import posterior_means
 from pyro_dvi.bayesian.converted import DistributionPrior, ScaleMixturePrior, TiedPrior
-from pyro_dvi.bayesian.prior_scales import ScalePrior
+from pyro_dvi.bayesian.priors import ScalePrior
 from pyro_dvi.core.table import Table
 from pyro_dvi.core.undisturbed import undisturbed
-from pyro_dvi.errors import ArgumentError, ModelError
+from pyro_dvi.errors import ArgumentError
 from pyro_dvi.runs.sites import is_latent, sites_of
 
 Row = dict[str, Any]
@@ -74,10 +74,6 @@ def summary(model_or_net: Any, guide: Any = None, *args: Any, **kwargs: Any) -> 
     rows = _converted(module)
     if args or kwargs or inner is not module:
         rows = _traced(model_or_net, *args, **kwargs) | rows
-    if not rows:
-        raise ModelError(
-            "there are no latent sites to list: call to_bayesian_(network), or summary(model, guide, x, y)"
-        )
     for name in replaced:
         rows[name]["prior"] = "earlier posterior"
     formats = {"site": "", "shape": "", "prior": "", "weights": ",", "start_rms": ".4g"}

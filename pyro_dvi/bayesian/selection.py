@@ -18,7 +18,7 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import _WeightNorm
 
 from pyro_dvi.bayesian.converted import SitePrior, parameter_order
-from pyro_dvi.errors import ArgumentError, ModelError, UnsupportedError
+from pyro_dvi.errors import ModelError, UnsupportedError
 
 Predicate = Callable[[str, nn.Module, Tensor], bool]
 Selector = type[nn.Module] | str | Predicate
@@ -97,7 +97,7 @@ def chosen(root: nn.Module, include: Selection, exclude: Selection) -> list[list
         ModelError: if a selector matches nothing, if a chosen parameter cannot become Bayesian, or if none is chosen.
         UnsupportedError: if a chosen parameter is complex or an integer.
     """
-    including, excluding = _selectors(include, "include"), _selectors(exclude, "exclude")
+    including, excluding = _selectors(include), _selectors(exclude)
     everything = _candidates(root)
     _check_that_all_match(everything, excluding if include is DEFAULT_LAYERS else (*including, *excluding))
     included, excluded = _matching(everything, including), _matching(everything, excluding)
@@ -155,33 +155,18 @@ def _candidates(root: nn.Module) -> list[Candidate]:
     ]
 
 
-def _selectors(selection: Selection, argument: str) -> tuple[Selector, ...]:
-    """Return ``selection`` as a tuple of selectors.
-
-    Raises:
-        ArgumentError: if an entry is not a module type, name pattern or predicate.
-    """
-    entries: tuple[Any, ...] = (selection,)
+def _selectors(selection: Any) -> tuple[Selector, ...]:
+    """Return ``selection`` as a tuple of selectors."""
     if isinstance(selection, Iterable) and not isinstance(selection, str) and not callable(selection):
-        entries = tuple(selection)
-    for entry in entries:
-        is_module_type = isinstance(entry, type) and issubclass(entry, nn.Module)
-        is_predicate = callable(entry) and not isinstance(entry, type | nn.Module)
-        if not (is_module_type or is_predicate or isinstance(entry, str)):
-            raise ArgumentError(
-                f"{argument} has the entry {entry!r}, a {type(entry).__name__}: pass module types (nn.Linear), name "
-                "patterns ('encoder.*') or predicates of (name, module, parameter)"
-            )
-    return entries
+        return tuple(selection)
+    return (selection,)
 
 
 def suggestion(pattern: str, everything: Iterable[Candidate]) -> str:
     """Return a sentence that names the parameters closest to a pattern that matched nothing."""
     names = [candidate.name for candidate in everything]
-    if below := [name for name in names if name.startswith(f"{pattern}.")]:
-        return f"Did you mean {pattern + '.*'!r}, which matches {below[0]!r}?"
-    close = difflib.get_close_matches(pattern, names) or names[:3]
-    return f"Parameters are named like {', '.join(map(repr, close))}."
+    close = difflib.get_close_matches(pattern, names, cutoff=0.3) or names[:3]
+    return f"Parameters are named like {', '.join(map(repr, close))}; '*' stands for any text."
 
 
 def _owned(module: nn.Module, paths: Sequence[str]) -> Iterator[Candidate]:

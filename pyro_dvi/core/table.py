@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reports that are shown as text and in notebooks."""
+"""Reports that are shown as text."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -45,43 +44,16 @@ class Columns:
         text.insert(1, "-" * max(map(len, text)))
         return "\n".join(text)
 
-    def _repr_html_(self) -> str:
-        import pandas
-
-        return pandas.DataFrame(list(self.rows), columns=list(self.titles)).to_html(index=False, border=0)
-
 
 class InNotebook:
-    """Base class of objects that a notebook shows as HTML tables and text; by default, as the text of ``print``."""
-
-    def _shown(self) -> Sequence[Any]:
-        return [str(self)]
+    """Base class of objects that a notebook shows as the text of ``print``."""
 
     def _repr_html_(self) -> str:
-        return "\n".join(
-            part._repr_html_()
-            if hasattr(part, "_repr_html_")
-            else f'<pre style="white-space: pre-wrap">{escape(part)}</pre>'
-            for part in self._shown()
-        )
-
-
-class Report(InNotebook):
-    """Paragraphs and tables, listed by ``_shown``; ``print`` wraps lines and separates parts with empty lines."""
-
-    def __str__(self) -> str:
-        return "\n\n".join(_broken(part) if isinstance(part, str) else str(part) for part in self._shown())
-
-
-def _broken(text: str) -> str:
-    """Return text whose lines have at most 88 characters, where words allow it."""
-    return "\n".join(
-        fill(line, 88, break_long_words=False, break_on_hyphens=False) for line in text.splitlines()
-    )
+        return f'<pre style="white-space: pre-wrap">{escape(str(self))}</pre>'
 
 
 @dataclass(frozen=True)
-class Table(Report):
+class Table(InNotebook):
     """A report with one table: a heading, rows of named values, and a note below the table.
 
     ``print(report)`` shows the table, ``report["name"]`` is a column, and ``report.to_dataframe()`` contains all
@@ -93,7 +65,7 @@ class Table(Report):
         formats: the columns to print, with their formats; the first column is the name of the row. Names and texts have
             an empty format; leading names are aligned to the left. Underscores in column names are printed as spaces,
             and missing numbers (NaN) as dashes.
-        verdict: text below the table.
+        note: text below the table.
 
     Example:
         >>> rows = (
@@ -115,7 +87,7 @@ class Table(Report):
     heading: str
     rows: Sequence[Mapping[str, Any]]
     formats: Mapping[str, str]
-    verdict: str = ""
+    note: str = ""
 
     def __getitem__(self, column: str) -> list[Any]:
         return [row[column] for row in self.rows]
@@ -126,7 +98,7 @@ class Table(Report):
 
         return pandas.DataFrame(list(self.rows)).set_index(next(iter(self.formats)))
 
-    def _shown(self) -> list[Any]:
+    def __str__(self) -> str:
         titles = [name.replace("_", " ") for name in self.formats]
         cells = [
             [
@@ -136,4 +108,5 @@ class Table(Report):
             for row in self.rows
         ]
         names = next(k for k, form in enumerate(self.formats.values()) if form)
-        return [self.heading, Columns(titles, cells, names), *([self.verdict] if self.verdict else [])]
+        parts = (self.heading, str(Columns(titles, cells, names)), self.note)
+        return "\n\n".join(filter(None, parts))

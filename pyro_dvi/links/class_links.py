@@ -16,7 +16,7 @@ from torch.nn.functional import logsigmoid
 
 from pyro_dvi.core.arguments import check_count
 from pyro_dvi.core.undisturbed import without_autocast
-from pyro_dvi.expectations.labels import logit_of_expected_sigmoid
+from pyro_dvi.expectations.closed_forms import logit_of_expected_sigmoid
 from pyro_dvi.expectations.points import sobol_points
 from pyro_dvi.moments import GaussianMoments
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, distributions as td
 
 from pyro_dvi.core.registry import registering
+from pyro_dvi.expectations.closed_forms import gaussian_logit, gaussian_logits, logit_of_expected_sigmoid
 from pyro_dvi.expectations.expectation import evaluation, find_rule, without_checks
-from pyro_dvi.expectations.labels import gaussian_logit, gaussian_logits, logit_of_expected_sigmoid
 from pyro_dvi.expectations.points import (
     are_dependent,
     are_distinct,

@@ -45,7 +45,7 @@ class Tunable:
             space: values to try, for each argument of this method that is tuned; by default, the step size, the prior
                 scale and the temperature are tuned.
             seed: random seed of each training run.
-            **options: further arguments of :func:`~pyro_dvi.tune`, such as ``max_trainings``, ``storage`` and
+            **options: further arguments of :func:`~pyro_dvi.tune`, such as ``max_trainings``, ``study`` and
                 ``progress``.
 
         Returns:

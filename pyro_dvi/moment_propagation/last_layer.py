@@ -22,7 +22,7 @@ from pyro_dvi.gaussians.normals import RowsNormal
 from pyro_dvi.guides.base import FactorisedGuide, prior_scale_of
 from pyro_dvi.guides.factors import Deterministic, Factor, MeanField, exp_positive
 from pyro_dvi.guides.mean_field import MeanFieldGuide
-from pyro_dvi.moment_propagation.input_units import FollowedStart, WeightProducts
+from pyro_dvi.moment_propagation.multiplicative_noise import FollowedStart, WeightProducts
 from pyro_dvi.runs.sites import is_latent
 
 

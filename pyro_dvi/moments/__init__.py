@@ -3,14 +3,13 @@
 
 from pyro_dvi.moments import (  # noqa: F401  # they register their rules
     activations,
-    affine,
     arithmetic,
+    bilinear,
     elements,
     layers,
     normalisation,
     piecewise,
     reduction,
-    refused,
     sequences,
     softmax,
 )

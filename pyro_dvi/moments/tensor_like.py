@@ -48,7 +48,8 @@ def _no_rule(func: Callable) -> str:
         f"    def {name.rsplit('.', 1)[-1].strip('_')}_moments(x, ...):\n"
         "        return GaussianMoments(mean_of_the_result, variance_of_the_result)\n\n"
         "See 'Adding a moment rule' in the documentation. Or replace the function with one that has a rule, or train "
-        "with TaylorELBO, which needs no rules."
+        "with TaylorELBO, which needs no rules. Comparisons, indices of the largest elements, step functions and "
+        "losses of uncertain values need x.loc, the mean; the ELBO computes the expected loss from observed sites."
     )
 
 

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from pyro_dvi.core.arguments import check_count
 from pyro_dvi.core.densities import with_any
-from pyro_dvi.core.table import InNotebook
 from pyro_dvi.errors import DataError, MissingQuantityError
 from pyro_dvi.predictive import prediction_summaries as summaries
 from pyro_dvi.predictive.engine.model_runs import seeded
@@ -23,10 +22,8 @@ from pyro_dvi.predictive.rules.rule import PredictionRule
 if TYPE_CHECKING:
     import pandas
 
-MAX_SHOWN = 1000  # largest number of columns of a table in a notebook
 
-
-class Prediction(InNotebook):
+class Prediction:
     """Predictive distributions of a set of examples.
 
     This is the result of :func:`~pyro_dvi.predict`. Every tensor has the examples in its first dimension, in the order
@@ -70,12 +67,6 @@ class Prediction(InNotebook):
 
     def __repr__(self) -> str:
         return f"Prediction({self._kind} site {self.site!r}, {len(self)} examples, method={self.method})"
-
-    def _shown(self) -> list[Any]:
-        columns = summaries.columns_of(self)
-        num_columns = sum(value[:1].numel() for value in columns.values())
-        # A table with one column per pixel of an image would take minutes.
-        return [repr(self), *([summaries.dataframe(columns, len(self))] if num_columns <= MAX_SHOWN else [])]
 
     @cached_property
     def mean(self) -> Tensor:

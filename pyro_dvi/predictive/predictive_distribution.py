@@ -18,7 +18,7 @@ from pyro_dvi.core.densities import is_of, keeps, untransformed, with_any
 from pyro_dvi.core.distributions import tensors_of
 from pyro_dvi.core.undisturbed import accelerators, forked, widest
 from pyro_dvi.errors import ArgumentError, DataError, UnsupportedError
-from pyro_dvi.expectations.location_scale import mean_distance
+from pyro_dvi.expectations.closed_forms import mean_distance
 from pyro_dvi.links.noise_links import EqualMixture, PointMixture, ShapedNormal, distribution_function
 
 

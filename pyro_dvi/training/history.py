@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.distributions import transform_to
 
-from pyro_dvi.core.table import InNotebook
 from pyro_dvi.core.undisturbed import widest
 from pyro_dvi.optim.learning_rates import SCALE_PATTERN
 
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 _PRECISION = re.compile(r"(^|\.)([A-Z]\w*|guide)(\.\d+)*\.precisions\.")  # as in NaturalGradientGuide
 
 
-class Table(dict[str, list[float]], InNotebook):
+class Table(dict[str, list[float]]):
     """Columns of equal length, with NaN for missing values.
 
     Example:
@@ -55,14 +54,8 @@ class Table(dict[str, list[float]], InNotebook):
 
         return pandas.DataFrame(self).astype({name: int for name in ("epoch", "step") if name in self})
 
-    def _shown(self) -> list[Any]:
-        return [self.to_dataframe()]
 
-    def __missing__(self, name: str) -> list[float]:
-        raise KeyError(f"no column {name!r}; there are {', '.join(self) or 'none yet'}")
-
-
-class History(InNotebook):
+class History:
     """The record that :func:`~pyro_dvi.training.fit` returns.
 
     Attributes:
@@ -130,9 +123,6 @@ class History(InNotebook):
         """Return the epochs as a ``pandas.DataFrame`` with index ``epoch``; ``steps.to_dataframe()`` has the steps."""
         frame = self.epochs.to_dataframe()
         return frame.set_index("epoch") if self.epochs else frame
-
-    def _shown(self) -> list[Any]:
-        return [repr(self), self.to_dataframe()]
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain lists and numbers, for example for JSON; the weights of the best epoch are omitted."""

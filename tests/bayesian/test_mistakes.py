@@ -24,11 +24,10 @@ from pyro_dvi.bayesian import (
     classifier,
     fan_in,
     regressor,
-    summary,
     to_bayesian_,
     to_deterministic,
 )
-from pyro_dvi.bayesian.prior_scales import FanIn
+from pyro_dvi.bayesian.priors import FanIn
 
 
 def mlp() -> nn.Sequential:
@@ -153,7 +152,7 @@ CONVERSIONS: list[tuple[str, Callable[[], Any], dict[str, Any], type[Exception],
     ("no unit", mlp, {"prior_scale": HierarchicalScale(unit=0)}, A, "unit of '0.weight' is 0"),
     ("no such type", mlp, {"include": nn.Conv2d}, M, "Conv2d'> in include= or exclude= matches no parameter"),
     ("no such name", mlp, {"include": "fc.*"}, M, r"'fc.\*'.*named like '0.weight'"),
-    ("name of a module", mlp, {"include": "0"}, M, r"'0'.*Did you mean '0.\*', which matches '0.weight'"),
+    ("name of a module", mlp, {"include": "0"}, M, "'0'.*named like '0.weight'"),
     ("misspelt exclude", mlp, {"exclude": "3.weigth"}, M, "'3.weigth'.*'3.weight'"),
     (
         "predicate says no",
@@ -163,9 +162,6 @@ CONVERSIONS: list[tuple[str, Callable[[], Any], dict[str, Any], type[Exception],
         "No parameter would become Bayesian.*BatchNorm1d, Linear.*matches 0",
     ),
     ("everything excluded", mlp, {"exclude": "*"}, M, "include= matches 4, exclude= 4"),
-    ("number as selector", mlp, {"include": 3}, A, "include has the entry 3, a int"),
-    ("type that is no module", mlp, {"exclude": [dict]}, A, "exclude has the entry <class 'dict'>"),
-    ("module as selector", mlp, {"include": nn.Linear(1, 1)}, A, "include has the entry Linear"),
     (
         "only norms",
         lambda: nn.BatchNorm1d(2),
@@ -400,13 +396,7 @@ RUNS: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
         "each column of y, not 1 outputs",
     ),
     ("untrained guide", lambda: export(AutoNormal(mlp())), G, "AutoNormal is not initialised"),
-    ("guide without median", lambda: export(len), G, "no median"),
-    (
-        "guide belongs to another model",
-        lambda: export({"a": torch.ones(1)}),
-        G,
-        r"no value for the site '0.weight'; it has \['a'\]",
-    ),
+    ("guide belongs to another model", lambda: export({"a": torch.ones(1)}), KeyError, "0.weight"),
     (
         "wrong shape",
         lambda: export({"0.weight": torch.ones(1)}),
@@ -415,7 +405,6 @@ RUNS: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
     ),
     ("nothing Bayesian", lambda: export({}, mlp), M, "Sequential contains 0 networks"),
     ("no network", lambda: export({}, Handwritten), M, "Handwritten contains 0 networks"),
-    ("empty summary", lambda: summary(mlp()), M, "no latent sites"),
 ]
 
 

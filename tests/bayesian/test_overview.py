@@ -29,7 +29,7 @@ def test_network():
     )
     text = str(table)
     assert "0.weight  3×4" in text and "Normal(loc=0, scale=0.5)" in text
-    assert table.verdict == "23 latent weights, 6 deterministic parameters"
+    assert table.note == "23 latent weights, 6 deterministic parameters"
 
 
 def test_model_with_guide_and_arguments():

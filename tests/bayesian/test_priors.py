@@ -12,7 +12,7 @@ from torch import nn
 
 from pyro_dvi.bayesian import HierarchicalScale, LearnedScale, fan_in, summary, to_bayesian_
 from pyro_dvi.bayesian.overview import described
-from pyro_dvi.bayesian.prior_scales import FanIn
+from pyro_dvi.bayesian.priors import FanIn
 from pyro_dvi.core.distributions import placed_like, tensors_of
 
 FULL = dist.Normal(torch.arange(6.0).reshape(2, 3), 2.0)

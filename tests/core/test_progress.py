@@ -2,11 +2,8 @@
 """Progress bars show on a terminal or in a notebook."""
 
 import io
-import sys
-import types
 
 import pytest
-from tqdm import notebook, std
 
 from pyro_dvi.core.progress import progress_bar
 from pyro_dvi.training import fit
@@ -40,25 +37,5 @@ def test_short_work_has_no_bar(monkeypatch):
     assert stream.getvalue() == ""
 
 
-def test_a_bar_needs_no_ipython(monkeypatch):
-    monkeypatch.setitem(sys.modules, "IPython", None)
+def test_a_bar_may_be_hidden():
     assert list(progress_bar(False, of=range(3))) == [0, 1, 2]
-
-
-class Widget(std.tqdm):
-    """Stands for tqdm's bar of widgets."""
-
-
-@pytest.mark.parametrize("widgets, kind", [(None, std.tqdm), (object, Widget)])
-def test_a_notebook_without_ipywidgets_has_a_bar_of_text(monkeypatch, widgets, kind):
-    stream = Stream(terminal=False)
-    monkeypatch.setattr("pyro_dvi.core.progress.DELAY", 0.0)
-    shell = types.SimpleNamespace(config={"IPKernelApp": {}})
-    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))
-    monkeypatch.setattr(notebook, "IProgress", widgets)
-    monkeypatch.setattr(notebook, "tqdm", Widget)
-    monkeypatch.setattr("sys.stderr", stream)
-    with progress_bar(True, 3, label="predict", of=range(3)) as bar:
-        assert type(bar) is kind
-        assert list(bar) == [0, 1, 2]
-    assert "predict" in stream.getvalue() and "3/3" in stream.getvalue()

@@ -4,9 +4,9 @@
 import pytest
 import torch
 
-from pyro_dvi.core.recorded_function import recorded
 from pyro_dvi.core.recorder import is_recording
 from pyro_dvi.errors import UnsupportedError
+from pyro_dvi.predictive.predictor import recorded
 
 WEIGHT = torch.tensor([[1.0, -2.0], [0.5, 3.0]])
 

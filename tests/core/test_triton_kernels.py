@@ -7,8 +7,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from pyro_dvi.core import triton_kernels
-from pyro_dvi.core.triton_kernels import triton_kernel
+from pyro_dvi.core import elementwise
+from pyro_dvi.core.elementwise import triton_kernel
 from pyro_dvi.errors import DviWarning
 
 PATH, CPU = "a_module_with_kernels:double", torch.device("cpu")
@@ -24,7 +24,7 @@ def fails(x):
 
 @pytest.fixture
 def module(monkeypatch):
-    monkeypatch.setattr(triton_kernels, "_FOUND", {})
+    monkeypatch.setattr(elementwise, "_FOUND", {})
     made = ModuleType("a_module_with_kernels")
     monkeypatch.setitem(sys.modules, "a_module_with_kernels", made)
     return made

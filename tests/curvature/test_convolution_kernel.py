@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pyro_dvi.core.elementwise import triton_kernel
 from pyro_dvi.core.recorder import Recorder
-from pyro_dvi.core.triton_kernels import triton_kernel
 from pyro_dvi.curvature.per_example import convolution
 from pyro_dvi.curvature.squared_gradients import SquaredGradients
 

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pyro_dvi.curvature import EmpiricalFisher, fisher
-from pyro_dvi.curvature.fisher import summed_squared_gradients
+from pyro_dvi.curvature import EmpiricalFisher, diagonals
+from pyro_dvi.curvature.diagonals import summed_squared_gradients
 from pyro_dvi.curvature.per_example import per_example_rule
 from pyro_dvi.curvature.per_example.example_rules import _RULES
 from pyro_dvi.curvature.squared_gradients import SquaredGradients
@@ -62,13 +62,13 @@ def test_squares_and_their_gradient_are_those_of_a_loop(case):
 def test_coverage_of_the_fast_rules(case, monkeypatch):
     """Counts the weights that fall back on one backward pass per example."""
     slow: list[int] = []
-    original = fisher.pass_per_example
+    original = diagonals.pass_per_example
 
     def counting(outputs: Tensor, cotangent: Tensor, values: list[Tensor], **options) -> list[Tensor]:
         slow.extend(id(v) for v in values)
         return original(outputs, cotangent, values, **options)
 
-    monkeypatch.setattr(fisher, "pass_per_example", counting)
+    monkeypatch.setattr(diagonals, "pass_per_example", counting)
     x, weights = case.inputs()
     fast(case.call, x, weights, torch.ones(M, dtype=torch.float64))
     covered = case.covered or (True,) * len(weights)

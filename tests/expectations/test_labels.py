@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pyro_dvi.expectations.labels import expected_softplus, logit_of_expected_sigmoid
+from pyro_dvi.expectations.closed_forms import expected_softplus, logit_of_expected_sigmoid
 from pyro_dvi.moments import GaussianMoments
 
 SIGMAS = (0.0, 1e-3, 0.3, 0.99, 1.01, 6.0, 100.0)

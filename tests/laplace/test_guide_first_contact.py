@@ -62,8 +62,8 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "too many": (lambda: [(X, LABELS, LABELS)], DataError, r"too many.*it takes \(x, y\)"),
     "names": (
         lambda: [{"image": X, "y": LABELS}],
-        DataError,
-        r"\['image'\]\) do not fit the network: missing .*'input'; it takes \(input\)",
+        TypeError,
+        "unexpected keyword argument 'image'",
     ),
     "arrays": (
         lambda: [(X.numpy(), LABELS.numpy())],

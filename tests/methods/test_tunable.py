@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import pyro_dvi as dvi
-from pyro_dvi.errors import CheckpointError
 from tests.methods.cases import EPOCHS, METHODS, loader, network, rows
 
 
@@ -39,23 +38,11 @@ def test_the_space_of_each_method_names_its_arguments(name):
 
 
 @pytest.mark.filterwarnings("ignore:the best lr")
-def test_results_of_a_shorter_training_are_not_taken(tmp_path):
-    def tuned(epochs, data=None):
-        space, options = {"lr": (0.001, 0.01)}, {"storage": tmp_path / "runs.jsonl", "progress": False}
-        method = dvi.MAP()
-        return method.tune(
-            network(),
-            data or loader(),
-            epochs,
-            validation=rows(40, 2),
-            space=space,
-            max_trainings=2,
-            **options,
-        ).tuned
-
-    first = tuned(1)
-    assert tuned(1).table == first.table
-    with pytest.raises(CheckpointError, match="repetition gives .*another training .epochs"):
-        tuned(EPOCHS)
-    with pytest.raises(CheckpointError, match="another training"):
-        tuned(1, [rows(25, 7)])
+def test_a_finished_study_gives_the_same_posterior():
+    optuna = pytest.importorskip("optuna")
+    space = {"lr": (0.001, 0.01)}
+    study = optuna.create_study(sampler=optuna.samplers.GridSampler(space, seed=0))
+    options = {"validation": rows(40, 2), "space": space, "study": study, "max_trainings": 2}
+    first, second = (dvi.MAP().tune(network(), loader(), EPOCHS, progress=False, **options) for _ in "12")
+    assert second.tuned.table == first.tuned.table and second.history["loss"] == first.history["loss"]
+    assert torch.equal(second.predict(rows(20, 1)).probabilities, first.predict(rows(20, 1)).probabilities)

@@ -204,12 +204,6 @@ def test_latents_in_a_plate(option, store):
     assert guide.sample(3)["z"].shape == (3, 10, 2, 2)
 
 
-@pytest.mark.parametrize("option", ["w", 1, {0: 1}])
-def test_an_input_axis_that_is_none(option):
-    with pytest.raises(ArgumentError, match="input_axis"):
-        MultiplicativeNoiseGuide(functional, input_axis=option)
-
-
 @pytest.mark.parametrize(
     "option, message",
     [

@@ -114,8 +114,8 @@ MISTAKES = {
     ),
     "unknown argument": (
         lambda: predict(model, guide, X, observed="labels"),
-        ArgumentError,
-        r"observed='labels' is not an argument.*\['x', 'y'\]",
+        ValueError,
+        "'labels' is not in list",
     ),
     "method as text": (
         lambda: predict(model, guide, X, "mean"),

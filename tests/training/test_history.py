@@ -4,8 +4,6 @@
 import json
 import math
 
-import pytest
-
 from pyro_dvi.training import History, fit
 from tests.training.problems import sequence, svi_of
 
@@ -20,8 +18,3 @@ def test_history_survives_as_plain_values():
     assert again.steps["kl"] == history.steps["kl"]
     assert (again.stopped, again.epoch, again.step) == ("epochs", 2, 6)
     assert "2 epochs, 6 steps" in repr(again)
-
-
-def test_unknown_columns_are_named():
-    with pytest.raises(KeyError, match="no column 'los'"):
-        History()["los"]

@@ -12,7 +12,6 @@ import pytest
 import yaml
 
 import pyro_dvi
-from pyro_dvi.analysis.tuning.search import as_proposed
 from pyro_dvi.errors import MissingLibraryError
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +40,6 @@ def test_optional_libraries_are_loaded_only_when_asked_and_matplotlib_is_left_as
 
 MISSING = {
     "matplotlib": (lambda: pyro_dvi.plots, "plots need matplotlib: .*plots]"),
-    "optuna": (lambda: as_proposed(None, None, 1), "needs Optuna: .*tune]"),
 }
 
 

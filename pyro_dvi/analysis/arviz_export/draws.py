@@ -100,8 +100,10 @@ def add_latents(
     nodes: Mapping[str, Any],
     names: Sequence[str],
     draws: Iterable[Latents],
+    *,
+    log_prior: bool = False,
 ) -> None:
-    """Add draws of latent sites, and of deterministic sites, which the model computes for each draw.
+    r"""Add draws of latent sites, and of deterministic sites, which the model computes for each draw.
 
     Args:
         group: the group of the draws.
@@ -110,46 +112,21 @@ def add_latents(
         nodes: the sites of a run of the model with this batch, from which the names of plates are read.
         names: sites to export; if empty, nothing is drawn.
         draws: draws of all latent sites.
+        log_prior: True to add :math:`\log p(\theta_s \mid \mathrm{parents})` of the latent sites in place of the draws.
     """
-    computed = [name for name in names if name in nodes and is_deterministic(nodes[name])]
+    wanted = is_latent if log_prior else is_deterministic
+    computed = [name for name, node in nodes.items() if name in names and wanted(node)]
     run = sites_at(model, *batch.whole, computed)
-    pieces: dict[str, list[np.ndarray]] = {name: [] for name in names}
-    for latents in draws if names else ():
-        found = {name: site["value"] for name, site in run(latents).items()} if computed else {}
+    pieces: dict[str, list[np.ndarray]] = {name: [] for name in (computed if log_prior else names)}
+    for latents in draws if pieces else ():
+        sites = run(latents) if computed else {}
+        found = {n: s["fn"].log_prob(s["value"]) if log_prior else s["value"] for n, s in sites.items()}
         for name, own in pieces.items():
             own.append(as_array({**latents, **found}[name]))
     for name, own in pieces.items():
         array = np.stack(own)
-        group.add(name, array, plate_names(nodes[name], array.shape[1:]) if name in nodes else ())
-
-
-def add_log_prior(
-    group: Group,
-    model: Callable[..., Any],
-    batch: Batch,
-    nodes: Mapping[str, Any],
-    names: Sequence[str],
-    draws: Iterable[Latents],
-) -> None:
-    r"""Add :math:`\log p(\theta_s \mid \mathrm{parents})` of every latent site s and draw, in constrained space.
-
-    Args:
-        group: the group of the log densities.
-        model: the Pyro model.
-        batch: arguments of the model.
-        nodes: the sites of a run of the model with this batch.
-        names: the latent sites of the posterior.
-        draws: draws of the latent sites.
-    """
-    names = [name for name, node in nodes.items() if is_latent(node) and name in names]
-    run = sites_at(model, *batch.whole, names)
-    rows = [
-        {name: as_array(site["fn"].log_prob(site["value"])) for name, site in run(latents).items()}
-        for latents in draws
-    ]
-    for name in names:
-        values = np.stack([row[name] for row in rows])
-        group.add(name, values, plate_names(nodes[name], (*values.shape[1:], *nodes[name]["fn"].event_shape)))
+        events = nodes[name]["fn"].event_shape if log_prior else ()
+        group.add(name, array, plate_names(nodes[name], array.shape[1:] + events) if name in nodes else ())
 
 
 def add_sample_stats(groups: Groups, log_q: Tensor | None, *, are_scored: bool) -> None:
@@ -296,8 +273,8 @@ class ObservedSite:
 
 def add_inputs(
     group: Group, model: Callable[..., Any], inputs: Sequence[tuple[Any, ...]], rows: str | None
-) -> list[str]:
-    """Join the inputs of all batches, and return the names of inputs that are too big to copy or are not tensors.
+) -> None:
+    """Join the inputs of all batches; inputs that are too big to copy or are not tensors are left out.
 
     Args:
         group: the group of the inputs.
@@ -305,13 +282,10 @@ def add_inputs(
         inputs: the model's arguments in every batch.
         rows: name of the dimension of examples, if known.
     """
-    names, left_out = parameter_names(model, len(inputs[0])), []
+    names = parameter_names(model, len(inputs[0]))
     for name, values in zip(names, zip(*inputs, strict=False), strict=False):
         are_rows = all(torch.is_tensor(value) and value.dim() for value in values)
         if are_rows and sum(value.numel() for value in values) <= MAX_INPUT_VALUES:
             group.add(
                 name, np.concatenate([as_array(value) for value in values]), [None if rows in names else rows]
             )
-        elif values[0] is not None:
-            left_out.append(name)
-    return left_out

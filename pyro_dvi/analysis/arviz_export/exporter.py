@@ -15,7 +15,6 @@ from pyro_dvi.analysis.arviz_export.draws import (
     ObservedSite,
     add_inputs,
     add_latents,
-    add_log_prior,
     add_sample_stats,
     choose_responses,
     chosen_sites,
@@ -25,7 +24,7 @@ from pyro_dvi.analysis.arviz_export.groups import Groups, assemble
 from pyro_dvi.core.arguments import check_count
 from pyro_dvi.core.progress import progress_bar
 from pyro_dvi.core.undisturbed import device_of
-from pyro_dvi.errors import ArgumentError, DataError, DviWarning, UnsupportedError
+from pyro_dvi.errors import ArgumentError, DataError, DviWarning
 from pyro_dvi.laplace.approximation import DRAWN_WEIGHTS
 from pyro_dvi.predictive import PredictionRule
 from pyro_dvi.predictive.components import Components
@@ -75,7 +74,8 @@ def to_arviz(
         the guide has a density. ``lp`` and ``log_q`` are densities in the constrained space of the sites, so the Pareto
         k of ``lp - log_q`` measures the quality of the posterior (Yao et al., 2018, "Yes, but did it work?").
     ``observed_data``, ``constant_data``
-        the observations, and the inputs under the names of the model's arguments; nested inputs are omitted.
+        the observations, and the inputs under the names of the model's arguments; nested inputs and inputs with more
+        than a million values are omitted.
     ``prior``, ``prior_predictive``
         with ``prior=n``: n draws of latent and observed sites from the model's prior.
     ``predictions``, ``predictions_constant_data``
@@ -124,7 +124,7 @@ def to_arviz(
     Returns:
         ``arviz.InferenceData`` or ``xarray.DataTree``; ``.to_netcdf(path)`` writes either, and further groups and
         attributes can be added. The attributes record the guide, method and seed, the version of this library, and the
-        names of omitted sites and inputs. ArviZ adds the time and its version to each group.
+        names of omitted sites. ArviZ adds the time and its version to each group.
 
     Raises:
         KeyError: if a site is unknown.
@@ -198,11 +198,7 @@ def to_arviz(
         weights = own if of_weights is rule else Components(model, guide, of_weights, used_seed)
         with warnings.catch_warnings():  # the draws of a LaplaceGuide are exported here, and predict nothing
             warnings.filterwarnings("ignore", message=re.escape(DRAWN_WEIGHTS), category=DviWarning)
-            try:
-                add_latents(groups["posterior"], tuned, first, nodes, kept, weights.draws(first.inputs))
-            except UnsupportedError as error:  # raised by a LaplaceGuide without draws
-                reason = str(error).splitlines()[0]  # the other lines are the shapes of Pyro's trace
-                raise UnsupportedError(f"{reason}; pass sites=[] to export only predictions") from error
+            add_latents(groups["posterior"], tuned, first, nodes, kept, weights.draws(first.inputs))
         predicted = {"posterior_predictive": observed_sites(own, count, 0, is_scored=True)}
         if prior is not None:
             from_prior = PriorSamples(prior, tuned, first.inputs, tuple(latents))
@@ -210,11 +206,10 @@ def to_arviz(
             add_latents(groups["prior"], tuned, first, nodes, kept, of_prior.draws(first.inputs))
             predicted["prior_predictive"] = observed_sites(of_prior, prior, 1)
         every = progress_bar(progress, unit="batch", label="export", of=chain([first], remaining))
-        left_out = _predict(groups, "constant_data", model, guide, every, predicted, kept, used_seed)
+        _predict(groups, "constant_data", model, guide, every, predicted, kept, used_seed)
         if log_prior:
-            add_log_prior(
-                groups["log_prior"], tuned, first, nodes, list(latents), weights.draws(first.inputs)
-            )
+            draws = weights.draws(first.inputs)
+            add_latents(groups["log_prior"], tuned, first, nodes, list(latents), draws, log_prior=True)
             is_own = isinstance(of_weights, Samples)  # not given, and not of the members of an ensemble
             log_q = log_posterior(guide, first, nodes, count, used_seed) if is_own else None
             # If the rule does not draw weights, the log-likelihood is not the one of the weights that were drawn.
@@ -223,17 +218,13 @@ def to_arviz(
             others = (replace(batch, observed=None) for batch in batches(model, predictions, **options))
             ahead = observed_sites(Components(model, guide, rule, used_seed), count, 2)
             parts = {"predictions": ahead}
-            missing = _predict(
-                groups, "predictions_constant_data", model, guide, others, parts, (), used_seed
-            )
-            left_out += [f"{name} of predictions" for name in missing]
+            _predict(groups, "predictions_constant_data", model, guide, others, parts, (), used_seed)
 
     attributes = {
         "guide": "samples" if given is not None else getattr(guide, "__name__", type(guide).__name__),
         "method": repr(rule),
         "seed": used_seed,
         "sites_left_out": ", ".join(name for name in latents if name not in kept),
-        "inputs_left_out": ", ".join(left_out),
     }
     return assemble(groups, attributes, coords or {}, dims or {})
 
@@ -247,8 +238,8 @@ def _predict(
     predicted: Mapping[str, Sequence[ObservedSite]],
     kept: Sequence[str],
     seed: int,
-) -> list[str]:
-    """Predict all batches, and add predictions and inputs to their groups; return the names of inputs left out.
+) -> None:
+    """Predict all batches, and add predictions and inputs to their groups.
 
     Raises:
         DataError: if draws of the sites ``kept`` depend on the inputs, so that each batch has its own posterior.
@@ -273,7 +264,7 @@ def _predict(
     for group, sites in predicted.items():
         for own in sites:
             own.put_into(groups, group)
-    return add_inputs(groups[of_inputs], model, inputs, own.dims[0])
+    add_inputs(groups[of_inputs], model, inputs, own.dims[0])
 
 
 def _rule_and_count(

@@ -136,12 +136,6 @@ def assemble(
         "inference_library_version": version("pyro-dvi"),
         **attributes,
     }
-    if groups["observed_data"].arrays and not groups["log_likelihood"].arrays:
-        attributes["log_likelihood_left_out"] = (
-            "the predictive distribution is the same for every draw, so az.loo cannot reweight draws. Compare "
-            "predictions of held-out data with diagnostics.compare_held_out, or train with sampled weights and export "
-            "with method=Samples(500)"
-        )
     # ArviZ plots integers and floating-point numbers differently, so labels with NaN are converted in all groups.
     for site, observed in groups["observed_data"].arrays.items():
         for drawn in (groups["posterior_predictive"].arrays, groups["prior_predictive"].arrays):

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Comparison of methods by their log scores on held-out data."""
 
-import reprlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from pyro_dvi.errors import ArgumentError, DataError
+from pyro_dvi.errors import DataError
 from pyro_dvi.predictive import Prediction
 
 if TYPE_CHECKING:
@@ -46,7 +45,6 @@ def compare_held_out(predictions: Mapping[str, Prediction], y: Any = None) -> "p
         standard errors are NaN.
 
     Raises:
-        ArgumentError: if ``predictions`` is empty or not a mapping of predictions.
         DataError: if examples, sites, observations or masks differ between predictions.
 
     Source: Vehtari, Gelman & Gabry (2017), "Practical Bayesian model evaluation using leave-one-out cross-validation
@@ -94,8 +92,6 @@ def compare_held_out(predictions: Mapping[str, Prediction], y: Any = None) -> "p
 
 def _scores(predictions: Mapping[str, Prediction], y: Any) -> dict[str, Tensor]:
     """Return the log predictive density of every example, by name."""
-    if not predictions or not all(isinstance(own, Prediction) for own in predictions.values()):
-        raise ArgumentError(f"predictions must map names to predictions, not {reprlib.repr(predictions)}")
     found: dict[str, Tensor] = {}
     first_name, first = next(iter(predictions.items()))
     for name, own in predictions.items():

@@ -15,7 +15,7 @@ from pyro_dvi.core.arguments import check_choice, check_count
 from pyro_dvi.core.distributions import arguments_kept, given_to, innermost
 from pyro_dvi.core.table import Table
 from pyro_dvi.core.undisturbed import device_of, layer_by_layer
-from pyro_dvi.errors import DataError, ModelError
+from pyro_dvi.errors import ModelError
 from pyro_dvi.moments import GaussianMoments
 from pyro_dvi.predictive.engine.inputs import batches
 from pyro_dvi.predictive.engine.model_runs import evaluation_mode, respond, seeded
@@ -75,7 +75,6 @@ def compare_with_sampling(
 
     Raises:
         ArgumentError: if there are fewer than two draws, or ``propagation`` is not a propagation.
-        DataError: if moments or draws are not finite.
         GuideError: if the guide is not a factorised Gaussian, or was never run.
         ModelError: if the outputs of the model are deterministic.
         UnsupportedError: if a function of the model has no rule.
@@ -146,12 +145,12 @@ def compare_with_sampling(
             module, call = place
             kind = type(module).__name__.removeprefix("Pyro")
             layer = (paths.get(module) or kind) + (f" (call {call + 1})" if call else "")
-        rows.append({"layer": layer, "class": kind, **_compared(layer, *moments, sampled[place])})
+        rows.append({"layer": layer, "class": kind, **_compared(*moments, sampled[place])})
     chance = math.sqrt(2 / (math.pi * num_samples))
     heading = (
         f"Propagated moments against {num_samples:,} draws of the weights, {batch.num_rows:,} examples.\n"
-        f"Mean error in units of the sampled standard deviation, of which {chance:.3f} is Monte Carlo error. The ratio "
-        "of standard deviations is propagated over sampled."
+        f"Mean error in units of the sampled standard deviation, of which {chance:.3f} is Monte Carlo\n"
+        "error. The ratio of standard deviations is propagated over sampled."
     )
     numbers = dict.fromkeys(("mean_error", "sd_ratio", "rank_correlation"), ".3f")
     return Table(heading, rows, {"layer": "", "class": "", "elements": ",", **numbers})
@@ -192,17 +191,11 @@ class _RunningMoments:
         return self._squares / (self.count - 1)
 
 
-def _compared(layer: str, loc: Tensor, variance: Tensor, sampled: _RunningMoments) -> dict[str, float]:
-    """Return the comparison for one layer.
-
-    Raises:
-        DataError: if a moment or draw is not finite.
-    """
+def _compared(loc: Tensor, variance: Tensor, sampled: _RunningMoments) -> dict[str, float]:
+    """Return the comparison for one layer."""
     import pandas
 
     numbers = torch.stack([loc, variance, sampled.mean, sampled.variance]).cpu().double().flatten(1)
-    if not bool(numbers.isfinite().all()):
-        raise DataError(f"{layer} has moments or draws that are NaN or infinite: check its input first")
     loc, sd, mean, truth = numbers[0], numbers[1].sqrt(), numbers[2], numbers[3].sqrt()
     varying = truth > 0
     errors = (loc - mean).abs()[varying] / truth[varying]

@@ -13,7 +13,6 @@ try:
 except ImportError as error:
     raise MissingLibraryError('plots need matplotlib: python -m pip install "pyro-dvi[plots]"') from error
 
-from pyro_dvi.analysis.plots.panels import compare, tuning
-from pyro_dvi.analysis.plots.predictions import regression_band, rejection_curve, reliability_diagram
+from pyro_dvi.analysis.plots.predictions import compare, regression_band, rejection_curve, reliability_diagram
 
-__all__ = ["compare", "regression_band", "rejection_curve", "reliability_diagram", "tuning"]
+__all__ = ["compare", "regression_band", "rejection_curve", "reliability_diagram"]

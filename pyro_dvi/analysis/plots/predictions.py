@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plots of predictions: regression bands, calibration of class probabilities, and rejection curves.
+"""Plots of predictions: regression bands, calibration, rejection curves, and metrics of several methods.
 
 The colours are ``"C0"``, ``"C1"``, ... of the user's style. They are combined with line styles, so that no meaning
 depends on colour alone. Reference lines are grey, which is visible on white and on black. Nothing here changes
 ``rcParams``.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -17,8 +17,9 @@ from matplotlib.axes import Axes
 from matplotlib.legend import Legend
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from pyro_dvi.errors import ArgumentError, DataError, UnsupportedError
+from pyro_dvi.errors import DataError, UnsupportedError
 from pyro_dvi.predictive import metrics
+from pyro_dvi.predictive.metrics import Estimate
 
 GREY = "gray"
 FEW = 5  # bins with fewer examples are drawn as open circles
@@ -61,10 +62,7 @@ def regression_band(
     places = column(x, "x")
     order = np.argsort(places, kind="stable")
     mean, total, epistemic = (_numbers(prediction, name, order) for name in ("mean", "variance", "epistemic"))
-    if mean is None:
-        raise DataError(
-            "prediction has no mean: pass a Prediction of a regression, or {'mean': ..., 'variance': ...}"
-        )
+    mean = column(mean, "the mean of the prediction")
     ax, places = ax or _new_axes(5.4, 3.8), places[order]
     for variance, alpha, name in ((total, 0.15, "observation"), (epistemic, 0.4, "function")):
         if variance is not None:
@@ -174,11 +172,8 @@ def reliability_diagram(
     confidence, accuracy = table.confidence.numpy(), table.accuracy.numpy()
 
     ax = ax or _new_axes(4.2, 5.0)
-    place, figure = ax.get_subplotspec(), ax.get_figure(root=False)
-    if place is None or figure is None:
-        raise ArgumentError(
-            "ax must be part of a grid created with plt.subplots, because the counts occupy a part of it"
-        )
+    place: Any = ax.get_subplotspec()
+    figure: Any = ax.get_figure(root=False)
     cells = place.subgridspec(2, 1, height_ratios=[3.2, 1], hspace=0.06)
     ax.set_subplotspec(cells[0])
     counts = figure.add_subplot(cells[1], sharex=ax)
@@ -245,8 +240,6 @@ def rejection_curve(
     """
     methods = predictions if isinstance(predictions, Mapping) else {"": predictions}
     ranks = uncertainty if isinstance(uncertainty, Mapping) else dict.fromkeys(methods, uncertainty)
-    if not methods or not set(methods) <= set(ranks):
-        raise DataError(f"the methods are {list(methods)}, but uncertainties are given for {list(ranks)}")
     ax = ax or _new_axes(5.0, 3.8)
     highest = 0.0
     for k, (name, prediction) in enumerate(methods.items()):
@@ -294,3 +287,90 @@ def _legend_above(ax: Axes, height: float = 1.0, **options: Any) -> Legend:
     """Put a frameless, left-aligned legend above ``ax``, at ``height`` times the height of ``ax``."""
     place: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, height), "borderaxespad": 0.2}
     return ax.legend(fontsize="small", frameon=False, **place, **options)
+
+
+ERROR = "_standard_error"
+
+# Prefixes of metrics for which lower or higher values are known to be better.
+_LOWER = tuple("nll rmse brier ece adaptive_ece crps aumrc fpr error loss width seconds".split())
+_HIGHER = ("accuracy", "auroc", "log_likelihood", "lppd", "elpd")
+
+
+def compare(
+    results: Mapping[str, Any], *, metrics: Sequence[str] | None = None, axes: Sequence[Axes] | None = None
+) -> np.ndarray:
+    r"""Draw metrics of several methods with their standard errors: one row per method, one panel per metric.
+
+    Error bars extend one standard error over test examples to each side, if the metric has one. In each panel, the best
+    method is shown as a filled dot with a dashed line through it. The title states whether lower or higher is better,
+    if known. The errors of methods on the same test data are correlated, so a paired difference can be significant even
+    if the error bars overlap.
+
+    Args:
+        results: for each method name, a :class:`~pyro_dvi.predictive.Prediction` with observations; or a mapping from
+            metrics to numbers (an estimate with its standard error, or a number with a separate
+            ``<metric>_standard_error``).
+        metrics: metrics to draw, in this order; by default all metrics that every method has.
+        axes: axes to draw into, one for each metric.
+
+    Returns:
+        Array of the axes, one for each metric.
+
+    Raises:
+        ValueError: if the numbers of axes and metrics differ.
+        DataError: if a metric of a method is not finite.
+
+    Example:
+        >>> axes = compare({"MAP": {"nll": 0.5, "nll_standard_error": 0.1}, "VL": {"nll": 0.3}})
+        >>> [ax.get_title("left") for ax in axes]
+        ['nll (lower is better)']
+    """
+    rows = {name: own if isinstance(own, Mapping) else own.metrics() for name, own in results.items()}
+    if metrics is None:
+        metrics = [m for row in rows.values() for m in row if not m.endswith(ERROR)]
+        metrics = [m for m in dict.fromkeys(metrics) if all(m in row for row in rows.values())]
+    drawn = _panels(axes, metrics, height=0.9 + 0.3 * len(rows))
+    for ax, metric in zip(drawn, metrics, strict=True):
+        _panel(ax, metric, rows)
+    return drawn
+
+
+def _panel(ax: Axes, metric: str, rows: Mapping[str, Mapping[str, Any]]) -> None:
+    """Draw one metric of all methods, with its standard errors."""
+    values = column([float(row[metric]) for row in rows.values()], metric)
+    errors = np.nan_to_num([_error(row, metric) for row in rows.values()])
+    places = np.arange(len(values))
+    lower = metric.lower().startswith(_LOWER)
+    known = lower or metric.lower().startswith(_HIGHER)
+    best = (values == (values.min() if lower else values.max())) & known
+    for chosen, face in ((~best, ax.get_facecolor()), (best, "C0")):
+        dots: dict[str, Any] = {"color": "C0", "markerfacecolor": face, "elinewidth": 1.5, "zorder": 3}
+        ax.errorbar(values[chosen], places[chosen], xerr=errors[chosen], fmt="o", **dots)
+    if best.any() and len(values) > 1:
+        ax.axvline(float(values[best][0]), color=GREY, linestyle="--", linewidth=0.8, zorder=0)
+    direction = f" ({'lower' if lower else 'higher'} is better)" if known else ""
+    ax.set_title(metric.replace("_", " ") + direction, loc="left", fontsize="medium")
+    ax.xaxis.set_major_locator(MaxNLocator(4))
+    ax.margins(x=0.12)
+    ax.set_yticks(places, list(rows), fontsize="small")
+    ax.set_ylim(len(values) - 0.5, -0.5)
+
+
+def _error(row: Mapping[str, Any], metric: str) -> float:
+    """Return the standard error of a metric; NaN if unknown."""
+    value = row[metric]
+    return value.standard_error if isinstance(value, Estimate) else float(row.get(metric + ERROR, np.nan))
+
+
+def _panels(axes: Sequence[Axes] | None, names: Sequence[str], height: float) -> np.ndarray:
+    """Return one axes object per name: ``axes``, or those of a new figure with panels of the given height."""
+    drawn = np.asarray(axes, dtype=object).ravel()
+    if axes is None:
+        wide = min(len(names), 2 if len(names) == 4 else 3)
+        high = -(-len(names) // wide)
+        options: dict[str, Any] = {"figsize": (3.1 * wide, height * high), "layout": "constrained"}
+        _, grid = plt.subplots(high, wide, squeeze=False, sharey=True, **options)
+        for unused in grid.ravel()[len(names) :]:
+            unused.remove()
+        drawn = grid.ravel()[: len(names)]
+    return drawn

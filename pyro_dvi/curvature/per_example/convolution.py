@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyro_dvi.core.triton_kernels import triton_kernel
+from pyro_dvi.core.elementwise import triton_kernel
 from pyro_dvi.curvature.per_example.broadcasting import over_positions
 from pyro_dvi.curvature.per_example.example_rules import Contribution, Outer, per_example_rule, summed_squares
 

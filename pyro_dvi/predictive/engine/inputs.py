@@ -140,11 +140,6 @@ class _Arguments:
         """Return the positions of all arguments that are or may be observations, and of those that the data contain."""
         if observed is not None:
             asked = [observed] if isinstance(observed, str) else list(observed)
-            for name in asked:
-                if name not in self.names:
-                    raise ArgumentError(
-                        f"observed={name!r} is not an argument of the model; its arguments are {self.names}"
-                    )
             places = [self.names.index(name) for name in asked]
         else:
             by_name = range(self.count, len(self.names)) if len(args) > self.count else ()

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from pyro_dvi.core.arguments import check_count, with_missing
 from pyro_dvi.core.undisturbed import reseeded, seeder
-from pyro_dvi.errors import ArgumentError, UnsupportedError
+from pyro_dvi.errors import ArgumentError
 from pyro_dvi.predictive.engine.model_runs import Latents, Respond, Response
 from pyro_dvi.predictive.engine.posterior_values import (
     ignores_inputs,
@@ -230,19 +230,9 @@ class PriorSamples(FromDraws):
     sites: Collection[str] = field(repr=False)
 
     def draws(self, guide: Callable[..., Any], inputs: tuple[Any, ...]) -> Iterator[dict[str, Tensor]]:
-        """Yield the latent values of the draws, which do not depend on the posterior or on the inputs of this batch.
-
-        Raises:
-            UnsupportedError: if a prior cannot be sampled.
-        """
+        """Yield the latent values of the draws, which do not depend on the posterior or on the inputs of this batch."""
         for _ in reseeded(self.num_samples):
-            try:
-                with AllRows():
-                    inputs = with_missing(self.model, self.inputs)
-                    nodes: Any = poutine.trace(self.model).get_trace(*inputs).nodes
-            except NotImplementedError as error:
-                reason = str(error).splitlines()[0]  # the other lines are the shapes of Pyro's trace
-                raise UnsupportedError(
-                    f"the prior of the model cannot be sampled ({reason}): omit prior="
-                ) from error
+            with AllRows():
+                inputs = with_missing(self.model, self.inputs)
+                nodes: Any = poutine.trace(self.model).get_trace(*inputs).nodes
             yield {name: nodes[name]["value"] for name in self.sites if name in nodes}

@@ -164,7 +164,7 @@ def test_kronecker_factors_export():
 
 def test_a_method_without_draws_exports_its_predictions():
     guide = laplace(ConjugateGradient())
-    with pytest.raises(UnsupportedError, match=r"no draws.*sites=\[\] to export only predictions"):
+    with pytest.raises(UnsupportedError, match="no draws"):
         to_arviz(model, guide, (X, Y))
     exported = to_arviz(model, guide, (X, Y), sites=[])
     assert groups(exported) == {

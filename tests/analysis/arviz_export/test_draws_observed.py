@@ -11,7 +11,7 @@ from pyro.infer.autoguide import AutoNormal
 from torch.utils.data import DataLoader, TensorDataset
 
 from pyro_dvi import AtMean, Samples, to_arviz
-from pyro_dvi.errors import ArgumentError, DataError, ModelError, UnsupportedError
+from pyro_dvi.errors import DataError, ModelError, UnsupportedError
 from tests.analysis.arviz_export.reading import ARVIZ_1, az, groups, reopened, values
 from tests.predictive.engine.test_vectorised import Loop, made
 
@@ -153,8 +153,8 @@ MISTAKES = {
     ),
     "argument": (
         lambda: to_arviz(two, slope, (X, Y, N), observed=["y", "m"]),
-        ArgumentError,
-        "observed='m' is not an argument",
+        ValueError,
+        "'m' is not in list",
     ),
     "unobserved": (
         lambda: to_arviz(two, slope, {"x": X, "n": N}, observed="n", site=["number", "size"]),

@@ -47,7 +47,11 @@ MISTAKES = {
         DataError,
         "mean has 1 values for 3 values of x",
     ),
-    "no mean": (lambda: plots.regression_band(X, {"variance": TOTAL}), DataError, "has no mean"),
+    "no mean": (
+        lambda: plots.regression_band(X, {"variance": TOTAL}),
+        DataError,
+        "the mean of the prediction is empty",
+    ),
     "NaN": (
         lambda: plots.regression_band([np.nan, 1, 2], {"mean": MEAN}),
         DataError,

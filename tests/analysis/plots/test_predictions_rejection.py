@@ -94,11 +94,6 @@ MISTAKES = {
         lambda: plots.rejection_curve({"A": predicted(dist.Categorical, torch.ones(1, 1))}),
         "of 'A' have no labels",
     ),
-    "no methods": (lambda: plots.rejection_curve({}, [0]), "the methods are"),
-    "one uncertainty missing": (
-        lambda: plots.rejection_curve({"A": [[0.9, 0.1]]}, [0], uncertainty={"B": [0.1]}),
-        r"the methods are \['A'\], but uncertainties are given for \['B'\]",
-    ),
 }
 
 

@@ -80,11 +80,6 @@ def test_labels_of_several_questions_are_not_taken_for_classes():
 
 MISTAKES = {
     "no labels": (lambda: plots.reliability_diagram([0.5]), DataError, "pass labels"),
-    "axes outside a grid": (
-        lambda: plots.reliability_diagram([0.5], [1], ax=plt.figure().add_axes((0, 0, 1, 1))),
-        ArgumentError,
-        "part of a grid",
-    ),
     "labels out of range": (lambda: plots.reliability_diagram([[0.5, 0.5]], [2]), DataError, "from 0 to 1"),
     "no bins": (lambda: plots.reliability_diagram([[0.5, 0.5]], [1], num_bins=0), ArgumentError, "num_bins"),
 }

@@ -91,10 +91,3 @@ def test_other_rules_take_its_model(name):
 def test_a_guide_that_is_no_product_is_not_predicted_as_one():
     with pytest.raises(GuideError, match=r"this ForeignGuide is not a factorised Gaussian.*Linearised\(\)"):
         dvi.predict(model, ForeignGuide(), X, dvi.Moments())
-
-
-def test_a_rule_that_does_not_exist():
-    guide = ForeignGuide()
-    guide.prediction_rule = "Linear"
-    with pytest.raises(GuideError, match=r"prediction_rule of ForeignGuide is 'Linear'.*must be a rule"):
-        dvi.predict(model, guide, X)
