@@ -106,6 +106,7 @@ def test_the_matrix_of_masks_has_rows_and_columns_of_the_whole() -> None:
         torch.testing.assert_close(curvature.matrix(part.at(part.start)), expected)
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("name", [n for n, case in CASES.items() if n != "kronecker"])
 def test_predictions_with_masks_are_those_of_the_rows(name: str) -> None:
     network, case = Network(), CASES[name]

@@ -244,6 +244,7 @@ def test_what_cannot_be_tuned_is_refused():
         tempered.tune(problem.batches, **QUIET)
 
 
+@pytest.mark.slow
 def test_curve_is_missing_where_there_is_no_gaussian():
     problem = SineRegression(hidden=10, prior_scale=3.0)
     guide = problem.trained(500)

@@ -206,6 +206,7 @@ ILL_CONDITIONED, _ = with_eigenvalues(torch.logspace(0, 5, 50, dtype=torch.float
 FAR = 100 * rows(1, 50)[0]  # the minimum is 280 standard deviations from the start
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("units", [0.1, 1.0, 10.0])
 def test_it_ends_as_near_as_the_rounding_of_the_gradient_allows(units):
     problem = Rounded(ILL_CONDITIONED, FAR, units * torch.finfo(torch.float32).eps / 2)

@@ -14,6 +14,7 @@ from pyro_dvi.laplace import ByValidation, KroneckerFactored
 from tests.methods.cases import EPOCHS, loader, network, rows, slope
 
 
+@pytest.mark.slow
 def test_a_trained_network_gets_a_gaussian_around_its_weights():
     net = network(1)
     data = rows(60, 0, labels=False)
@@ -36,6 +37,7 @@ def test_a_trained_network_gets_a_gaussian_around_its_weights():
     assert 0 < float(polished.detach().abs().max()) < 1
 
 
+@pytest.mark.every(3)
 @pytest.mark.filterwarnings("ignore:the best value of PriorPrecision")
 @pytest.mark.parametrize(
     "as_given", [tuple, lambda pair: [pair], lambda pair: DataLoader(TensorDataset(*pair), 40)]
@@ -123,6 +125,7 @@ def test_the_noise_is_that_of_the_residuals_where_the_fit_stands(epochs):
     assert noise < 0.8 * before
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("count", "size"), [(400, 3), (30, 12), (12, 30)])
 def test_the_noise_of_a_linear_model_is_that_of_the_em_algorithm(count, size):
     """With fewer rows than weights, all residuals can vanish; the noise must not follow them."""

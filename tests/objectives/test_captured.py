@@ -62,6 +62,7 @@ CASES = {
 }
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", CASES)
 def test_steps_equal_ordinary_ones(name):
     training = both(
@@ -83,6 +84,7 @@ def test_what_a_step_leaves_with_the_guide():
     assert replays(training) > 10
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", ["Fisher", "two draws", "MAP"])
 def test_a_prior_that_depends_on_the_posterior(name):
     options = dict(zip(("guide", "elbo", "optimizer"), CASES[name], strict=True))
@@ -90,6 +92,7 @@ def test_a_prior_that_depends_on_the_posterior(name):
     assert replays(training) >= 10 or name == "two draws"
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", ["Fisher", "two draws", "IVON", "NoisyKFAC"])
 def test_float64(name, double):
     options = dict(zip(("guide", "elbo", "optimizer"), CASES[name], strict=True))
@@ -134,6 +137,7 @@ def test_gradients_are_not_differentiated_again():
         torch.autograd.grad(loss, weight, create_graph=True)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     "options",
     [{}, {"factor": 0.25}, {"accumulate": 2}, {"autocast": True}, {"retain": True}],
@@ -144,6 +148,7 @@ def test_torch_optimizers(options):
     assert len(training.elbo.recordings) == 2
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("elbo", [dvi.TaylorELBO, SampledELBO])
 def test_parameters_of_modules(elbo):
     with pyro.settings.context(module_local_params=True):
@@ -300,6 +305,7 @@ def test_a_kl_weight_that_is_set_counts():
     assert len(both(run).elbo.recordings) == 2
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, lambda e: pickle.loads(pickle.dumps(e))])
 def test_copies_hold_no_recordings(copied):
     training = start(True)

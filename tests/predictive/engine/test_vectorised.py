@@ -199,6 +199,7 @@ def check_equal(found, expected, tolerance):
             )
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in RANDOM])
 @pytest.mark.parametrize("guide_class", [MeanFieldGuide, AutoNormal])
 def test_same_numbers_as_the_loop(name, guide_class):
@@ -215,6 +216,7 @@ def test_same_numbers_as_the_loop(name, guide_class):
     check_equal(*predictions, 1e-10)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", ["classifier", "own noise", "conv net", "functional", "Poisson"])
 def test_same_numbers_in_single_precision(name):
     model, guide, x, y = made(name, torch.float32, MeanFieldGuide)
@@ -344,6 +346,7 @@ def test_validation_and_the_random_state_are_left_as_they_were():
         dist.Normal(0.0, -1.0)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", ["classifier", "conv net", "own noise", "noisy input"])
 def test_same_numbers_on_an_accelerator(name, device):
     model, guide, x, y = made(name, torch.float64, MeanFieldGuide)
