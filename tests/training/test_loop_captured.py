@@ -58,6 +58,7 @@ def record(history):
     return repr({**found, "epochs": {k: v for k, v in found["epochs"].items() if k != "seconds"}})
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("kind", ["SVI", "ELBOModule"])
 def test_numbers_are_those_of_ordinary_steps(kind):
     results = []
@@ -134,6 +135,7 @@ def test_the_user_sees_his_objective(monkeypatch):
     assert [reference() for reference, _ in made] == [None, None]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("resumed", [False, True])
 def test_a_resumed_training_equals_one_of_ordinary_steps(tmp_path, resumed):
     """Recorded steps may stand on either side of a checkpoint."""
@@ -196,6 +198,7 @@ def test_divergence_is_reported_as_without():
     assert same(reports[0][2], reports[1][2])
 
 
+@pytest.mark.slow
 def test_what_takes_steps_of_its_own_is_left_alone():
     class OwnELBO(dvi.TaylorELBO):
         def loss_and_grads(self, model, guide, *args, **kwargs):
@@ -227,6 +230,7 @@ def test_what_takes_steps_of_its_own_is_left_alone():
     assert calls == ["function"] * 3 * EPOCHS
 
 
+@pytest.mark.slow
 def test_members_of_an_ensemble():
     results = []
     for capture in (False, True):

@@ -82,6 +82,7 @@ def random_start(guide: Callable) -> None:
             parameter.copy_(centre + 0.4 * torch.randn_like(parameter))
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("make", GUIDES, ids=lambda g: g.__name__)
 @pytest.mark.parametrize("model", MODELS, ids=lambda m: m.__name__)
 def test_expectation_is_that_of_the_monte_carlo_elbo(model, make):
