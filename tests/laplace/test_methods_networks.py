@@ -74,6 +74,7 @@ MASKS = {
 }
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("subset", [None, "7.*", "*.bias", MASKS], ids=["all", "last", "biases", "masks"])
 def test_matrix_and_rows_from_single_examples_are_those_of_products(dtype: torch.dtype, subset: Any) -> None:

@@ -219,6 +219,7 @@ def test_it_ends_as_near_as_the_rounding_of_the_gradient_allows(units):
     assert float(distance @ problem.matrix @ distance) < 4 * limit
 
 
+@pytest.mark.slow
 def test_float32_stops_at_its_rounding():
     problem = quadratic(ILL_CONDITIONED.float(), FAR.float())
     exact = torch.linalg.solve(ILL_CONDITIONED.float().double(), FAR.float().double())
@@ -261,6 +262,7 @@ def network_loss(hidden: int, steps: int) -> tuple[Differentiated, Tensor]:
     return Differentiated(loss), weights.detach()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("hidden", "steps"), [(10, 200), pytest.param(50, 2000, marks=pytest.mark.slow)])
 def test_network_from_a_poor_maximum(hidden, steps):
     problem, start = network_loss(hidden, steps)

@@ -54,7 +54,7 @@ HANDS = {
 }
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", METHODS)
 def test_it_is_what_one_writes_by_hand(name):
     test = rows(20, 1)

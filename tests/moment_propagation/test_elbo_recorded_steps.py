@@ -202,7 +202,7 @@ def compare(model: nn.Module, guide: Any, data: tuple[Tensor, ...]) -> NoReads:
     ("guide", "dtype"), [("mean-field", torch.float64), ("multiplicative noise", torch.float32)]
 )
 @pytest.mark.parametrize(
-    "net", [pytest.param(net, marks=[pytest.mark.slow] if k % 3 else []) for k, net in enumerate(NETS)]
+    "net", [pytest.param(net, marks=[pytest.mark.slow] if k % 6 else []) for k, net in enumerate(NETS)]
 )
 def test_networks(net, guide, dtype):
     torch.set_default_dtype(dtype)

@@ -164,6 +164,7 @@ def test_the_mean_scale_is_recorded_for_elbo_modules_too():
         assert len(dvi.predict(model, guide, X)) == N
 
 
+@pytest.mark.slow
 def test_constrained_latents_train_and_stay_in_their_support():
     x = torch.randn(200, 3)
     y = x @ torch.tensor([1.0, -1.0, 0.5]) + 0.3 * torch.randn(200)

@@ -62,7 +62,7 @@ CASES = {
 }
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(5)
 @pytest.mark.parametrize("name", CASES)
 def test_steps_equal_ordinary_ones(name):
     training = both(

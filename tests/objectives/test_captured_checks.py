@@ -77,7 +77,7 @@ FAMILIES = {
 }
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(7)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_replays_refuse_the_parameters_that_ordinary_steps_refuse(family):
     make = FAMILIES[family]

@@ -29,6 +29,7 @@ def problem() -> LinearRegression:
     return LinearRegression()
 
 
+@pytest.mark.every(4)
 @every_guide
 def test_loss_and_gradients_have_the_closed_form_as_their_mean(problem, case):
     """Two-sided z-tests at 4.5 of 200 draws, at most 9 numbers a guide: false alarm about once in 16,000 seeds."""

@@ -130,6 +130,7 @@ OTHERS = [
 ]  # the latter changes its rate itself
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(("constructor", "options"), [(c, {}) for c in CONSTRUCTORS] + OTHERS)
 def test_every_optimizer_also_where_parameters_come_later(constructor, options):
     ours, theirs = (

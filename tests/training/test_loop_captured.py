@@ -95,6 +95,7 @@ def test_the_model_runs_seldom():
     assert sum(svi.model.runs) > 3 * EPOCHS
 
 
+@pytest.mark.slow
 def test_short_trainings_take_ordinary_steps():
     epochs = (_CAPTURED_STEPS - 1) // 3
     svi = counting_svi()

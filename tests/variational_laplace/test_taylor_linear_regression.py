@@ -46,6 +46,7 @@ def penalty_deviation(problem: LinearRegression, case: GuideCase, guide: object)
     return (0.5 * (product @ product).trace()).sqrt().item()
 
 
+@pytest.mark.every(4)
 @every_guide
 def test_fisher_is_unbiased_on_the_full_batch(problem, case):
     """Two-sided z-test at 4: false alarm about once in 16,000 seeds."""

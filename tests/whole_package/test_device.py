@@ -230,6 +230,7 @@ def test_laplace(name, device):
     check_device(results(device), expected, device, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_evidence_and_tuning_of_laplace(device):
     guide, batches, _ = laplace_guide(device)
     assert str(guide.diagnose(batches))
@@ -243,6 +244,7 @@ def test_evidence_and_tuning_of_laplace(device):
     assert guide.predictive(batches[0][0]).variance.device == device
 
 
+@pytest.mark.slow
 def test_variances_from_second_fits(device):
     def variance(where: torch.device | str) -> dict[str, Tensor]:
         guide, batches, _ = laplace_guide(where)

@@ -31,6 +31,7 @@ print(pyro_dvi.plots.__name__, before == dict(matplotlib.rcParams))
 """
 
 
+@pytest.mark.slow
 def test_optional_libraries_are_loaded_only_when_asked_and_matplotlib_is_left_as_it_was():
     """In a fresh interpreter."""
     done = subprocess.run([sys.executable, "-c", FRESH], capture_output=True, text=True, check=True)

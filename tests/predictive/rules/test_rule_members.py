@@ -126,6 +126,7 @@ def laplace():
     return model, guide
 
 
+@pytest.mark.every(4)
 @pytest.mark.filterwarnings("ignore:.*converge:pyro_dvi.errors.DviWarning")
 @pytest.mark.parametrize("train", [*METHODS.values(), laplace], ids=[*METHODS, "Laplace"])
 def test_members_of_any_method_are_predicted_by_their_rule(train):
