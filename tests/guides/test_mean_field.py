@@ -213,6 +213,7 @@ def test_mean_field_elbo_of_pyro_has_its_analytic_kl():
     assert losses.pop() == pytest.approx(TaylorELBO().loss(model, guide), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_trains_with_pyros_trace_elbo():
     problem = LinearRegression()
     guide = MeanFieldGuide(problem.model)

@@ -99,6 +99,7 @@ def test_network(sine: tuple[SineRegression, LaplaceGuide], dtype: torch.dtype, 
     assert posterior.local.energy.work.done < 150 * len(GRID)  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_error_falls_with_the_square_of_the_step(sine: tuple[SineRegression, LaplaceGuide]) -> None:
     problem, guide = sine
     guide.fit(problem.batches, Dense(Hessian()))

@@ -70,6 +70,7 @@ def test_a_data_set_is_no_loader():
         dvi.Laplace().fit(network(), loader(), validation=data, progress=False)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("named", [False, True])
 def test_the_noise_of_a_trained_network_is_that_of_its_residuals(named):
     """No training adapts a learned scale to a network that is trained already; one that is given stays."""
@@ -114,6 +115,7 @@ def briefly_trained(data, steps):
     return net
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("epochs", [0, 3])
 def test_the_noise_is_that_of_the_residuals_where_the_fit_stands(epochs):
     data = moving()

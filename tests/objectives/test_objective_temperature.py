@@ -86,6 +86,7 @@ def test_with_normal_priors_it_is_a_kl_weight_and_a_narrower_prior(data, method)
         torch.testing.assert_close(gradient, theirs[name], rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("optimizer", [VOGN, IVON])
 def test_natural_gradients_end_where_a_kl_weight_and_a_narrower_prior_end(data, optimizer):
     means = []

@@ -152,6 +152,7 @@ def hierarchical(x, y=None):
         return pyro.sample("y", dist.Normal(x @ w, 0.3), obs=y)
 
 
+@pytest.mark.slow
 def test_hierarchical_priors_plates_and_minibatches():
     """The mean over draws is that of Trace_ELBO: two-sided z-test at 4 of 200 draws each."""
     pyro.set_rng_seed(0)
@@ -167,6 +168,7 @@ def test_hierarchical_priors_plates_and_minibatches():
     assert (ours - theirs).abs() < 4 * (our_error + their_error).sqrt()
 
 
+@pytest.mark.slow
 def test_training_ends_at_the_posterior_and_is_predicted_by_samples():
     pyro.set_rng_seed(0)
     problem = LinearRegression()

@@ -86,6 +86,7 @@ def test_numbers_are_those_of_ordinary_steps(kind):
     assert after == later
 
 
+@pytest.mark.slow
 def test_the_model_runs_seldom():
     svi = counting_svi()
     fit(svi, sequence(), EPOCHS, progress=False, capture=True)
@@ -105,6 +106,7 @@ def test_short_trainings_take_ordinary_steps():
     assert sum(svi.model.runs) > 9 * epochs
 
 
+@pytest.mark.slow
 def test_the_user_sees_his_objective(monkeypatch):
     made = []
 
@@ -167,6 +169,7 @@ def test_checkpoints_of_a_captured_objective_are_those_of_the_objective(tmp_path
     assert plain.loss.__self__.step == 12
 
 
+@pytest.mark.slow
 def test_functions_as_model_and_guide():
     results = []
     for capture in (False, True):
@@ -179,6 +182,7 @@ def test_functions_as_model_and_guide():
     assert same(results[0][1], results[1][1])
 
 
+@pytest.mark.slow
 def test_divergence_is_reported_as_without():
     """Where a recorded step meets it, in epoch 21."""
     reports = []

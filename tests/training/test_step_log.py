@@ -187,6 +187,7 @@ def test_an_epoch_is_repeated_if_a_condition_fails(monkeypatch):
     assert results[0][0] == results[1][0] and same(results[0][1], results[1][1])
 
 
+@pytest.mark.slow
 def test_an_interrupted_epoch_is_in_the_history(monkeypatch):
     svi, loader = made()
     taken, own = [], Route.step

@@ -99,6 +99,7 @@ def test_expectation_is_that_of_the_monte_carlo_elbo(model, make):
     assert ours.std() < long.std(), "only the parents should be sampled"
 
 
+@pytest.mark.slow
 def test_particles_average_the_sampled_parents():
     guide = MeanFieldGuide(log_normal_scale)
     random_start(guide)

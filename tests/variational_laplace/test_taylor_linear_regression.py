@@ -67,6 +67,7 @@ def repeated(problem: LinearRegression, guide: object, elbo: TaylorELBO, data: C
     return torch.tensor(losses, dtype=torch.float64), torch.stack(grads)
 
 
+@pytest.mark.slow
 def test_fisher_penalties_of_some_steps_are_unbiased_over_steps(problem):
     """Loss and all eight gradients: z < 4 fails by chance about once in 1,800 seeds."""
     case = GUIDES[0]
@@ -85,6 +86,7 @@ def test_fisher_penalties_of_some_steps_are_unbiased_over_steps(problem):
     assert z.abs().max() < 4
 
 
+@pytest.mark.slow
 def test_num_label_samples_shrinks_the_noise(problem):
     case = GUIDES[0]
     guide = case.start(problem)

@@ -35,6 +35,7 @@ def started(name: str, device: torch.device) -> tuple[SVI, tuple[Any, Any]]:
     return svi, data
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_step_reads_the_loss_alone(name, device):
     pyro.enable_validation(False)

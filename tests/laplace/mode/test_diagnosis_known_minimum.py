@@ -50,6 +50,7 @@ def spent(monkeypatch):
     return since
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("method", "work"),
     [(Dense(Hessian()), 1 + 2 * SIZE), (ConjugateGradient(Hessian()), 1), (Dense(), 2), (Diagonal(), 2)],

@@ -263,6 +263,7 @@ def test_a_site_that_the_guide_leaves_to_the_model_is_drawn_anew_for_every_draw(
     assert float(predictions[0]._values["epistemic"].min()) > 0.6  # the variance of the shift, 1, among it
 
 
+@pytest.mark.slow
 def test_draws_that_start_to_be_random_later_are_still_right():
     model, guide, x, y = made("random for some draws", torch.float32, AutoNormal)
     a = predict(model, guide, (x, y), Samples(300), seed=5)
