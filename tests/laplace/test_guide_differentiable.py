@@ -45,7 +45,7 @@ def fitted(method: Method, net: nn.Module, x: Tensor) -> LaplaceGuide:
     return guide
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(5)
 @of_method
 @pytest.mark.parametrize("layers", ["normalised", "convolution"])
 def test_predictions_have_the_gradients_of_finite_differences(method, layers):
