@@ -6,6 +6,7 @@ import gc
 import os
 import random
 import sys
+from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
@@ -47,7 +48,8 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what this machine cannot run."""
+    """Skip what this machine cannot run, and leave most cases of an ``every(n)`` to the slow tests."""
+    cases: Counter[str] = Counter()
     missing = {
         "cuda": None
         if items and items[0].config.getoption("--device") == "cuda"
@@ -55,6 +57,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         "distributed": None if torch.distributed.is_available() else "torch was built without distributed",
     }
     for item in items:
+        if every := item.get_closest_marker("every"):
+            function = item.nodeid.partition("[")[0]
+            if cases[function] % every.args[0]:
+                item.add_marker("slow")
+            cases[function] += 1
         if "device" in getattr(item, "fixturenames", ()):
             item.add_marker("device")
         for marker, reason in missing.items():

@@ -93,6 +93,7 @@ def test_shared_weights_train_and_survive_copies():
     assert owner is clone.net.embed and owner is not model.net.embed
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("dtype", "guide_type"), [(torch.float32, AutoNormal), (torch.float64, AutoDiagonalNormal)]
 )
@@ -243,6 +244,7 @@ def test_transformer_encoder(dtype):
         assert torch.allclose(found, expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_residual_network_of_torchvision():
     net = residual_network(num_classes=4)
     x = torch.randn(2, 3, 32, 32)

@@ -78,6 +78,7 @@ def test_noise_with_a_prior_is_a_latent():
     assert torch.equal(trace.nodes["obs"]["fn"].scale, noise.expand(4))
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("noise", [0.3, dist.HalfNormal(1.0), LearnedScale(0.5), Heteroscedastic()])
 def test_regression_trains_predicts_and_is_saved(noise):
     x = torch.linspace(-1, 1, 40)[:, None]
@@ -120,6 +121,7 @@ class Output:
     loss: Tensor | None = None
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("wrap", [Output, lambda logits: UserDict(loss=None, logits=logits)])
 @pytest.mark.parametrize("outputs", [1, 3])
 def test_batches_and_outputs_as_of_transformers(wrap, outputs):

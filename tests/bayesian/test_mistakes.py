@@ -216,7 +216,11 @@ CONVERSIONS: list[tuple[str, Callable[[], Any], dict[str, Any], type[Exception],
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning", "ignore:.*:FutureWarning")
 @pytest.mark.parametrize(
-    ("make", "options", "exception", "message"), [c[1:] for c in CONVERSIONS], ids=[c[0] for c in CONVERSIONS]
+    ("make", "options", "exception", "message"),
+    [
+        pytest.param(*case, id=name, marks=pytest.mark.slow if name == "torch.compile" else ())
+        for name, *case in CONVERSIONS
+    ],
 )
 def test_to_bayesian(make, options, exception, message):
     module = make()

@@ -42,6 +42,7 @@ TRAININGS = {
 }
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("name", TRAININGS)
 def test_every_objective_learns(name):
     model, guide, elbo = TRAININGS[name]
@@ -76,6 +77,7 @@ def test_natural_gradients_are_refused():
             guide(network())(X, Y)
 
 
+@pytest.mark.slow
 def test_laplace_takes_couplings_of_the_prior_or_refuses_them():
     guide = dvi.LaplaceGuide(network())
     guide.polish(BATCHES, progress=False)

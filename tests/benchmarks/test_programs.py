@@ -29,12 +29,14 @@ def test_every_program_is_in_the_table():
     assert {path.stem for path in PEERS} <= shown
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("path", OURS, ids=lambda path: path.stem)
 def test_ours_run(path, monkeypatch):
     monkeypatch.setenv("EPOCHS", "5")
     assert 0 < count.run(path) < 2
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("path", PEERS, ids=lambda path: path.stem)
 def test_those_of_other_libraries_run_where_installed(path, monkeypatch):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The benchmarks that there are: their plans can be resumed, and their committed reports are those of their lines."""
 
-import ast
+import itertools
 import re
 
 import pytest
@@ -22,10 +22,9 @@ def test_the_entry_lists_all_benchmarks(monkeypatch, capsys):
     assert len(FOUND) >= 9
 
 
-@pytest.mark.parametrize("budget", ["small", "gpu"])
 @pytest.mark.parametrize("name", FOUND)
-def test_settings_of_a_plan_are_flat_and_differ(name, budget):
-    for rows in ([], read_rows(name)):
+def test_settings_of_a_plan_are_flat_and_differ(name):
+    for rows, budget in itertools.product(([], read_rows(name)), ("small", "gpu")):
         plan = FOUND[name].plan(rows, budget)
         values = [value for settings in plan for value in settings.values()]
         assert all(isinstance(value, str | int | float | bool | None) for value in values)
@@ -46,14 +45,9 @@ def test_the_committed_list_has_all_benchmarks():
     assert (RESULTS / "index.md").read_text() == index(list(FOUND.values()))
 
 
-@pytest.mark.parametrize("path", sorted(RESULTS.parent.rglob("*.py")), ids=lambda path: path.stem)
-def test_packages_of_other_authors_are_imported_by_runs_only(path):
+def test_packages_of_other_authors_are_imported_by_runs_only():
     """So that list, report and these tests need none of them; programs of peers are run alone."""
-    if path.parent.name == "peers":
-        return
-    of_others = {"backpack", "ivon", "jax", "laplace", "numpyro", "suq", "vbll"}
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.Import):
-            assert not of_others & {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert (node.module or "").split(".")[0] not in of_others
+    of_others = re.compile(r"^(?:import|from) (?:backpack|ivon|jax|laplace|numpyro|suq|vbll)\b", re.MULTILINE)
+    files = [path for path in sorted(RESULTS.parent.rglob("*.py")) if path.parent.name != "peers"]
+    assert len(files) > 50
+    assert [path.name for path in files if of_others.search(path.read_text())] == []

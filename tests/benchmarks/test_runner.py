@@ -6,6 +6,8 @@ import pytest
 from benchmarks.shared.runner import forget_rows, read_rows, run_all, write_report
 from tests.benchmarks.made_up import BENCHMARK
 
+pytestmark = pytest.mark.slow  # runs are processes of their own
+
 MODULE = "tests.benchmarks.made_up"
 
 
@@ -17,7 +19,6 @@ def results(tmp_path_factory):
     return folder, failures
 
 
-@pytest.mark.slow
 def test_later_runs_follow_from_earlier_ones(results):
     rows = read_rows("made_up", results[0])
     assert sorted((row["stage"], row["value"], row["square"]) for row in rows) == [

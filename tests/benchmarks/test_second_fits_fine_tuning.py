@@ -47,6 +47,7 @@ def test_gradient_descent_gives_its_closed_form_from_anywhere(less: str) -> None
 RATE, STEPS = 2e-3, 40
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("off", [0.0, 0.3])
 def test_less_the_mode_as_it_is(off: float) -> None:
     """The variance where the mode is the minimum; elsewhere what was left to train is added, over the strength."""
@@ -106,6 +107,7 @@ def fine_tuned(
     return locs
 
 
+@pytest.mark.every(4)
 @pretrained
 @pytest.mark.parametrize("mode", [Pointwise(), InSample(), LabelShift()], ids=type)
 @pytest.mark.parametrize(
@@ -151,6 +153,7 @@ def test_gradients_of_minibatches_have_the_right_mean() -> None:
 # --- no Hessian, no minimum ----------------------------------------------------------------------------------
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("solver", [Adam(1.0, epochs=3), SGD(1.0, 1e-4, epochs=3)], ids=type)
 @pytest.mark.parametrize("less", ["opposite", "untilted"])
 def test_there_is_no_product_with_a_matrix(solver: Any, less: str, monkeypatch: pytest.MonkeyPatch) -> None:

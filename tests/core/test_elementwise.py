@@ -287,6 +287,7 @@ def steps(method: str, device: torch.device | str, number: int = 3) -> tuple[lis
     return found, elbo
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("method", METHODS)
 def test_objectives_with_kernels(method, double):
     (expected, *_), _ = steps(method, "cpu", 1)

@@ -38,33 +38,34 @@ def recorded(case: Case) -> tuple[SquaredGradients, Tensor, list[Tensor], list[T
 
 
 @every_case
-def test_one_backward_pass_gives_gradients_and_squares(case):
+def test_squares_are_those_of_a_loop(case):
+    """From a pass of their own, without rules, and from the backward pass that gives the gradients."""
     recorder, outputs, weights, exact = recorded(case)
     cotangent = torch.linspace(0.5, 1.5, M, dtype=torch.float64)
-    found: dict[int, Tensor] = {}
+    exact = [squares.detach() for squares in exact]
     served = recorder.served(M)
     assert [k in served for k in range(len(weights))] == list(case.covered or (True,) * len(weights))
-    served = recorder.examined(served, outputs).kept(served)
+    examples = recorder.examined(served, outputs)
+    assert examples.wrong == set()
+    served = examples.kept(served)
+    for k, squares in recorder.measured(served, outputs, cotangent).items():
+        torch.testing.assert_close(squares, exact[k], **TOLERANCE)
+    if not case.heavy:
+        torch.testing.assert_close(squares_without_rules(outputs, cotangent, weights), exact, **TOLERANCE)
+    found: dict[int, Tensor] = {}
     recorder.watch(served, found.__setitem__)
     outputs.backward(cotangent)
     assert found.keys() == served.keys()
     for k, squares in found.items():
-        torch.testing.assert_close(squares, exact[k].detach(), **TOLERANCE)
-
-
-@every_case
-def test_a_pass_of_its_own_gives_the_same(case):
-    recorder, outputs, weights, exact = recorded(case)
-    cotangent = torch.linspace(0.5, 1.5, M, dtype=torch.float64)
-    served = recorder.served(M)
-    served = recorder.examined(served, outputs).kept(served)
-    for k, squares in recorder.measured(served, outputs, cotangent).items():
-        torch.testing.assert_close(squares, exact[k].detach(), **TOLERANCE)
+        torch.testing.assert_close(squares, exact[k], **TOLERANCE)
 
 
 @every_case
 def test_gradients_of_examples_add_up_to_the_gradient(case):
-    recorder, outputs, weights, _ = recorded(case)
+    x, weights = case.inputs()
+    recorder = SquaredGradients(weights)
+    with recorder:
+        outputs = case.call(x, *weights)
     served = recorder.served(M)
     if not served:
         return
@@ -77,20 +78,6 @@ def test_gradients_of_examples_add_up_to_the_gradient(case):
         assert all(part.shape == (M, *weights[k].shape) for part in parts)
         (whole,) = torch.autograd.grad(outputs.sum(), weights[k], retain_graph=True)
         torch.testing.assert_close(torch.stack(parts).sum((0, 1)), whole, **TOLERANCE)
-
-
-@every_case
-def test_no_case_is_suspected_of_mixing_examples(case):
-    recorder, outputs, _, _ = recorded(case)
-    assert recorder.examined(recorder.served(M), outputs).wrong == set()
-
-
-@pytest.mark.parametrize("case", [c for c in CASES if not c.heavy], ids=lambda c: c.name)
-def test_without_rules(case):
-    _, outputs, weights, exact = recorded(case)
-    cotangent = torch.linspace(0.5, 1.5, M, dtype=torch.float64)
-    squares = squares_without_rules(outputs, cotangent, weights)
-    torch.testing.assert_close(squares, [e.detach() for e in exact], **TOLERANCE)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 4, 5, 9])

@@ -19,6 +19,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 CONTINUES = re.compile(r"^<!-- continues (\S+) -->$", re.MULTILINE)
 MODULES = ["pyro_dvi", *(m.name for m in pkgutil.walk_packages(pyro_dvi.__path__, "pyro_dvi."))]
 MODULES = [name for name in MODULES if not name.endswith("_kernel")]  # needs Triton
+LONG = {"tune", "train_ensemble", "TaylorELBO", "NaturalGradientELBO", "moment_comparison"}
 
 
 def docstring_examples() -> list[doctest.DocTest]:
@@ -58,7 +59,13 @@ def test_pages_continue_pages_that_run():
     assert targets <= {page for page in PAGES if not continued(page)} and len(targets) >= 1
 
 
-@pytest.mark.parametrize("example", docstring_examples(), ids=lambda example: example.name)
+@pytest.mark.parametrize(
+    "example",
+    [
+        pytest.param(one, marks=pytest.mark.slow if one.name.rpartition(".")[2] in LONG else (), id=one.name)
+        for one in docstring_examples()
+    ],
+)
 def test_docstring_example(example: doctest.DocTest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     example.globs.setdefault("torch", torch)  # every reader has imported it

@@ -41,6 +41,7 @@ def arguments(data_dir: Path, *more: str) -> list[str]:
     return ["--data-dir", str(data_dir), *options, *more]
 
 
+@pytest.mark.slow
 def test_it_prints_a_table_and_rho_narrows_the_posterior(example, data_dir, capsys):
     results = example.main(arguments(data_dir, "--rho", "1", "100"))
     shown = capsys.readouterr().out

@@ -59,6 +59,7 @@ def test_the_settings_are_those_that_were_chosen(quickstart):
     assert quickstart.SETTINGS == {r["method"]: r["chosen"] for r in rows if r["stage"] == "tune"}
 
 
+@pytest.mark.slow
 def test_laplace_is_uncertain_in_the_gap_and_keeps_the_fit(quickstart):
     data, prior = quickstart.curve(0), quickstart.SETTINGS["curve"]["prior"]
     pyro.set_rng_seed(0)
@@ -72,7 +73,7 @@ def test_laplace_is_uncertain_in_the_gap_and_keeps_the_fit(quickstart):
 
 def test_monte_carlo_has_the_density_of_the_model(quickstart):
     data, prior = quickstart.curve(0), 0.7
-    model, _ = quickstart.with_error_bars(quickstart.train_network(data, 0.1, prior, 100), data, prior)
+    model, _ = quickstart.with_error_bars(quickstart.train_network(data, 0.1, prior, 10), data, prior)
     shapes = {"0.weight": (30, 1), "0.bias": (30,), "2.weight": (1, 30), "2.bias": (1,)}
     pyro.set_rng_seed(0)
     found, expected = [], []
@@ -86,6 +87,7 @@ def test_monte_carlo_has_the_density_of_the_model(quickstart):
     torch.testing.assert_close(found[1] - found[0], expected[1] - expected[0], rtol=1e-4, atol=0.1)
 
 
+@pytest.mark.slow
 def test_monte_carlo_draws_networks_that_fit(quickstart):
     data = quickstart.curve(0)
     pyro.set_rng_seed(0)

@@ -77,6 +77,7 @@ def test_few_points_are_unbiased():
     assert errors.mean().abs() < 4 * errors.std() / math.sqrt(1000) + 2e-4
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("variance", [0.0, 0.01, 1.0, 10.0, 100.0])
 @pytest.mark.parametrize("num_iterations", [1, 6])
 def test_the_tilted_bound_is_a_bound(variance, num_iterations):

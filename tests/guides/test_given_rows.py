@@ -48,6 +48,7 @@ def trained(model: Any, guide: Any, elbo: Any, batches: Any = BATCHES, epochs: i
     return guide.median(torch.arange(N))["z"]
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     "make, elbo, tolerance",
     [
@@ -69,6 +70,7 @@ def test_minibatches_train_the_latents_of_their_rows(make, elbo, tolerance):
         torch.testing.assert_close(guide.scales.z, torch.full((N,), 0.2**0.5), atol=0.01, rtol=0)
 
 
+@pytest.mark.slow
 def test_a_model_may_read_the_rows_that_the_guide_draws():
     z = trained(read, dvi.MeanFieldGuide(read), dvi.MomentPropagationELBO(), [(Y,)] * 3, 200)
     torch.testing.assert_close(z, 0.8 * Y, atol=0.02, rtol=0)

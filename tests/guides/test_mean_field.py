@@ -87,6 +87,7 @@ def test_the_covariance_families():
     assert PerWeight(-1.0) == PerWeight(-1.0) and repr(PerSite()) == "PerSite(log_offset=-3.0)"
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("elbo", [Trace_ELBO, SampledELBO])
 @pytest.mark.parametrize("case", [case for case in GUIDES if case.shared_scales], ids=lambda case: case.name)
 def test_a_shared_scale_with_drawn_weights_has_the_gradients_of_the_closed_form(case, elbo):
@@ -212,6 +213,7 @@ def test_mean_field_elbo_of_pyro_has_its_analytic_kl():
     assert losses.pop() == pytest.approx(TaylorELBO().loss(model, guide), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_trains_with_pyros_trace_elbo():
     problem = LinearRegression()
     guide = MeanFieldGuide(problem.model)
@@ -250,6 +252,7 @@ def train(model: Callable, guide: MeanFieldGuide, steps: int) -> list[float]:
     return losses
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("family", [PerWeight(), PerSite(), SGDStepSize(0.1, 4)], ids=repr)
 @pytest.mark.parametrize("local_params", [False, True])
 def test_state_dict_loads_into_a_fresh_guide(local_params, family):

@@ -45,6 +45,7 @@ def fitted(method: Method, net: nn.Module, x: Tensor) -> LaplaceGuide:
     return guide
 
 
+@pytest.mark.every(5)
 @of_method
 @pytest.mark.parametrize("layers", ["normalised", "convolution"])
 def test_predictions_have_the_gradients_of_finite_differences(method, layers):
@@ -160,6 +161,7 @@ def test_evidence_of_linear_regression_has_the_gradient_of_its_closed_form():
     torch.testing.assert_close(*gradients)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("method", [Dense(), Diagonal(), KroneckerFactored(), Functional()], ids=type)
 def test_evidence_has_the_gradient_of_finite_differences(method):
     model, guide, batches = scaled_problem()
@@ -217,6 +219,7 @@ def elementwise_problem(noise: type = dist.Normal) -> tuple[Any, LaplaceGuide, l
     return model, guide, batches
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("method", [Dense(), Diagonal(), KroneckerFactored(), Functional()], ids=type)
 @pytest.mark.filterwarnings("ignore:KroneckerFactored:pyro_dvi.errors.DviWarning")
 def test_evidence_with_equal_scales(method):

@@ -93,6 +93,7 @@ def classifier() -> Any:
     return dvi.classifier(dvi.to_bayesian_(nn.Linear(2, 3)), num_data=N)
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("seen", [False, True], ids=["fresh", "initialized"])
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES)
@@ -105,6 +106,7 @@ def test_mistakes_in_the_data_are_named_by_every_call(mistake, call, seen):
         call(guide, batches())
 
 
+@pytest.mark.every(4)
 @pytest.mark.filterwarnings(
     "ignore:the Gaussian is fitted around a mode",
     "ignore:the best value of PriorPrecision",

@@ -85,6 +85,7 @@ def test_all_weights_of_an_lstm():
     torch.testing.assert_close(guide.predictive(x[:3]).covariance, expected, rtol=1e-5, atol=1e-8)
 
 
+@pytest.mark.slow
 def test_transformer():
     layer = nn.TransformerEncoderLayer(4, 2, dim_feedforward=6, batch_first=True, dropout=0.1)
     net = nn.Sequential(layer, nn.Flatten(), nn.Linear(12, 3))
@@ -137,6 +138,7 @@ def test_heteroscedastic_network():
     assert (at_mode.variance > found.variance.min()).all()
 
 
+@pytest.mark.slow
 def test_hierarchical_scale():
     def model(x: Tensor, y: Tensor | None = None) -> Any:
         tau = pyro.sample("tau", dist.HalfCauchy(x.new_ones(())))

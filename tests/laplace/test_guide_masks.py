@@ -79,6 +79,7 @@ def brute_force(problem: SineRegression, guide: LaplaceGuide, curvature: str) ->
     return precision, (queries @ torch.linalg.solve(precision, queries.T)).diagonal()
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     ("method", "tolerance"),
     [

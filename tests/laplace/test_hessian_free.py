@@ -84,6 +84,7 @@ def _tempered_mode(problem: LinearRegression, kl_weight: float) -> Tensor:
 # --- networks against the dense Hessian ---------------------------------------------------------------------
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-2), (torch.float32, 5e-2)])
 def test_network(sine: tuple[SineRegression, LaplaceGuide], dtype: torch.dtype, tolerance: float) -> None:
     problem, guide = sine
@@ -98,6 +99,7 @@ def test_network(sine: tuple[SineRegression, LaplaceGuide], dtype: torch.dtype, 
     assert posterior.local.energy.work.done < 150 * len(GRID)  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_error_falls_with_the_square_of_the_step(sine: tuple[SineRegression, LaplaceGuide]) -> None:
     problem, guide = sine
     guide.fit(problem.batches, Dense(Hessian()))
@@ -168,6 +170,7 @@ def test_a_saddle_is_refused() -> None:
         guide.predictive(GRID)
 
 
+@pytest.mark.slow
 def test_a_step_that_is_too_large_is_made_smaller(sine: tuple[SineRegression, LaplaceGuide]) -> None:
     problem, guide = sine
     guide.fit(problem.batches, Dense(Hessian()))

@@ -216,6 +216,7 @@ def test_methods_refuse_what_they_cannot_be(make: Callable[[], Method], error: t
         make()
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("method", [Dense(Hessian()), Functional(), ConjugateGradient()], ids=repr)
 def test_gradients_that_are_switched_off_change_nothing(method: Method) -> None:
     problem = SineRegression(hidden=2)

@@ -74,6 +74,7 @@ MASKS = {
 }
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("subset", [None, "7.*", "*.bias", MASKS], ids=["all", "last", "biases", "masks"])
 def test_matrix_and_rows_from_single_examples_are_those_of_products(dtype: torch.dtype, subset: Any) -> None:
@@ -106,6 +107,7 @@ def test_the_matrix_of_masks_has_rows_and_columns_of_the_whole() -> None:
         torch.testing.assert_close(curvature.matrix(part.at(part.start)), expected)
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("name", [n for n, case in CASES.items() if n != "kronecker"])
 def test_predictions_with_masks_are_those_of_the_rows(name: str) -> None:
     network, case = Network(), CASES[name]

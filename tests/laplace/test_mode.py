@@ -67,6 +67,7 @@ def test_linear_regression_is_polished_to_its_closed_form():
     assert "converged" in str(report)
 
 
+@pytest.mark.slow
 def test_network_at_a_saddle_is_polished_to_a_minimum(saddle):
     _, guide, batches = at_saddle(saddle)
     assert int((torch.linalg.eigvalsh(dense_hessian(guide, batches)) < 0).sum()) >= 10
@@ -87,6 +88,7 @@ def test_network_at_a_saddle_is_polished_to_a_minimum(saddle):
     assert float(energy.at(energy.start).gradient.norm()) < 1e-8
 
 
+@pytest.mark.slow
 def test_float32_is_polished_as_far_as_rounding_allows(saddle):
     _, guide, batches = at_saddle(saddle, torch.float32)
     report = guide.polish(batches, **QUIET)

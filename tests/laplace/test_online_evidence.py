@@ -73,6 +73,7 @@ def test_mode_and_scales_together_reach_the_largest_evidence_of_a_linear_model()
     assert abs(math.log(precision)) > 0.5 and abs(math.log(noise)) > 0.5  # there was something to find
 
 
+@pytest.mark.slow
 def test_training_is_that_of_the_scales_that_were_chosen():
     problem = mistaken()
     pyro.clear_param_store()
@@ -90,6 +91,7 @@ def test_training_is_that_of_the_scales_that_were_chosen():
     assert guide.log_evidence(problem.batches).value == pytest.approx(value, abs=0.02)
 
 
+@pytest.mark.slow
 def test_a_network_ends_with_more_evidence_than_with_the_prior_as_it_was_written():
     """Inputs of which one in ten matters, a prior for each layer, Kronecker factors."""
     torch.manual_seed(0)

@@ -115,6 +115,7 @@ def test_tuned_scales_are_saved():
         other.predictive(problem.x)
 
 
+@pytest.mark.slow
 def test_one_site_at_a_time():
     problem = SineRegression(hidden=4)
     guide = problem.trained(300)
@@ -163,6 +164,7 @@ def dist_sample(name, zeros):
     return pyro.sample(name, dist.Normal(zeros, 0.7).to_event(1))
 
 
+@pytest.mark.every(3)
 @pytest.mark.filterwarnings(
     "ignore:the best value of:pyro_dvi.errors.DviWarning"
 )  # the largest of three values
@@ -244,6 +246,7 @@ def test_what_cannot_be_tuned_is_refused():
         tempered.tune(problem.batches, **QUIET)
 
 
+@pytest.mark.slow
 def test_curve_is_missing_where_there_is_no_gaussian():
     problem = SineRegression(hidden=10, prior_scale=3.0)
     guide = problem.trained(500)
@@ -346,6 +349,7 @@ def test_evidence_and_validation_are_those_of_the_precision_that_predicts(networ
         assert float(curves[1].scores[index]) == pytest.approx(float(density), abs=1e-7)
 
 
+@pytest.mark.slow
 def test_another_determinant_may_be_asked_for(network):
     guide, batches = network
     scores = []

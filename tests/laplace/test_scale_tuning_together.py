@@ -76,6 +76,7 @@ def brute_force(score: Callable[[Tensor], Tensor], ranges: list[tuple[float, flo
 WIDE, FIXED = (-6.9, 6.9), (0.0, 0.0)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("scales", "criterion"),
     [(GROUPS, "evidence"), ((*GROUPS, NoiseScale()), "evidence"), (GROUPS, "validation")],

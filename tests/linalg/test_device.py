@@ -10,6 +10,7 @@ from pyro_dvi.linalg.operator import conjugate_gradients, gaussian_rows
 from tests.linalg.matrices import rows, with_eigenvalues
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_results_follow_device_and_dtype(device, dtype):
     spectrum = torch.linspace(1, 30, 40, dtype=torch.float64)

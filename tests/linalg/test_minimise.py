@@ -206,6 +206,7 @@ ILL_CONDITIONED, _ = with_eigenvalues(torch.logspace(0, 5, 50, dtype=torch.float
 FAR = 100 * rows(1, 50)[0]  # the minimum is 280 standard deviations from the start
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("units", [0.1, 1.0, 10.0])
 def test_it_ends_as_near_as_the_rounding_of_the_gradient_allows(units):
     problem = Rounded(ILL_CONDITIONED, FAR, units * torch.finfo(torch.float32).eps / 2)
@@ -218,6 +219,7 @@ def test_it_ends_as_near_as_the_rounding_of_the_gradient_allows(units):
     assert float(distance @ problem.matrix @ distance) < 4 * limit
 
 
+@pytest.mark.slow
 def test_float32_stops_at_its_rounding():
     problem = quadratic(ILL_CONDITIONED.float(), FAR.float())
     exact = torch.linalg.solve(ILL_CONDITIONED.float().double(), FAR.float().double())
@@ -260,6 +262,7 @@ def network_loss(hidden: int, steps: int) -> tuple[Differentiated, Tensor]:
     return Differentiated(loss), weights.detach()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("hidden", "steps"), [(10, 200), pytest.param(50, 2000, marks=pytest.mark.slow)])
 def test_network_from_a_poor_maximum(hidden, steps):
     problem, start = network_loss(hidden, steps)

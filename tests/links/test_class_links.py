@@ -33,6 +33,7 @@ def total_variation(p: Tensor, q: Tensor) -> float:
     return 0.5 * (p - q).abs().sum(-1).mean().item()
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("link", "num_classes", "variance", "worst"),
     [

@@ -23,6 +23,7 @@ def test_members_begin_at_their_own_weights():
     assert posterior.to_arviz(rows(20, 1))["posterior_predictive"].sizes["draw"] >= 3
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("member", ["map", "moments", "laplace"])
 def test_an_ensemble_is_saved_with_what_belongs_to_its_networks(member, tmp_path):
     """Running statistics and learned scales are no part of the guides."""
@@ -86,6 +87,7 @@ NETWORKS = {
 }
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_members_of_a_converted_network_are_those_of_the_network(name):
     """Random weights, and everything that follows from them, do not depend on when the network got its priors."""
@@ -101,6 +103,7 @@ def test_members_of_a_converted_network_are_those_of_the_network(name):
     assert float(found["probabilities"].std(0).mean()) > 1e-2
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("convert", [lambda net: net, dvi.to_bayesian_])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_no_weight_of_two_members_starts_alike(name, convert):

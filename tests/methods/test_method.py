@@ -54,6 +54,7 @@ HANDS = {
 }
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", METHODS)
 def test_it_is_what_one_writes_by_hand(name):
     test = rows(20, 1)
@@ -66,6 +67,7 @@ def test_it_is_what_one_writes_by_hand(name):
     assert posterior.svi.guide is posterior.guide and type(posterior.elbo).__module__.startswith("pyro_dvi")
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", METHODS)
 def test_what_is_outside_stays_as_it_is(name):
     """The network, Pyro's store and random numbers; and two posteriors do not meet in the store."""
@@ -88,6 +90,7 @@ def test_what_is_outside_stays_as_it_is(name):
 # Afterwards -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", METHODS)
 def test_saved_and_read_again(name, tmp_path):
     test, path = rows(20, 1), tmp_path / "posterior.pt"

@@ -34,6 +34,7 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(1, 3), nn.Tanh(), nn.Linear(3, 1))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: type(method).__name__)
 def test_threads_fit_and_predict_what_one_thread_does(method: dvi.methods.Method) -> None:
     networks = [net() for _ in range(2)]

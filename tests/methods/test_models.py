@@ -20,6 +20,7 @@ from tests.methods.cases import EPOCHS, METHODS, Slope, fitted, loader, network,
 # Models ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("model", [Slope(), slope, nn.Linear(3, 1), dvi.to_bayesian_(nn.Linear(3, 1), 2.0)])
 def test_any_model_with_numbers(model):
     posterior = dvi.VariationalLaplace(lr=0.1).fit(model, loader(labels=False), 60, progress=False)
@@ -56,6 +57,7 @@ class Own(Sampler):
         return iter(PART)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     "options",
     [
@@ -102,6 +104,7 @@ class TwoInputs(nn.Module):
         return self.first(first) + self.second(second)
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize("name", ["vl", "moments", "vogn", "laplace"])
 def test_a_network_with_several_inputs(name, named):
@@ -136,6 +139,7 @@ def grouped(x, group, count=None):
         return pyro.sample("count", dist.Poisson((level[group] + x[:, 0]).exp()), obs=count)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", ["vl", "moments"])
 def test_a_pyro_model_is_not_tempered_unless_asked(name):
     x, group = rows(60, 0)
@@ -148,6 +152,7 @@ def test_a_pyro_model_is_not_tempered_unless_asked(name):
     assert cold.fit(slope, loader(labels=False), 1, progress=False).elbo.temperature == 0.5
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("name", METHODS)
 def test_one_logit_is_enough_for_two_classes(name):
     """It is the logit of class 1, as of a network with the outputs zero and logit."""
@@ -180,6 +185,7 @@ class Rate(PyroModule):
             return pyro.sample("obs", dist.Poisson(rate), obs=y)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", METHODS)
 def test_counts_are_read_again(name, tmp_path):
     """A file holds no data, and the ones that are made up in their place are no counts."""

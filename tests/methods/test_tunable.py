@@ -11,6 +11,7 @@ import pyro_dvi as dvi
 from tests.methods.cases import EPOCHS, METHODS, loader, network, rows
 
 
+@pytest.mark.slow
 def test_settings_that_are_best_on_validation_data(tmp_path):
     space = {"lr": (1e-4, 0.01, 3.0), "temperature": (0.1,)}
     posterior = dvi.VariationalLaplace().tune(

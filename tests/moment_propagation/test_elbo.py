@@ -49,6 +49,7 @@ def sampled_loss(model, guide, data, draws: int = 80) -> tuple[float, float]:
     return losses.mean().item(), losses.std().item() / math.sqrt(draws)
 
 
+@pytest.mark.every(3)
 @every_guide
 def test_loss_of_one_hidden_layer_is_the_mean_of_sampled_losses(data, guide_class):
     """With certain inputs and Gaussian noise nothing is approximated. Two-sided z-test at 4, fixed seed."""
@@ -60,6 +61,7 @@ def test_loss_of_one_hidden_layer_is_the_mean_of_sampled_losses(data, guide_clas
     assert error < 0.2 * abs(mean)
 
 
+@pytest.mark.every(4)
 @every_guide
 def test_heteroscedastic_loss_is_close_to_that_of_samples(data, guide_class):
     """The outputs share hidden units, whose covariance is dropped: a percent, not an identity."""
@@ -123,6 +125,7 @@ def test_a_functional_model_with_its_own_guide(data):
     assert abs(loss - mean) < 4 * error
 
 
+@pytest.mark.every(4)
 @every_guide
 def test_a_latent_noise_scale_is_sampled_and_its_weights_are_not(data, guide_class):
     model = dvi.regressor(network(), num_data=12, noise_scale=dist.LogNormal(-1.0, 0.3))

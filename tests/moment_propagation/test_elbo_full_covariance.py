@@ -101,6 +101,7 @@ def test_predictions_have_the_moments_of_draws(case):
         torch.testing.assert_close(found.variance, drawn.variance, rtol=0.15, atol=0)
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("make", [dvi.MeanFieldGuide, dvi.MultiplicativeNoiseGuide])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_training_improves_the_loss_and_predicts_by_itself_in_the_same_way(dtype, make):

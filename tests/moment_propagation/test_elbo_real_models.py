@@ -74,6 +74,7 @@ NETS = {
 }
 
 
+@pytest.mark.every(5)
 @every_guide
 @pytest.mark.parametrize("name", NETS)
 def test_networks_train_and_predict(name, guide_class):

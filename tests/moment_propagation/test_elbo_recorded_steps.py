@@ -202,7 +202,7 @@ def compare(model: nn.Module, guide: Any, data: tuple[Tensor, ...]) -> NoReads:
     ("guide", "dtype"), [("mean-field", torch.float64), ("multiplicative noise", torch.float32)]
 )
 @pytest.mark.parametrize(
-    "net", [pytest.param(net, marks=[pytest.mark.slow] if k % 3 else []) for k, net in enumerate(NETS)]
+    "net", [pytest.param(net, marks=[pytest.mark.slow] if k % 6 else []) for k, net in enumerate(NETS)]
 )
 def test_networks(net, guide, dtype):
     torch.set_default_dtype(dtype)
@@ -214,6 +214,7 @@ def test_networks(net, guide, dtype):
 WITH_COVARIANCES = ("categorical", "softmax", "one hot", "normal", "heteroscedastic", "multinomial")
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize(
     ("likelihood", "guide"),
     [(k, g) for k in LIKELIHOODS for g in GUIDES if g != "dependent last layer" or k in WITH_COVARIANCES],
@@ -224,6 +225,7 @@ def test_likelihoods(likelihood, guide):
     compare(model, GUIDES[guide](model), (torch.randn(32, 4), y))
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("net", ["tanh", "elu", "gelu", "adaptive pooling"])
 def test_constants_are_there_before_the_step(net):
     """But for the quantiles at fresh points of the log-normaliser, which follow from random numbers."""

@@ -70,6 +70,7 @@ CASES = [
 ]
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(("kind", "network", "covariance"), CASES)
 def test_bfloat16_is_float32_up_to_rounding(kind, network, covariance):
     """A mean of bfloat16 has three digits, and so have logits that are averaged under autocast."""

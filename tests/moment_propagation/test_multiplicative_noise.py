@@ -134,6 +134,7 @@ def test_eps_is_positive():
         MultiplicativeNoiseGuide(regression, eps=0.0)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("biases", [Deterministic(), MeanField()])
 def test_objectives_have_their_closed_form(biases):
     """Linear regression, whose objective and gradients are known: TaylorELBO is exact, Pyro's agree on average."""
@@ -165,6 +166,7 @@ def test_objectives_have_their_closed_form(biases):
         assert abs((draws.mean() - expected.detach()) / (draws.std() / 150**0.5)) < 4
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("elbo", [Trace_ELBO, TraceMeanField_ELBO, TaylorELBO])
 def test_training_lowers_the_loss(elbo):
     model = Net()
@@ -201,6 +203,7 @@ def test_as_a_part_of_a_list_of_guides():
 # Saving --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("biases", [Deterministic(), MeanField(), MeanField(SGDStepSize(0.1, 4))], ids=repr)
 @pytest.mark.parametrize("local_params", [False, True])
 @pytest.mark.parametrize("initialised", [False, True])

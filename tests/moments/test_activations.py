@@ -165,6 +165,7 @@ def test_without_a_look_at_the_values(function: Callable, monkeypatch: pytest.Mo
     torch.testing.assert_close(y.variance, expected.variance, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.every(2)
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo of torch 2.8
 @pytest.mark.parametrize(
     "function",

@@ -97,6 +97,7 @@ def test_quadrature(activation: Callable, kinks: tuple[float, ...], kind: str) -
     torch.testing.assert_close(y.variance, expected, rtol=1e-8, atol=1e-8)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("kind", ["mean-field", "multiplicative"])
 def test_sampled_weights(kind: str) -> None:
     """Means and deviations over 50,000 draws of the weights, the same draws for every activation.

@@ -98,6 +98,7 @@ def test_rectified_dependent_gaussians_against_two_million_draws():
     assert (diagonal.variance / result.variance - 1).abs().max() > 0.1
 
 
+@pytest.mark.slow
 def test_a_deep_network_whose_variances_the_default_gets_wrong():
     """Units that share uncertain inputs with weights of one sign rise and fall together."""
     weights = [(GaussianMoments(w.loc.abs(), w.variance), b) for w, b in layers(3, 12, 12, 12, 1, seed=3)]

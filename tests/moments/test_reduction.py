@@ -81,6 +81,7 @@ def test_over_several_dimensions(f: Callable, dim: Any, keepdim: bool) -> None:
 # --- norms ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("spread", [0.01, 1.0, 10.0])
 @pytest.mark.parametrize("size", [1, 2, 20])
 def test_euclidean_norms_are_as_good_as_claimed(size: int, spread: float) -> None:

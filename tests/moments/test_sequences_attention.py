@@ -98,6 +98,7 @@ def test_uncertain_values_are_exact(options: dict[str, Any]) -> None:
 
 
 # The deviation relative to samples: median over outputs. Queries vary for all scores together, which is dropped.
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("which", "low", "high"), [("q", 0.85, 1.15), ("k", 0.92, 1.08), ("qkv", 0.9, 1.1)])
 def test_deviation_of_attention_against_samples(which: str, low: float, high: float) -> None:
     q, k, v = (gaussian(3, n, 8, variance=0.1, seed=i) for i, n in enumerate((5, 12, 12)))
@@ -188,6 +189,7 @@ CALLS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("number", range(len(CALLS)))
 @pytest.mark.parametrize("names", ["", "in_proj_weight", "out_proj", "input"])
@@ -217,6 +219,7 @@ def test_unbatched_attention() -> None:
     assert y.shape == (5, 8) and weights.shape == (5, 5)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("noise", ["row", "elements", "gaussian"])
 def test_multi_head_attention_against_samples_of_its_weights(noise: str) -> None:
     torch.manual_seed(2)

@@ -77,6 +77,7 @@ def inputs(name: str, batched: bool = True) -> Tensor:
     return x if batched else x[0] if "Cell" in name else x[:, 0]
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("batched", [True, False])
 @pytest.mark.parametrize("names", ["", "weight_hh", "bias", "input"])
 @pytest.mark.parametrize("name", MODULES)
@@ -97,6 +98,7 @@ def test_certain_limit(name: str, names: str, batched: bool) -> None:
         assert result.variance.max() < 1e-20
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", [n for n in MODULES if "deep" not in n and "projected" not in n])
 def test_deviation_against_samples_of_the_weights(name: str) -> None:
     """One cell is nearly exact; sequences keep most of the deviation, though steps share their weights."""

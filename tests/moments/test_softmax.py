@@ -49,6 +49,7 @@ def sampled(function: Callable[[Tensor], Tensor], x: GaussianMoments) -> tuple[T
     return values.mean(0), values.var(0)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("level", CLAIMS)
 @pytest.mark.parametrize("classes", [2, 10])
 def test_softmax_is_as_good_as_claimed(classes: int, level: float) -> None:
@@ -65,6 +66,7 @@ def test_softmax_is_as_good_as_claimed(classes: int, level: float) -> None:
     assert (y.variance <= y.loc * (1 - y.loc)).all() and (y.variance > 0).all()
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("level", CLAIMS)
 @pytest.mark.parametrize("classes", [2, 10])
 def test_logsumexp_and_log_softmax_are_as_good_as_claimed(classes: int, level: float) -> None:

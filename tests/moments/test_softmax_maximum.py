@@ -38,6 +38,7 @@ def two() -> tuple[GaussianMoments, GaussianMoments]:
     return GaussianMoments(loc[0], variance[0]), GaussianMoments(loc[1], variance[1])
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("f", [*EXTREMES, torch.max, torch.min], ids=lambda f: f.__name__)
 def test_of_two_gaussians(f: Callable) -> None:
     x, y = two()

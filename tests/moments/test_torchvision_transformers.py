@@ -40,9 +40,10 @@ def uncertain(net: nn.Module, alpha: float) -> nn.Module:
     return net
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.soak if name == "vit_b_16" else ()) for name in NETS]
-)
+LONG = {"vit_b_16": pytest.mark.soak, "swin_v2_t": pytest.mark.slow}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=LONG.get(name, ())) for name in NETS])
 def test_certain_limit(name: str) -> None:
     net, x = built(name)
     # Dropout of whole paths is drawn: left out, so that both do the same.
@@ -58,7 +59,7 @@ def test_certain_limit(name: str) -> None:
             assert y.variance.max() < 1e-6
 
 
-@pytest.mark.parametrize("name", ["small", "swin_t"])
+@pytest.mark.parametrize("name", ["small", pytest.param("swin_t", marks=pytest.mark.slow)])
 def test_gradients_reach_the_noise(name: str) -> None:
     net, x = built(name)
     alpha = torch.tensor(1e-3, requires_grad=True)

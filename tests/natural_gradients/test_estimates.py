@@ -328,6 +328,7 @@ def test_a_resnet_with_fixed_statistics():
     assert_equal(found, expected)
 
 
+@pytest.mark.slow
 def test_a_resnet_in_training_mode_by_the_rows_of_each_layer():
     net = residual_network(num_classes=3).train()
     inputs: dict[str, Tensor] = {}

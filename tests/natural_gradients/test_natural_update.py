@@ -68,6 +68,7 @@ CASES = {
 }
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", CASES)
 def test_one_update_equals_an_ordinary_one(name, device):
     svi = svi_of(CASES[name](), device)
@@ -104,6 +105,7 @@ def test_one_update_equals_an_ordinary_one(name, device):
     close(results[1], results[0], device)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", CASES)
 def test_training_with_launches_equals_one_without(name, device):
     losses, others = [], []

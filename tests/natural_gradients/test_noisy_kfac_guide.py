@@ -54,13 +54,13 @@ def test_predictions_by_draws_at_the_mean_and_what_is_refused():
     model = regression(nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 2)), N)
     guide, _ = trained(model, x, y)
     mean = dvi.predict(model, guide, x, dvi.AtMean()).mean
-    drawn = dvi.predict(model, guide, x, dvi.Samples(2000), seed=0)
+    drawn = dvi.predict(model, guide, x, dvi.Samples(500), seed=0)
     assert drawn.mean.shape == mean.shape
-    w = guide.sample(2000)
+    w = guide.sample(500)
     hidden = torch.tanh(design(x) @ matrix(w, "net.0").mT)
-    f = torch.cat([hidden, torch.ones(2000, N, 1)], -1) @ matrix(w, "net.2").mT
+    f = torch.cat([hidden, torch.ones(500, N, 1)], -1) @ matrix(w, "net.2").mT
     variance = drawn.variance - NOISE**2
-    assert ((variance / f.var(0)).log().abs() < 5 * (2 / 2000 + 2 / 2000) ** 0.5).all()
+    assert ((variance / f.var(0)).log().abs() < 5 * (2 / 500 + 2 / 500) ** 0.5).all()
     with pytest.raises(GuideError, match="KroneckerGuide is not a factorised Gaussian"):
         dvi.predict(model, guide, x, dvi.Moments())
     with pytest.raises(UnsupportedError, match=r"'net\.0\.weight' is not.*MatrixNormal.*exclude"):
@@ -188,6 +188,7 @@ def test_initial_scales_of_weights_and_biases():
     assert max(scale_report(trained_one)["to_start"]) < 0.95
 
 
+@pytest.mark.slow
 def test_several_observed_sites_and_an_unused_layer():
     """Labels of sites are independent, so that their Fisher informations add up."""
 
@@ -223,6 +224,7 @@ def test_several_observed_sites_and_an_unused_layer():
 # States ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     "dtype, intervals", [(torch.float32, (1, 1)), (torch.float64, (1, 1)), (torch.float32, (4, 5))], ids=str
 )

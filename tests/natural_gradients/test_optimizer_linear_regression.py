@@ -96,6 +96,7 @@ OPTIONS = {
 }  # a small rate: the means hardly jitter, which would add to residuals
 
 
+@pytest.mark.slow
 def test_ivon_finds_the_optimum_of_the_elbo():
     """From ten per cent off; a slow average, since its positivity term has a bias of about twice its rate."""
     x, y = data(noise=2 * NOISE)  # more noise than the model thinks, which moves squared gradients
@@ -107,6 +108,7 @@ def test_ivon_finds_the_optimum_of_the_elbo():
     assert ((mean - exact_mean(x, y)).abs() * exact.sqrt()).max() < 0.1  # of posterior standard deviations
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("factor", [1.0, 2.0])
 def test_vogn_finds_the_precision_of_squared_residuals(factor):
     x, y = data(noise=factor * NOISE)
@@ -128,6 +130,7 @@ def test_ogn_finds_that_of_the_residuals_at_the_mean():
     torch.testing.assert_close(precision, expected, rtol=1e-6, atol=0)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("tau", [0.3, 2.0])
 def test_a_tempered_posterior_is_that_of_tempered_data(tau):
     """At temperature tau the optimum has the precision N h / tau + delta, and so the mean of tempered data."""

@@ -49,6 +49,7 @@ def module_run(
         return {name: value.detach() for name, value in module.named_parameters()}
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("constructor", TORCH_OPTIMIZERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("stop", [True, "copied"])
@@ -58,6 +59,7 @@ def test_states_of_torch_optimizers_go_on_bit_by_bit(constructor, dtype, stop):
     torch.testing.assert_close(module_run(constructor, dtype, stop=stop), expected, rtol=0, atol=0)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("constructor", TORCH_OPTIMIZERS)
 def test_states_go_on_bit_by_bit_on_a_device(constructor, device):
     def run(stop: bool) -> dict[str, Tensor]:
@@ -107,6 +109,7 @@ def test_a_state_of_another_version_is_refused():
         svi.step(x, y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", [0.0, 1e-8, 1e-2, 0.3])
 def test_means_that_start_close_to_each_other_are_not_held_back(start):
     """A linear regression whose means start at ``start`` times (1, -1, 1), and end at the same place."""

@@ -42,6 +42,7 @@ def padded(length: int) -> tuple[Tensor, Tensor]:
     return F.pad(x, (0, 0, 0, length - LENGTH)), F.pad(y, (0, length - LENGTH))
 
 
+@pytest.mark.every(2)
 @pytest.mark.filterwarnings("ignore:observed site 'y' has the batch shape")  # positions cost passes
 @pytest.mark.parametrize("optimizer", [VOGN, OGN, IVON])
 def test_padding_changes_nothing(optimizer):
@@ -95,6 +96,7 @@ def lower_temperature(step: int) -> float:
     return 1.0 if step < 60 else 0.1
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("seed", range(4))
 def test_precisions_of_ivon_stay_positive_where_the_temperature_falls(seed):
     x, y = torch.randn(30, 5, generator=torch.Generator().manual_seed(0)), torch.arange(30.0) % 2

@@ -81,6 +81,7 @@ def test_starts_at_the_weights_of_the_network_with_a_fraction_of_the_priors_scal
         assert int(model.net[1].num_batches_tracked) == 0
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("optimizer", [VOGN, OGN, IVON])
 def test_parameters_follow_the_models_dtype(dtype, optimizer):
@@ -164,6 +165,7 @@ def test_the_mean_scale_is_recorded_for_elbo_modules_too():
         assert len(dvi.predict(model, guide, X)) == N
 
 
+@pytest.mark.slow
 def test_constrained_latents_train_and_stay_in_their_support():
     x = torch.randn(200, 3)
     y = x @ torch.tensor([1.0, -1.0, 0.5]) + 0.3 * torch.randn(200)
@@ -225,6 +227,7 @@ def test_a_mean_field_state_is_refused():
         lazy.load_state_dict(other.state_dict())
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("optimizer", [VOGN, OGN, IVON])
 @pytest.mark.parametrize("looks_first", [False, True], ids=["lazily", "with an example"])
 def test_resuming_is_bit_identical(optimizer, looks_first, tmp_path):

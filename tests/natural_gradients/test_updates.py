@@ -22,6 +22,7 @@ from tests.natural_gradients.reference import OPTIONS, PRIORS, SETTINGS, N, data
 pytestmark = pytest.mark.usefixtures("double")
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("tau", [1.0, 0.1])
 @pytest.mark.parametrize("particles", [1, 3])
 def test_vogn_is_its_equations(tau, particles):
@@ -31,6 +32,7 @@ def test_vogn_is_its_equations(tau, particles):
     run(VOGN(OPTIONS), step, tau=tau, particles=particles)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("tau", [1.0, 0.1])
 @pytest.mark.parametrize(
     "particles, start, batches", [(1, AsPrinted(), 1), (3, AsPrinted(initial_batches=4), 4)]

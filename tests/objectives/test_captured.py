@@ -63,6 +63,7 @@ CASES = {
 }
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("name", CASES)
 def test_steps_equal_ordinary_ones(name):
     training = both(
@@ -100,6 +101,7 @@ class Incomplete(Net):
                 return pyro.sample("y", fn.mask(given) if self.way == "mask" else fn, obs=y)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("way", ["poutine.mask", "mask", "NaN"])
 @pytest.mark.parametrize("optimizer", [VOGN, IVON, NoisyKFAC])
 def test_masked_rows_are_not_counted_in_a_natural_gradient_step(optimizer, way):
@@ -117,6 +119,7 @@ def test_masked_rows_are_not_counted_in_a_natural_gradient_step(optimizer, way):
     assert training.guide.natural_step.num_data == NUM_DATA
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", ["Fisher", "two draws", "MAP"])
 def test_a_prior_that_depends_on_the_posterior(name):
     options = dict(zip(("guide", "elbo", "optimizer"), CASES[name], strict=True))
@@ -124,6 +127,7 @@ def test_a_prior_that_depends_on_the_posterior(name):
     assert replays(training) >= 10 or name == "two draws"
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", ["Fisher", "two draws", "IVON", "NoisyKFAC"])
 def test_float64(name, double):
     options = dict(zip(("guide", "elbo", "optimizer"), CASES[name], strict=True))
@@ -168,6 +172,7 @@ def test_gradients_are_not_differentiated_again():
         torch.autograd.grad(loss, weight, create_graph=True)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     "options",
     [{}, {"factor": 0.25}, {"accumulate": 2}, {"autocast": True}, {"retain": True}],
@@ -178,6 +183,7 @@ def test_torch_optimizers(options):
     assert len(training.elbo.recordings) == 2
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("elbo", [dvi.TaylorELBO, SampledELBO])
 def test_parameters_of_modules(elbo):
     with pyro.settings.context(module_local_params=True):
@@ -334,6 +340,7 @@ def test_a_kl_weight_that_is_set_counts():
     assert len(both(run).elbo.recordings) == 2
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, lambda e: pickle.loads(pickle.dumps(e))])
 def test_copies_hold_no_recordings(copied):
     training = start(True)

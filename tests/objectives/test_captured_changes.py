@@ -119,6 +119,7 @@ CHANGES = [
 ]
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_changes_between_steps_are_followed(change):
     def run(training):
@@ -328,6 +329,7 @@ UNSUITABLE = {
 }
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("likelihood", UNSUITABLE, ids=lambda f: f.__name__)
 def test_what_cannot_be_replayed_stays_ordinary_with_one_warning(likelihood):
     data = [(x, y.float()) for x, y in ONE]

@@ -81,6 +81,7 @@ FAMILIES = {
 }
 
 
+@pytest.mark.every(7)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_replays_refuse_the_parameters_that_ordinary_steps_refuse(family):
     make = FAMILIES[family]
@@ -113,6 +114,7 @@ def in_a_mean(c, y):
     pyro.sample("y", dist.Normal(dist.InverseGamma(c + 3, 2.0).mean + dist.Beta(c, 2.0).mean, 1.0), obs=y)
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("place", [in_a_factor, in_a_mixture_by_hand, in_a_mean])
 @pytest.mark.parametrize("capture", [False, True])
 def test_distributions_that_belong_to_no_site_are_checked_as_well(place, capture):

@@ -147,6 +147,7 @@ def svi_of(model, elbo):
     return SVI(model, AutoDelta(model), dvi.optim.Adam({"lr": 0.05}), loss=elbo)
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("place", OUTSIDE, ids=lambda place: place.__name__)
 def test_the_error_names_the_first_void_step(place):
     losses = []
@@ -352,6 +353,7 @@ def test_known_code(name):
     assert runs_known_code(model, guide(model), elbo) == (name in KNOWN)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("capture", [None, True, False])
 def test_code_of_ones_own_is_captured_when_asked(capture):
     net = Own()

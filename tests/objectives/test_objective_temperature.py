@@ -86,6 +86,7 @@ def test_with_normal_priors_it_is_a_kl_weight_and_a_narrower_prior(data, method)
         torch.testing.assert_close(gradient, theirs[name], rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("optimizer", [VOGN, IVON])
 def test_natural_gradients_end_where_a_kl_weight_and_a_narrower_prior_end(data, optimizer):
     means = []
@@ -118,6 +119,7 @@ def test_the_precision_of_natural_gradients_is_divided_by_it(data, optimizer):
         torch.testing.assert_close(found, torch.full_like(found, expected), rtol=1e-6, atol=0)
 
 
+@pytest.mark.slow
 def test_variational_laplace_of_a_linear_model_ends_at_the_cold_posterior():
     """The mean is the mode, and each variance T / (information + prior precision)."""
     problem = LinearRegression()
@@ -179,6 +181,7 @@ def test_a_point_mass_has_no_temperature(data):
     assert len(losses) == 1
 
 
+@pytest.mark.slow
 def test_a_density_of_constrained_values_counts_in_unconstrained_space():
     """The entropy of a Gamma guide is that of the logarithm, here by 400,000 draws; particles err by about .015."""
 
@@ -214,6 +217,7 @@ def test_a_gaussian_that_is_transformed_once_more_is_refused():
         SampledELBO(temperature=0.5).loss(model, guide)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", [dvi.TaylorELBO, dvi.NaturalGradientELBO])
 def test_a_cold_posterior_becomes_a_prior_in_which_data_count_once(objective):
     """Two tasks of linear regression at any temperature end at the mean of both."""

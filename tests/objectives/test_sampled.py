@@ -29,6 +29,7 @@ def problem() -> LinearRegression:
     return LinearRegression()
 
 
+@pytest.mark.every(4)
 @every_guide
 def test_loss_and_gradients_have_the_closed_form_as_their_mean(problem, case):
     """Two-sided z-tests at 4.5 of 200 draws, at most 9 numbers a guide: false alarm about once in 16,000 seeds."""
@@ -151,6 +152,7 @@ def hierarchical(x, y=None):
         return pyro.sample("y", dist.Normal(x @ w, 0.3), obs=y)
 
 
+@pytest.mark.slow
 def test_hierarchical_priors_plates_and_minibatches():
     """The mean over draws is that of Trace_ELBO: two-sided z-test at 4 of 200 draws each."""
     pyro.set_rng_seed(0)
@@ -166,6 +168,7 @@ def test_hierarchical_priors_plates_and_minibatches():
     assert (ours - theirs).abs() < 4 * (our_error + their_error).sqrt()
 
 
+@pytest.mark.slow
 def test_training_ends_at_the_posterior_and_is_predicted_by_samples():
     pyro.set_rng_seed(0)
     problem = LinearRegression()

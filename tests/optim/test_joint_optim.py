@@ -67,6 +67,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("clip", [None, {"clip_norm": 1.0}, {"clip_value": 0.5}])
 def test_numbers_are_those_of_pyro(options, clip):
@@ -129,6 +130,7 @@ OTHERS = [
 ]  # the latter changes its rate itself
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(("constructor", "options"), [(c, {}) for c in CONSTRUCTORS] + OTHERS)
 def test_every_optimizer_also_where_parameters_come_later(constructor, options):
     ours, theirs = (
@@ -277,6 +279,7 @@ def replaced(before, after, options=OPTIONS["scales apart"]):
     return trained(before(Adam, options), between=between)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("after", MAKERS.values(), ids=MAKERS)
 @pytest.mark.parametrize("before", MAKERS.values(), ids=MAKERS)
 def test_states_are_exchanged_with_pyro(before, after):

@@ -71,10 +71,10 @@ def test_other_rules_do_too(rows):
 
 
 def test_samples_average_over_them():
-    prediction = predict(chain, guide, X, Samples(2000), site="b", seed=0)
+    prediction = predict(chain, guide, X, Samples(500), site="b", seed=0)
     torch.testing.assert_close(
-        prediction.variance, torch.full((6,), 1.01), rtol=0.15, atol=0
-    )  # 4.7 errors of 0.032
+        prediction.variance, torch.full((6,), 1.01), rtol=0.3, atol=0
+    )  # 4.7 errors of 0.064
 
 
 def test_independent_and_observed_sites_are_predicted_as_before():

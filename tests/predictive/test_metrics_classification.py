@@ -2,11 +2,11 @@
 """Accuracy and Brier score against scikit-learn, calibration against loops over bins."""
 
 import math
+import random
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
 from sklearn.metrics import accuracy_score, brier_score_loss
 
 from pyro_dvi import metrics
@@ -92,10 +92,10 @@ def test_confidences_on_an_edge_belong_to_the_bin_below():
     assert table.edges.tolist() == [0, 0.25, 0.5, 0.75, 1]
 
 
-@settings(max_examples=50, deadline=None)
-@given(st.integers(1, 40), st.integers(1, 30), st.integers(0, 10**6))
-def test_the_calibration_error_is_a_number_between_zero_and_one(n, num_bins, seed):
-    p, y = problem(seed, n, 3)
-    table = metrics.reliability_table(p, y, num_bins)
-    assert int(table.count.sum()) == n
-    assert 0 <= metrics.expected_calibration_error(p, y, num_bins) <= 1
+def test_the_calibration_error_is_a_number_between_zero_and_one():
+    for seed in range(50):
+        n, num_bins = random.randint(1, 40), random.randint(1, 30)
+        p, y = problem(seed, n, 3)
+        table = metrics.reliability_table(p, y, num_bins)
+        assert int(table.count.sum()) == n
+        assert 0 <= metrics.expected_calibration_error(p, y, num_bins) <= 1

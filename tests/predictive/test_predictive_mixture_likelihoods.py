@@ -40,6 +40,7 @@ LIKELIHOODS = {
 }
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("name", LIKELIHOODS)
 @pytest.mark.parametrize("method", [AtMean(), Samples(4)])
 def test_every_likelihood(name, method):

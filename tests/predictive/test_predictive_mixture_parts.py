@@ -22,6 +22,7 @@ def linear(noise: object, columns: int = 1):
     return dvi.regressor(dvi.to_bayesian_(nn.Linear(1, columns).double()), 6, noise)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("noise", [0.5, LearnedScale(0.5), dist.HalfNormal(0.5), Heteroscedastic()], ids=repr)
 @pytest.mark.parametrize("link", [dvi.Moments().noise, GaussHermite(32)], ids=repr)
 def test_moments_have_the_parts_of_draws(noise: object, link):

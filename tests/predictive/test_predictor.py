@@ -116,6 +116,7 @@ def check(prepared, model, guide, x, method):
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("method", METHODS, ids=str)
 def test_numbers_are_those_of_predict(case, method):
     model, guide, x = case
@@ -214,7 +215,8 @@ def test_operators_are_those_of_the_network_and_few_more():
 
 
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable")  # torch.export.load's own
-@pytest.mark.parametrize("method", [Moments(), Samples(2)], ids=str)
+@pytest.mark.every(2)
+@pytest.mark.parametrize("method", [Samples(2), Moments()], ids=str)
 def test_is_a_module(method, tmp_path):
     pyro.set_rng_seed(0)
     model, guide, x = images()
@@ -270,6 +272,7 @@ def test_values_that_predict_refuses_are_refused(function, value, method):
     torch.testing.assert_close(prepared(x[:2]).mean, prepared(x[[0, 1, 3]]).mean[:2])
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("way", ["export", "compile"])
 def test_compiled_nan_gives_nan_in_its_row(way):
     pyro.set_rng_seed(0)

@@ -58,6 +58,7 @@ def test_every_guide_of_the_library_is_here():
     assert public == GUIDES.keys()
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("guide_class", GUIDES)
 def test_predictive_agrees_with_predict(guide_class):
     torch.set_default_dtype(torch.float64)

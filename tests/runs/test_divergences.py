@@ -211,6 +211,7 @@ JOINT = {
 }
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("make, size", JOINT.values(), ids=JOINT)
 def test_joint_priors_by_sampling(make, size):
     """Two-sample z-test at 4: false alarm about once in 16,000 seeds."""

@@ -29,6 +29,7 @@ def odd(net, x, y=None):
         return pyro.sample("y", dist.Normal(mean, 0.1), obs=y)
 
 
+@pytest.mark.slow
 def test_a_network_called_twice_in_a_function_is_told_how_to_be_called_twice():
     net, data = dvi.to_bayesian_(nn.Linear(1, 1)), [(X, X[:, 0])]
     with pytest.raises(ModelError, match=r"'weight'.* draws its weights again.*PyroModule.*self\.net = net"):

@@ -85,6 +85,7 @@ def optimise(elbo, model, guide, x: Tensor, y: Tensor) -> None:
         optimizer.step(closure)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("make", [lambda: model, Module], ids=["function", "module"])
 @pytest.mark.parametrize(
     "elbo", [MomentPropagationELBO, lambda: TaylorELBO(curvature=GGNDiagonal())], ids=["moments", "Taylor"]

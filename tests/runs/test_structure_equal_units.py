@@ -135,6 +135,7 @@ def test_training_that_diverged_and_went_back_to_the_start_starts_apart_again():
     torch.testing.assert_close({**guide.median()}, weights)
 
 
+@pytest.mark.slow
 def test_a_guide_of_pyro_learns_what_its_hidden_units_are_for():
     """Exclusive or: a network whose units are alike is no better than chance."""
     torch.manual_seed(0)

@@ -56,6 +56,7 @@ def elbo_of(method):
     return TaylorELBO(kl_weight=LinearWarmup(12)) if "Taylor" in method else Trace_ELBO()
 
 
+@pytest.mark.every(4)
 @BOTH
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -86,6 +87,7 @@ def test_resuming_an_svi_is_bit_identical(method, optimizer, dtype, tmp_path):
     assert same(weights_of(again), expected)
 
 
+@pytest.mark.every(3)
 @BOTH
 @pytest.mark.parametrize("local", [False, True], ids=["global store", "module_local_params"])
 def test_resuming_an_elbo_module_is_bit_identical(method, local, tmp_path):

@@ -107,6 +107,7 @@ def svi_with(guide, **options):
     return SVI(model, guide(model, **options), dvi.optim.Adam({"lr": 0.01}), loss=elbo)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("guide", [dvi.MeanFieldGuide, AutoNormal, AutoDelta, dvi.LaplaceGuide])
 @pytest.mark.parametrize(
     "change", [*({"activation": a} for a in ACTIVATIONS[1:]), {"noise": 0.31}, {"scale": 1.1}], ids=str

@@ -20,7 +20,7 @@ from tests.training import distributed_programs as programs
 pytestmark = pytest.mark.distributed
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=[pytest.param("gloo", marks=pytest.mark.slow)])
 def results(tmp_path_factory):
     """Results by number of processes and rank."""
     path = str(tmp_path_factory.mktemp("distributed"))
@@ -37,7 +37,6 @@ def results(tmp_path_factory):
     return {**found, "path": path}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", [*programs.CASES, "module", "functions"])
 def test_two_processes_equal_one_with_the_joint_minibatch(results, case):
     reference = results[1, 0][case]

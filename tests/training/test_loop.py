@@ -80,6 +80,7 @@ def test_fit_calls_the_step_of_a_subclass():
     assert svi.steps == history.step == 2 * len(sequence())
 
 
+@pytest.mark.every(3)
 @BOTH
 @pytest.mark.parametrize("local", [False, True], ids=["global store", "module_local_params"])
 def test_fit_trains_an_elbo_module(method, local):

@@ -58,6 +58,7 @@ def record(history):
     return repr({**found, "epochs": {k: v for k, v in found["epochs"].items() if k != "seconds"}})
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("kind", ["SVI", "ELBOModule"])
 def test_numbers_are_those_of_ordinary_steps(kind):
     results = []
@@ -85,6 +86,7 @@ def test_numbers_are_those_of_ordinary_steps(kind):
     assert after == later
 
 
+@pytest.mark.slow
 def test_the_model_runs_seldom():
     svi = counting_svi()
     fit(svi, sequence(), EPOCHS, progress=False, capture=True)
@@ -94,6 +96,7 @@ def test_the_model_runs_seldom():
     assert sum(svi.model.runs) > 3 * EPOCHS
 
 
+@pytest.mark.slow
 def test_short_trainings_take_ordinary_steps():
     epochs = (_CAPTURED_STEPS - 1) // 3
     svi = counting_svi()
@@ -103,6 +106,7 @@ def test_short_trainings_take_ordinary_steps():
     assert sum(svi.model.runs) > 9 * epochs
 
 
+@pytest.mark.slow
 def test_the_user_sees_his_objective(monkeypatch):
     made = []
 
@@ -134,6 +138,7 @@ def test_the_user_sees_his_objective(monkeypatch):
     assert [reference() for reference, _ in made] == [None, None]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("resumed", [False, True])
 def test_a_resumed_training_equals_one_of_ordinary_steps(tmp_path, resumed):
     """Recorded steps may stand on either side of a checkpoint."""
@@ -164,6 +169,7 @@ def test_checkpoints_of_a_captured_objective_are_those_of_the_objective(tmp_path
     assert plain.loss.__self__.step == 12
 
 
+@pytest.mark.slow
 def test_functions_as_model_and_guide():
     results = []
     for capture in (False, True):
@@ -176,6 +182,7 @@ def test_functions_as_model_and_guide():
     assert same(results[0][1], results[1][1])
 
 
+@pytest.mark.slow
 def test_divergence_is_reported_as_without():
     """Where a recorded step meets it, in epoch 21."""
     reports = []
@@ -196,6 +203,7 @@ def test_divergence_is_reported_as_without():
     assert same(reports[0][2], reports[1][2])
 
 
+@pytest.mark.slow
 def test_what_takes_steps_of_its_own_is_left_alone():
     class OwnELBO(dvi.TaylorELBO):
         def loss_and_grads(self, model, guide, *args, **kwargs):
@@ -227,6 +235,7 @@ def test_what_takes_steps_of_its_own_is_left_alone():
     assert calls == ["function"] * 3 * EPOCHS
 
 
+@pytest.mark.slow
 def test_members_of_an_ensemble():
     results = []
     for capture in (False, True):

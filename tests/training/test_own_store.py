@@ -37,6 +37,7 @@ def up_and_down(name):
         yield METHODS[name].fit(net, [(X, sign * X.sum(1))], 2, progress=False)
 
 
+@pytest.mark.every(6)
 @pytest.mark.filterwarnings("ignore:weights are drawn from a Laplace posterior")
 @pytest.mark.parametrize("name", ["vl", "moments", "vogn", "noisy k-fac", "laplace", "map"])
 def test_two_posteriors_called_outside_their_stores(name, empty_store):
@@ -75,6 +76,7 @@ def test_going_on_outside_the_store(empty_store):
     assert stored is posterior.guide.locs.net.weight_unconstrained
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", ["vl", "moments", "vogn", "map"])
 @pytest.mark.parametrize("registered", [False, True])
 def test_two_fits_of_a_function_that_calls_one_network(name, registered, empty_store):
@@ -103,6 +105,7 @@ def test_two_fits_of_a_function_that_calls_one_network(name, registered, empty_s
         assert torch.equal(body[0].weight, original["0.weight"]) != registered
 
 
+@pytest.mark.slow
 def test_a_search_for_settings_of_a_function_keeps_the_network_of_the_best(empty_store):
     torch.manual_seed(0)
     body, head = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), dvi.to_bayesian_(nn.Linear(4, 1))

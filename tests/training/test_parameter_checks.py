@@ -53,6 +53,7 @@ def test_scopes_keep_them_apart():
         assert torch.equal(dvi.predict(*first, X).variance, before)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("ensemble_first", [False, True])
 def test_an_ensemble_beside_one_network_of_the_same_names(ensemble_first):
     """The script of a comparison: each is used with its own parameters, whichever was trained last."""

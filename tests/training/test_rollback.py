@@ -45,6 +45,7 @@ class Poison:
 NAN_WARNING = pytest.mark.filterwarnings("ignore:Encountered (NaN|\\+?-?inf):UserWarning")
 
 
+@pytest.mark.every(3)
 @NAN_WARNING
 @BOTH
 @pytest.mark.parametrize("elbo_module", [False, True], ids=["SVI", "ELBOModule"])
@@ -139,6 +140,7 @@ class Explodes(PyroOptim):
                     p.mul_(type(self).factor)
 
 
+@pytest.mark.every(5)
 @NAN_WARNING
 @BOTH
 @pytest.mark.parametrize("factor", [1e31, -1e31])

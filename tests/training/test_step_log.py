@@ -57,6 +57,7 @@ METHODS = {
 }
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("name", METHODS)
 def test_numbers_are_those_of_ordinary_steps(name):
     results = []
@@ -70,6 +71,7 @@ def test_numbers_are_those_of_ordinary_steps(name):
     assert one == other and same(weights, others) and after == later
 
 
+@pytest.mark.slow
 def test_a_resumed_training_equals_one_of_ordinary_steps(tmp_path):
     svi, loader = made()
     ordinary, expected = fit(svi, loader, 2 * EPOCHS, progress=False, capture=False), weights_of(svi)
@@ -81,6 +83,7 @@ def test_a_resumed_training_equals_one_of_ordinary_steps(tmp_path):
     assert record(history) == record(ordinary) and same(weights_of(svi), expected)
 
 
+@pytest.mark.every(4)
 @pytest.mark.skipif(not emulated.AVAILABLE, reason="this torch cannot emulate a device")
 @pytest.mark.parametrize("name", METHODS)
 def test_an_epoch_reads_once(name, request, monkeypatch):
@@ -149,6 +152,7 @@ def make_a_label_wrong(state, x, y):
     y[23] = 7
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("what", [explode, make_inputs_missing, make_a_label_wrong])
 def test_a_failed_step_is_reported_as_without(what):
     ordinary, captured = poisoned(what)
@@ -156,6 +160,7 @@ def test_a_failed_step_is_reported_as_without(what):
     assert same(captured[3], ordinary[3])
 
 
+@pytest.mark.slow
 def test_an_epoch_is_repeated_if_a_condition_fails(monkeypatch):
     """Moments of SiLU take a shortcut while all variances are small; here, the inputs become larger."""
     rewound = []
@@ -182,6 +187,7 @@ def test_an_epoch_is_repeated_if_a_condition_fails(monkeypatch):
     assert results[0][0] == results[1][0] and same(results[0][1], results[1][1])
 
 
+@pytest.mark.slow
 def test_an_interrupted_epoch_is_in_the_history(monkeypatch):
     svi, loader = made()
     taken, own = [], Route.step

@@ -82,6 +82,7 @@ def random_start(guide: Callable) -> None:
             parameter.copy_(centre + 0.4 * torch.randn_like(parameter))
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("make", GUIDES, ids=lambda g: g.__name__)
 @pytest.mark.parametrize("model", MODELS, ids=lambda m: m.__name__)
 def test_expectation_is_that_of_the_monte_carlo_elbo(model, make):
@@ -98,6 +99,7 @@ def test_expectation_is_that_of_the_monte_carlo_elbo(model, make):
     assert ours.std() < long.std(), "only the parents should be sampled"
 
 
+@pytest.mark.slow
 def test_particles_average_the_sampled_parents():
     guide = MeanFieldGuide(log_normal_scale)
     random_start(guide)
@@ -112,6 +114,7 @@ def test_particles_average_the_sampled_parents():
     assert deviations[1] < deviations[0] / 1.8
 
 
+@pytest.mark.slow
 def test_the_scale_of_a_thousand_weights_stays_tight():
     """Fixed at its mean, the scale's posterior would relax to its prior (variance 1); truly it is about 1/2000."""
     torch.manual_seed(0)
@@ -174,6 +177,7 @@ def test_point_estimate_of_the_scale_with_gaussian_weights():
     assert abs((losses[0] - long.mean()) / (long.std() / len(long) ** 0.5)) < 4
 
 
+@pytest.mark.slow
 def test_network_with_a_hierarchical_scale():
     net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1)).double()
     dvi.to_bayesian_(net, prior_scale=HierarchicalScale())

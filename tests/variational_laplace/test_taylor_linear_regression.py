@@ -46,6 +46,7 @@ def penalty_deviation(problem: LinearRegression, case: GuideCase, guide: object)
     return (0.5 * (product @ product).trace()).sqrt().item()
 
 
+@pytest.mark.every(4)
 @every_guide
 def test_fisher_is_unbiased_on_the_full_batch(problem, case):
     """Two-sided z-test at 4: false alarm about once in 16,000 seeds."""
@@ -66,6 +67,7 @@ def repeated(problem: LinearRegression, guide: object, elbo: TaylorELBO, data: C
     return torch.tensor(losses, dtype=torch.float64), torch.stack(grads)
 
 
+@pytest.mark.slow
 def test_fisher_penalties_of_some_steps_are_unbiased_over_steps(problem):
     """Loss and all eight gradients: z < 4 fails by chance about once in 1,800 seeds."""
     case = GUIDES[0]
@@ -84,6 +86,7 @@ def test_fisher_penalties_of_some_steps_are_unbiased_over_steps(problem):
     assert z.abs().max() < 4
 
 
+@pytest.mark.slow
 def test_num_label_samples_shrinks_the_noise(problem):
     case = GUIDES[0]
     guide = case.start(problem)

@@ -193,6 +193,7 @@ def test_terms_are_those_of_the_written_formula(model, curvature):
     assert loss == pytest.approx(expected.item())
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("model", MODELS, ids=lambda m: m.__name__)
 def test_fisher_is_unbiased_for_the_expected_information(model):
     """z-test at 4 over 250 draws: false alarm about once in 16,000 seeds and model."""
@@ -294,6 +295,7 @@ def test_missing_labels_by_mask_equal_the_smaller_data_set():
         assert masked == pytest.approx(elbo.loss(model, guide, X[KEEP], labels[KEEP], True))
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("make", [
     lambda f: dist.StudentT(4.0, f, 0.5),
     lambda f: dist.Laplace(f, 0.5),
@@ -378,6 +380,7 @@ def test_weights_per_example():
     )
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize(
     "elbo", [TaylorELBO(curvature=GGNDiagonal()), MomentPropagationELBO()], ids=["Taylor", "moments"]
 )

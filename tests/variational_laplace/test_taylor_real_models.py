@@ -97,6 +97,7 @@ CURVATURES: list[Curvature] = [
 ]
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("curvature", CURVATURES, ids=repr)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_every_curvature_trains_a_convolutional_network(curvature, dtype):
@@ -115,6 +116,7 @@ def test_every_curvature_trains_a_convolutional_network(curvature, dtype):
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     "make",
     [MeanFieldGuide, lambda m: AutoNormal(m, init_loc_fn=init_to_median)],

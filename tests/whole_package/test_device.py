@@ -69,6 +69,7 @@ def check_device(
             torch.testing.assert_close(there, value.detach(), msg=lambda m, n=name: f"{n}: {m}", **tolerance)
 
 
+@pytest.mark.every(3)
 @pytest.mark.filterwarnings("ignore:TaylorELBO trains a posterior for predictions at the mean, but Samples")
 @pytest.mark.parametrize("method", METHODS)
 def test_training_and_prediction(method, device):
@@ -98,6 +99,7 @@ def test_fisher_information_of_shapes(distribution, device):
     check_device(information(device), information("cpu"), device, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("prior", [LearnedScale(), OptimalScale(), HierarchicalScale()], ids=repr)
 @pytest.mark.parametrize("method", ["Taylor, Gauss-Newton", "multiplicative noise"])
 def test_priors(method, prior, device):
@@ -158,6 +160,7 @@ QUANTILES = {
 }
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("family", QUANTILES)
 def test_quantiles(device, family):
     def model(x, y=None):
@@ -205,6 +208,7 @@ def test_metrics_of_tensors_on_the_device(metric, device):
     assert metric(p.to(device), y.to(device)) == pytest.approx(metric(p, y))
 
 
+@pytest.mark.every(3)
 @pytest.mark.filterwarnings("ignore:weights are drawn from a Laplace posterior")
 @pytest.mark.parametrize("name", sorted(LAPLACE.keys() - {"cg"}))
 def test_laplace(name, device):
@@ -226,6 +230,7 @@ def test_laplace(name, device):
     check_device(results(device), expected, device, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_evidence_and_tuning_of_laplace(device):
     guide, batches, _ = laplace_guide(device)
     assert str(guide.diagnose(batches))
@@ -239,6 +244,7 @@ def test_evidence_and_tuning_of_laplace(device):
     assert guide.predictive(batches[0][0]).variance.device == device
 
 
+@pytest.mark.slow
 def test_variances_from_second_fits(device):
     def variance(where: torch.device | str) -> dict[str, Tensor]:
         guide, batches, _ = laplace_guide(where)

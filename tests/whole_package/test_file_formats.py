@@ -82,6 +82,7 @@ def written_now(tmp_path_factory):
     return folder
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("file", ["guides.pt", "checkpoint.pt", *(f"{name}.pt" for name in METHODS)])
 def test_what_is_written_now_has_the_format_of_its_version(file, written_now, tmp_path):
     """If this fails: raise FORMAT_VERSION, read both formats, and write the files of the new one."""

@@ -218,6 +218,7 @@ METHODS: dict[str, Callable[[Problem], None]] = {
 CELLS = [(row, method) for row in ROWS for method in METHODS if method not in ROWS[row].without]
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("row", "method"), CELLS, ids=[f"{row}-{method}" for row, method in CELLS])
 def test_an_input_works_or_is_refused_by_name(row, method):
     torch.set_default_dtype(torch.float64)

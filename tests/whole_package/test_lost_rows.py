@@ -190,6 +190,7 @@ def check(name, way, expected, **options):
     assert found is None or found == pytest.approx(expected, **close), way
 
 
+@pytest.mark.every(4)
 @pytest.mark.filterwarnings("ignore")  # of the few rows
 @pytest.mark.parametrize("name", ENGINES)
 def test_rows_that_are_left_out_do_not_count(name):
@@ -204,6 +205,7 @@ MINIBATCHES = [
 ]
 
 
+@pytest.mark.every(4)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", MINIBATCHES)
 def test_rows_that_are_left_out_of_a_minibatch_do_not_count(name):

@@ -47,6 +47,7 @@ def test_steps_in_bfloat16_reduce_the_loss(name):
     assert losses[-1] < losses[0] and all(p.dtype == torch.float32 for p in svi.guide.parameters())
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_one_context_for_training_is_one_for_each_step(name):
     """Autocast keeps a copy of the last layer, which is no latent variable, until its context ends."""

@@ -35,6 +35,7 @@ def started(name: str, device: torch.device) -> tuple[SVI, tuple[Any, Any]]:
     return svi, data
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_step_reads_the_loss_alone(name, device):
     pyro.enable_validation(False)
@@ -45,6 +46,7 @@ def test_a_step_reads_the_loss_alone(name, device):
     assert reads.total() == 3, str(reads)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_what_other_loops_call_reads_nothing(name, device):
     pyro.enable_validation(False)
@@ -55,6 +57,7 @@ def test_what_other_loops_call_reads_nothing(name, device):
     assert not reads, str(reads)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_validation_takes_a_few_reads_more(name, device):
     svi, data = started(name, device)

@@ -103,6 +103,7 @@ GUIDES = {
 }
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", GUIDES)
 @pytest.mark.parametrize("method", [None, Samples(40)])
 @pytest.mark.filterwarnings("ignore:weights are drawn")  # the Laplace guides' remark on Samples

@@ -62,6 +62,7 @@ WAYS = {
 }
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("way", WAYS)
 def test_every_observed_site_is_exported_with_the_same_draws(way, tmp_path):
     exported = reopened(WAYS[way](method=Samples(30), seed=0), tmp_path)
@@ -193,6 +194,7 @@ def by_observation(x, y=None):
         pyro.sample("obs", dist.Normal(w * x, 1.0), obs=y)
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("model", [by_handler, by_distribution, by_observation])
 @pytest.mark.parametrize("method", [AtMean(), Samples(50)])
 @pytest.mark.parametrize("batch_size", [1000, 7])
@@ -319,6 +321,7 @@ def test_a_mask_that_leaves_nothing_out_changes_nothing():
 VECTORISED = ["regressor", "own noise", "functional", "Bernoulli", "labels", "Poisson", "vectors", "masked"]
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", [*VECTORISED, "no moments", "conv net", "branching", "local"])
 def test_a_vectorised_export_has_the_numbers_of_the_loop(name):
     model, guide, x, y = made(name, torch.float64, AutoNormal)

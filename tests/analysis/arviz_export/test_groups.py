@@ -138,6 +138,7 @@ def grouped(x, group, y=None):
 GROUP = torch.arange(12) % 3
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("guide_class", [MeanFieldGuide, pyro.infer.autoguide.AutoNormal])
 def test_plates_are_dimensions(guide_class, tmp_path):
     posterior = guide_class(grouped)
@@ -186,6 +187,7 @@ def test_nested_inputs_are_left_out():
 # Numbers ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_precisions(dtype, tmp_path):
     def precise(x, y=None):

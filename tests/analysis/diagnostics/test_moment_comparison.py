@@ -68,6 +68,7 @@ class Doubled(nn.Module):
         return 0.5 * h + 0.5 * h
 
 
+@pytest.mark.slow
 def test_the_layer_that_drops_covariances_is_the_worst():
     model, guide, x = classifier_of(nn.Sequential(Doubled()))
     report = compare_with_sampling(model, guide, x, num_samples=500, seed=0)

@@ -76,6 +76,7 @@ def test_text_and_frame_hold_the_same_rows():
     assert "MeanFieldGuide" in text
 
 
+@pytest.mark.slow
 def test_training_of_a_conjugate_model_is_recognised_as_unfinished_and_as_finished():
     """The posterior standard deviation of a mean of Normals has a closed form."""
     x = 0.3 * torch.randn(40, dtype=torch.float64)

@@ -44,6 +44,7 @@ def best_weight():
 # The default score --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_score_of_a_linear_regression():
     exact = best_weight()
     grid = [exact / 3, exact, exact * 3]

@@ -32,6 +32,7 @@ def energy(batches: Any, **options: Any) -> Energy:
     return Energy(extremes, batches, {"loc": torch.zeros(())}, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the Fisher information of Gumbel")
 def test_labels_average_out_over_batches_and_sites() -> None:
     """The squared score has variance 8, so that the mean of 2 x 200 x 8 has a standard error of 0.05."""

@@ -70,6 +70,7 @@ def convolutional():
     return network.model, network.batches, network.x
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("problem", [unusual, learned_noise, two_sites, convolutional])
 @pytest.mark.parametrize("kl_weight", [1.0, 0.3])
 def test_every_number_is_that_of_the_dense_matrix(problem, kl_weight):

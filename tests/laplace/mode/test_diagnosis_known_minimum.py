@@ -50,6 +50,7 @@ def spent(monkeypatch):
     return since
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("method", "work"),
     [(Dense(Hessian()), 1 + 2 * SIZE), (ConjugateGradient(Hessian()), 1), (Dense(), 2), (Diagonal(), 2)],
@@ -158,6 +159,7 @@ def test_tuned_scales_are_looked_at_where_the_mode_was_trained(polished, spent):
     assert spent() == 1
 
 
+@pytest.mark.slow
 def test_the_gauss_newton_matrix_is_no_proof_for_the_hessian(spent):
     guide = PROBLEM.trained(800)
     guide.fit(PROBLEM.batches, Diagonal())

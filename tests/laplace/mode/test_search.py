@@ -66,6 +66,7 @@ def test_curved_valley_is_followed_to_its_minimum(dtype, hidden):
     guide.fit(batches, Dense(Hessian()))  # no error
 
 
+@pytest.mark.slow
 def test_budget_that_is_spent_near_the_minimum_is_good_enough():
     problem = SineRegression()
     guide = problem.trained(300)
@@ -79,6 +80,7 @@ def test_budget_that_is_spent_near_the_minimum_is_good_enough():
     torch.testing.assert_close(guide.unconstrained_mode(), mode, rtol=0, atol=0.1)
 
 
+@pytest.mark.slow
 def test_large_models_take_the_factors_of_layers_or_the_diagonal(monkeypatch):
     problem = SineRegression()
     guide = problem.trained(100)
@@ -122,6 +124,7 @@ def test_models_without_gauss_newton_matrix_are_polished_in_the_metric_of_the_pr
     assert float(hessian(guide, batches)[1].norm()) < 1e-6
 
 
+@pytest.mark.slow
 def test_kinks_are_named_where_they_end_the_search():
     guide, batches = cosine_network(nn.ReLU(), steps=100, hidden=8)
     with pytest.warns(DviWarning, match=r"relu(.|\n)*GGN\(\)(.|\n)*smooth_activations_"):

@@ -90,6 +90,7 @@ def trained(
     return model, guide, [batch]
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("build", [heteroscedastic, latent_noise, wide_prior, residual])
 def test_smooth_models_reach_a_minimum_of_the_potential_energy(build):
     model, guide, batches = trained(build)
@@ -120,6 +121,7 @@ def test_a_search_without_a_minimum_advises_networks_with_normalisation():
     assert re.search(r"more max_gradients.*normalisation layers, GGN\(\)", str(caught.value).splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_scales_before_a_normalisation_do_not_prevent_a_minimum():
     """The constant that a normalisation adds to the variance gives U a minimum where the weights are small."""
     net = nn.Sequential(nn.Linear(1, 3), nn.LayerNorm(3, eps=0.1), nn.Tanh(), nn.Linear(3, 1))
@@ -146,6 +148,7 @@ def test_operations_of_the_metric_are_counted():
         assert found.total == expected
 
 
+@pytest.mark.slow
 def test_the_budget_counts_the_work_for_the_metric(monkeypatch):
     """With the same trajectory, the metrics of D latents and N examples add at least D^3/3 + N D^2 operations."""
     metrics, reports = [], []

@@ -147,6 +147,7 @@ def test_examples_of_a_second_batch_do_not_get_the_latents_of_the_first():
         predict(local_without_size, guide, (X, X), batch_size=10)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("make", [AutoNormal, MeanFieldGuide, LaplaceGuide])
 def test_latents_of_single_examples_are_not_those_of_other_data_of_equal_length(make):
     guide = make(local_without_size)

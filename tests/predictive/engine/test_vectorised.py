@@ -199,6 +199,7 @@ def check_equal(found, expected, tolerance):
             )
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in RANDOM])
 @pytest.mark.parametrize("guide_class", [MeanFieldGuide, AutoNormal])
 def test_same_numbers_as_the_loop(name, guide_class):
@@ -215,6 +216,7 @@ def test_same_numbers_as_the_loop(name, guide_class):
     check_equal(*predictions, 1e-10)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", ["classifier", "own noise", "conv net", "functional", "Poisson"])
 def test_same_numbers_in_single_precision(name):
     model, guide, x, y = made(name, torch.float32, MeanFieldGuide)
@@ -261,6 +263,7 @@ def test_a_site_that_the_guide_leaves_to_the_model_is_drawn_anew_for_every_draw(
     assert float(predictions[0]._values["epistemic"].min()) > 0.6  # the variance of the shift, 1, among it
 
 
+@pytest.mark.slow
 def test_draws_that_start_to_be_random_later_are_still_right():
     model, guide, x, y = made("random for some draws", torch.float32, AutoNormal)
     a = predict(model, guide, (x, y), Samples(300), seed=5)
@@ -344,6 +347,7 @@ def test_validation_and_the_random_state_are_left_as_they_were():
         dist.Normal(0.0, -1.0)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", ["classifier", "conv net", "own noise", "noisy input"])
 def test_same_numbers_on_an_accelerator(name, device):
     model, guide, x, y = made(name, torch.float64, MeanFieldGuide)

@@ -21,6 +21,7 @@ from tests.laplace.heads import DRAWS, HEADS, Head
 from tests.laplace.problems import LinearRegression, guide_at
 
 
+@pytest.mark.every(2)
 @pytest.mark.filterwarnings("ignore:the Fisher information of")  # some labels are drawn
 @pytest.mark.parametrize("name", HEADS)
 def test_density_is_the_average_over_the_weights(name):

@@ -105,6 +105,7 @@ def test_a_certain_mean_stays_the_prediction(loc):
     torch.testing.assert_close(predict(model, guide, (x, x)).log_likelihood(), expected, rtol=0, atol=0.02)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     "rule", [Linearised(), AtMean(), Samples(2000)], ids=lambda rule: type(rule).__name__
 )

@@ -158,6 +158,7 @@ def test_an_element_of_a_transformed_vector_is_integrated_over_its_own_gaussian(
     torch.testing.assert_close(found.variance, function + noise, rtol=5e-3, atol=0)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     "family", ["Poisson", "Bernoulli", "Laplace", "StudentT", "LogNormal", "to_event", "mask"]
 )

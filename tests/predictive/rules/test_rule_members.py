@@ -126,6 +126,7 @@ def laplace():
     return model, guide
 
 
+@pytest.mark.every(4)
 @pytest.mark.filterwarnings("ignore:.*converge:pyro_dvi.errors.DviWarning")
 @pytest.mark.parametrize("train", [*METHODS.values(), laplace], ids=[*METHODS, "Laplace"])
 def test_members_of_any_method_are_predicted_by_their_rule(train):
@@ -204,6 +205,7 @@ def gaussian(loc: float, scale: float):
     return train
 
 
+@pytest.mark.slow
 def test_draws_of_each_member_are_its_own():
     """Of 4,000 draws each, 5 standard errors: the mixture of two Gaussians of 1 and 5 has variance 4 + .26 / 2."""
     made = [train_apart(gaussian(loc, scale), 0) for loc, scale in ((1.0, 0.1), (5.0, 0.5))]
@@ -259,6 +261,7 @@ def test_a_rule_for_all_members_and_rules_of_each(regression):
     torch.testing.assert_close(drawn.mean, means.mean(0))
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", ["VL", "MNVI", "mean field"])
 def test_a_prepared_predictor_has_the_numbers_of_predict(name):
     model, guide = train_ensemble(METHODS[name], 2, progress=False)

@@ -60,6 +60,7 @@ MODELS = {
 }
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_draws_are_those_of_a_loop(name):
     model, sites = MODELS[name]()
