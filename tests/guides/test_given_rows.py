@@ -48,7 +48,7 @@ def trained(model: Any, guide: Any, elbo: Any, batches: Any = BATCHES, epochs: i
     return guide.median(torch.arange(N))["z"]
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 @pytest.mark.parametrize(
     "make, elbo, tolerance",
     [

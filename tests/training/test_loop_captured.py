@@ -138,7 +138,7 @@ def test_the_user_sees_his_objective(monkeypatch):
     assert [reference() for reference, _ in made] == [None, None]
 
 
-@pytest.mark.every(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("resumed", [False, True])
 def test_a_resumed_training_equals_one_of_ordinary_steps(tmp_path, resumed):
     """Recorded steps may stand on either side of a checkpoint."""

@@ -83,7 +83,7 @@ def test_a_resumed_training_equals_one_of_ordinary_steps(tmp_path):
     assert record(history) == record(ordinary) and same(weights_of(svi), expected)
 
 
-@pytest.mark.every(4)
+@pytest.mark.slow
 @pytest.mark.skipif(not emulated.AVAILABLE, reason="this torch cannot emulate a device")
 @pytest.mark.parametrize("name", METHODS)
 def test_an_epoch_reads_once(name, request, monkeypatch):

@@ -18,14 +18,13 @@ SOME = [
     for i, method in enumerate(NAMES)
     for k in range(3)
 ]
-FEW = SOME[::3]  # a network and a regime with each objective
 ALL = [(method, network, regime) for method in NAMES for network in NETWORKS for regime in REGIMES]
 
 
 @pytest.mark.parametrize(
     "cells",
-    [FEW, pytest.param(SOME, marks=pytest.mark.slow), pytest.param(ALL, marks=pytest.mark.soak)],
-    ids=["few", "some", "all"],
+    [pytest.param(SOME, marks=pytest.mark.slow), pytest.param(ALL, marks=pytest.mark.soak)],
+    ids=["some", "all"],
 )
 def test_steps_are_those_of_a_fresh_process(cells: list[Cell], tmp_path: Path) -> None:
     """Loss, gradients and predictions are equal to the last bit."""

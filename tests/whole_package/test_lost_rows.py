@@ -190,7 +190,7 @@ def check(name, way, expected, **options):
     assert found is None or found == pytest.approx(expected, **close), way
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 @pytest.mark.filterwarnings("ignore")  # of the few rows
 @pytest.mark.parametrize("name", ENGINES)
 def test_rows_that_are_left_out_do_not_count(name):
