@@ -2,6 +2,7 @@
 """Laplace's approximation for a trained network, in one call."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -134,23 +135,19 @@ class Laplace(Method):
         common = {"subset": subset, "unconverged": self.unconverged, "progress": progress}
         methods = [self.covariance] if self.covariance else _structures(guide, loader, subset)
         for _ in range(_ROUNDS):
-            noise = svi.model.noise_scale.detach() if learned else None
+            before = svi.model.noise_scale.detach() if learned else None
             if self.polish:
                 guide.polish(loader, subset=subset, progress=progress)
-            while True:
-                try:
-                    self._tune(svi, loader, methods[0], tuned, learned, validation, common)
+            for method in methods[:-1]:
+                with suppress(UnsupportedError):
+                    self._tune(svi, loader, method, tuned, learned, validation, common)
                     break
-                except UnsupportedError:
-                    if len(methods) == 1:
-                        raise
-                    del methods[0]
-            if (
-                noise is None
-                or not self.polish
-                or bool((svi.model.noise_scale / noise).log().abs().max() < 0.01)
-            ):
-                break
+            else:
+                self._tune(svi, loader, methods[-1], tuned, learned, validation, common)
+            settled = before is None or bool((svi.model.noise_scale / before).log().abs().max() < 0.01)
+            if settled or not self.polish:
+                return history
+        warn(f"the noise scale still changes after {_ROUNDS} minima: pass a noise_scale")
         return history
 
     def _tune(

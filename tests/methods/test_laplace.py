@@ -110,15 +110,15 @@ def briefly_trained(data, steps):
     return net
 
 
-@pytest.mark.parametrize("layers", ["last", None])
-def test_predictions_of_a_network_from_early_stopping_stay(layers):
-    """At its minimum, the same network fits the training data more closely."""
+def test_predictions_of_a_network_from_early_stopping_stay():
+    """At the minimum of its last layer, the same network fits the training data more closely."""
     data = moving()
     net = briefly_trained(data, 10)
-    posterior = dvi.Laplace(layers=layers).fit(net, [data], progress=False)
-    torch.testing.assert_close(posterior.predict(data[0]).mean, net(data[0])[:, 0])
-    assert posterior.guide.diagnosis.newton_decrement > 1
-    polished = dvi.Laplace(layers=layers, polish=True).fit(net, [data], progress=False)
+    for layers in ("last", None):
+        posterior = dvi.Laplace(layers=layers).fit(net, [data], progress=False)
+        torch.testing.assert_close(posterior.predict(data[0]).mean, net(data[0])[:, 0])
+        assert posterior.guide.diagnosis.newton_decrement > 1
+    polished = dvi.Laplace(polish=True).fit(net, [data], progress=False)
     rmse = [method.predict(data).metrics()["rmse"] for method in (posterior, polished)]
     assert rmse[1] < 0.8 * rmse[0]
     assert polished.guide.diagnosis.newton_decrement < 1
@@ -140,8 +140,8 @@ def test_prior_and_noise_of_a_linear_model_maximise_its_evidence(count, size):
         )
 
     best = max(log_evidence(scale * a, noise * b) for a in (0.8, 1.0, 1.25) for b in (0.9, 1.0, 1.1))
-    assert best == pytest.approx(log_evidence(scale, noise), abs=0.01)
-    assert noise == pytest.approx(0.3, rel=0.3)
+    assert float(best) == pytest.approx(float(log_evidence(scale, noise)), abs=0.01)
+    assert float(noise) == pytest.approx(0.3, rel=0.3)
 
 
 @pytest.mark.parametrize("covariance", [None, KroneckerFactored(), Diagonal()])
@@ -176,7 +176,7 @@ def test_tuning_runs_the_network_about_three_times_over_the_data():
 
 @pytest.mark.parametrize("way", ["module", "name", "names", "pattern"])
 def test_ways_to_name_a_layer(way):
-    model = nn.Sequential(OrderedDict(body=nn.Linear(3, 4), act=nn.Tanh(), fc=nn.Linear(4, 2)))
+    model = nn.Sequential(OrderedDict(body=nn.Linear(3, 4), act=nn.Tanh(), fc=nn.Linear(4, 3)))
     layers = {"module": model.fc, "name": "fc", "names": ["fc"], "pattern": "*.fc.*"}[way]
     posterior = dvi.Laplace(layers=layers).fit(model, loader(), progress=False)
     assert posterior.guide.fitted.layout.names == ["net.fc.weight", "net.fc.bias"]
@@ -188,10 +188,13 @@ def test_a_module_of_another_network_is_no_layer():
 
 
 def test_many_classes_get_kronecker_factors():
-    """Dense() would need 500 x 33 latents."""
+    """Dense() would need 3,300 latents."""
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(3, 32), nn.Tanh(), nn.Linear(32, 500))
-    data = (torch.randn(40, 3), torch.randint(500, (40,)))
+    net = nn.Sequential(nn.Linear(3, 32), nn.Tanh(), nn.Linear(32, 100))
+    x = torch.randn(40, 3)
+    data = (x, net(x).argmax(1))
+    with torch.no_grad():
+        net[2].weight.mul_(20)  # sure of itself
     posterior = dvi.Laplace().fit(net, [data], progress=False)
     assert "KroneckerPosterior" in repr(posterior.guide)
     assert torch.isfinite(posterior.predict(data[0]).probabilities).all()

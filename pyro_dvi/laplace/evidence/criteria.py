@@ -196,10 +196,10 @@ class ByTrainingLoss(Criterion):
     r"""The widest Gaussian that fits the training data almost as well as the mode, for ``guide.tune``.
 
     .. math:: \frac1N \sum_i \Bigl[\log p(y_i \mid \hat f_i) - \log \int p(y_i \mid f)\,
-        \mathcal N\bigl(f; \hat f_i, J_i P_c^{-1} J_i^\top\bigr)\, \mathrm df\Bigr] = \epsilon
+        \mathcal N\bigl(f; \hat f_i, J_i P_c^{-1} J_i^\top\bigr)\, \mathrm df\Bigr] \le \epsilon
 
-    For a classifier without validation data, the prior scale that satisfies this equation does little harm to
-    predictions: where the network is right about the data, it stays so, and where a network is too sure of itself, its
+    The smallest value that satisfies this bound does little harm to the predictions of a classifier that has no
+    validation data: where the network is right about the data, it stays so, and where it is too sure of itself, its
     probabilities become less extreme. The evidence chooses scales that are far too wide.
 
     Status: a heuristic, with one number that is the same for all data; ``benchmarks/results/laplace_first_call.md``
@@ -233,7 +233,7 @@ class ByTrainingLoss(Criterion):
     """
 
     tolerance: float = 0.01
-    rows: int = 1000
+    rows: int = 500
     link: ClassLink = field(default_factory=Probit)
     site: str | None = None
 
@@ -241,7 +241,7 @@ class ByTrainingLoss(Criterion):
         check_positive("tolerance", self.tolerance)
 
     def score(self, candidates: Candidates) -> Callable[[float], float]:
-        """Return minus the absolute difference between the loss and the tolerance, as a function of the value."""
+        """Return a score that is larger for smaller values, among those whose loss is within the tolerance."""
         batches, found = list[Any](), 0
         for batch in candidates.energy.passes.batches:
             batches.append(batch)
@@ -250,4 +250,9 @@ class ByTrainingLoss(Criterion):
                 break
         density = ByValidation(batches, self.link, self.site)._mean_log_density(candidates)
         mode = density(None)
-        return lambda value: -abs(mode - density(value) - self.tolerance)
+
+        def score(value: float) -> float:
+            loss = mode - density(value)
+            return -math.log(value) if loss <= self.tolerance else -1e3 * (1 + loss)
+
+        return score
