@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Laplace's approximation for a trained network, in one call."""
 
+import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
+from pyro.infer import SVI
 from torch import nn
 
 from pyro_dvi.bayesian import LearnedScale
+from pyro_dvi.bayesian.converted import was_converted
 from pyro_dvi.bayesian.likelihoods import Classifier
 from pyro_dvi.core.batches import arguments, check_loader
-from pyro_dvi.errors import ArgumentError, UnsupportedError, warn
+from pyro_dvi.errors import ArgumentError, DviWarning, UnsupportedError, warn
 from pyro_dvi.laplace import (
     ByTrainingLoss,
     ByValidation,
@@ -34,17 +37,18 @@ from pyro_dvi.variational_laplace import TaylorELBO
 _ROUNDS = 10  # maximum number of minima, each with the noise of the one before
 _LARGEST = 2500  # number of latents up to which the default covariance is dense
 _PRECISIONS = torch.logspace(-3, 6, 37, dtype=torch.float64)
+_NARROWER = _PRECISIONS[12:]  # at least 1, for priors that are not wider than the given ones
 
 
 @dataclass(frozen=True, kw_only=True)
 class Laplace(Method):
     """Laplace's approximation around trained weights, with :class:`~pyro_dvi.LaplaceGuide`.
 
-    ``fit`` leaves the weights where they are, so predictions at the mode stay those of the network. For a network, it
-    also chooses the prior scale (and, for a regression, the noise): on validation data if there are any; otherwise, by
-    the evidence for a regression, and by :class:`~pyro_dvi.laplace.ByTrainingLoss` for a classifier. The priors of a
-    Pyro model stay as they are unless there are validation data. ``posterior.guide.diagnosis`` tells how far the
-    weights are from the nearest minimum, in standard deviations of the posterior.
+    ``fit`` leaves the weights where they are, so predictions at the mode stay those of the network. It chooses the
+    prior scale on validation data if there are any. Otherwise, it keeps the priors of a Pyro model, and those that you
+    have chosen; for other networks, it chooses the prior scale by the evidence for a regression, and by
+    :class:`~pyro_dvi.laplace.ByTrainingLoss` for a classifier. ``posterior.guide.diagnosis`` tells how far the weights
+    are from the nearest minimum, in standard deviations of the posterior.
 
     Args:
         layers: layers that get a posterior: "last" for the layer (or heads) that :func:`~pyro_dvi.laplace.last_layer`
@@ -59,7 +63,9 @@ class Laplace(Method):
             :meth:`LaplaceGuide.fit <pyro_dvi.LaplaceGuide.fit>`. With ``GGN()``, the default, the Gaussian belongs to
             the linearised network and needs no minimum.
         lr: step size of Adam, used only if ``fit`` trains the network first.
-        prior_scale: standard deviation of the priors of a network without priors, before it is tuned.
+        prior_scale: standard deviation of the priors of a network without priors; it stays if there are no validation
+            data. None starts from 1 and tunes it; without validation data, the prior of a classifier does not become
+            wider.
         noise_scale: standard deviation of the noise, for a regression network. A ``LearnedScale``, the default, is
             first set to the root mean square of the residuals of each output, and then tuned together with the priors.
         kl_weight: KL weight with which the network was trained.
@@ -87,6 +93,7 @@ class Laplace(Method):
         True
     """
 
+    prior_scale: Any = None
     layers: Any = "last"
     covariance: Any = None
     polish: bool = False
@@ -124,7 +131,13 @@ class Laplace(Method):
             if not names:
                 raise ArgumentError("layers is a module, but not a submodule of the network")
             return replace(self, layers=names[0]).fit(model, loader, epochs, validation=validation, **options)
-        return super().fit(model, loader, epochs, validation=validation, tuned=is_network(model), **options)
+        tuned = self.prior_scale is None and is_network(model) and not was_converted(model)
+        return super().fit(model, loader, epochs, validation=validation, tuned=tuned, **options)
+
+    def svi(self, model: Any, loader: Any, epochs: int) -> SVI:
+        """Return an untrained ``pyro.infer.SVI``, as in :meth:`Method.svi`."""
+        started = replace(self, prior_scale=1.0) if self.prior_scale is None else self
+        return super(Laplace, started).svi(model, loader, epochs)
 
     def _train(self, svi: Any, loader: Any, epochs: int, **options: Any) -> History:
         validation, tuned = options.pop("validation"), options.pop("tuned")
@@ -156,24 +169,26 @@ class Laplace(Method):
         """Fit the Gaussian, and choose its scales."""
         guide, of_classes = svi.guide, isinstance(svi.model, Classifier)
         by_evidence = not of_classes and self.kl_weight == self.temperature == 1
-        common = {"method": method, "values": _PRECISIONS, **common}
-        if tuned and by_evidence and (learned or validation is None):
-            guide.tune(loader, [PriorPrecision(), *[NoiseScale()] * learned], **common)
+        common = {"method": method, **common}
+        scales = [PriorPrecision()] * tuned + [NoiseScale()] * learned if by_evidence else []
+        if scales and (learned or validation is None):
+            guide.tune(loader, scales, values=_PRECISIONS, **common)
             if learned:
                 svi.model.noise_scale = svi.model.noise_scale.detach() * guide.scale_factors["obs"]
                 guide.scale_moved("obs", loader)
-        if validation is not None:
-            guide.tune(loader, criterion=ByValidation(validation), **common)
-        elif tuned and not by_evidence and method.reweights:
-            guide.tune(loader, criterion=ByTrainingLoss(), **common)
-        elif not (tuned and by_evidence):
+        elif tuned and validation is None and method.reweights:
+            with warnings.catch_warnings():  # the given prior, and almost none, are fine as well
+                warnings.filterwarnings("ignore", "the best value of PriorPrecision", DviWarning)
+                guide.tune(loader, criterion=ByTrainingLoss(), values=_NARROWER, **common)
+        elif validation is None:
             if tuned:
                 warn(
                     f"the prior scale is not tuned, because {type(method).__name__} would be fitted again for each "
                     "value: pass validation data, or a prior_scale that you have chosen"
                 )
-            del common["values"]
             guide.fit(loader, **common)
+        if validation is not None:
+            guide.tune(loader, criterion=ByValidation(validation), values=_PRECISIONS, **common)
 
     def _follow_residuals(self, svi: Any, loader: Any) -> bool:
         """Set a learned noise scale to the root mean square of the residuals; return whether there is one.
