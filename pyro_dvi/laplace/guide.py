@@ -118,8 +118,7 @@ class LaplaceGuide(GaussianAtMode):
             batches: all the data, unchanged between passes.
             subset: the latents to optimise, as in :meth:`fit`.
             tolerance: bound on the Newton decrement :math:`g^\top P^{-1} g`, in squared posterior standard deviations.
-            max_gradients: maximum work of the search, in full-data gradients, after which an error is raised. The
-                preconditioner counts as the number of gradients that need the same number of floating-point operations.
+            max_gradients: maximum work of the search, in full-data gradients, after which an error is raised.
             progress: show a progress bar in a terminal or notebook.
 
         Raises:

@@ -4,7 +4,7 @@
 import math
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,6 @@ from torch import Tensor
 
 from pyro_dvi.core.arguments import check_count, check_positive
 from pyro_dvi.core.progress import progress_bar
-from pyro_dvi.core.recorder import Watch
 from pyro_dvi.core.table import InNotebook
 from pyro_dvi.errors import (
     DviWarning,
@@ -73,7 +72,6 @@ _STEPS = 30  # quasi-Newton steps before the metric is recomputed
 _NEWTON_STEPS = 5  # Newton steps before the metric is recomputed
 _NEGLIGIBLE = 1e-6  # decrease of U, in nats, below which another round is not worth its cost
 _KRYLOV_STEPS = 200
-_LEAST = 3e7  # smallest cost of a gradient, in operations: Pyro alone takes about a millisecond
 
 
 @dataclass(frozen=True)
@@ -123,33 +121,6 @@ class Polished(InNotebook):
         return "\n".join([f"{state}: {self.reason}", *(f"  {k:<20} {text}" for k, text in rows.items())])
 
 
-_ATEN = torch.ops.aten
-_OPERATIONS: dict[Any, Callable[..., int]] = {  # of the positional arguments
-    **dict.fromkeys(
-        (_ATEN.mm, _ATEN.bmm, _ATEN.addmm, _ATEN.addmm_, _ATEN.baddbmm),
-        lambda *args: 2 * args[-2].numel() * args[-1].shape[-1],
-    ),
-    _ATEN.convolution_backward: lambda gradient, x, w, *_: 4 * gradient.numel() * w[0].numel(),
-    _ATEN.linalg_cholesky_ex: lambda a, *_: a.numel() * a.shape[-1] // 3,
-    _ATEN.linalg_solve_triangular: lambda a, b: b.numel() * a.shape[-1],
-    _ATEN._linalg_eigh: lambda a, *_: 9 * a.numel() * a.shape[-1],
-}
-
-
-class Operations(Watch):
-    """A context that counts the operations of matrix products, factorisations, solves and gradients of convolutions.
-
-    torch's own counter loads triton, and does not count factorisations.
-    """
-
-    total = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket in _OPERATIONS:
-            self.total += _OPERATIONS[func.overloadpacket](*args)
-        return func(*args, **(kwargs or {}))
-
-
 class BudgetSpent(Exception):
     """The budget of gradients is exhausted."""
 
@@ -162,8 +133,7 @@ class Search:
 
     Args:
         energy: U.
-        max_gradients: budget of the search, in full-data gradients. The work for the metric counts as the number of
-            gradients with as many floating-point operations.
+        max_gradients: budget of the search, in full-data gradients, those for the metric included.
         report: function that is called after each step with U and the decrement (far from the minimum, an estimate: the
             squared norm of the gradient in the metric).
 
@@ -178,10 +148,7 @@ class Search:
         self.before, self.max_gradients = energy.work.done, max_gradients
         self.limit: float = self.before + max_gradients
         start = energy.at(energy.start)
-        with Operations() as work:
-            value = float(start.value)  # raises if U is not finite
-        self._unit, self._costs = max(_LEAST, work.total), (0.0, 0.0)
-        self.best = start.point, value, float(start.gradient.norm())
+        self.best = start.point, float(start.value), float(start.gradient.norm())  # raises if U is not finite
         self.first_value = self.best[1]
         self.steps = 0
         self.decrement = math.nan
@@ -217,25 +184,15 @@ class Search:
 
     def product(self, x: Tensor, vectors: Tensor, /) -> Tensor:
         """Return products with the Hessian of U."""
-        self._spend(len(vectors))
+        self._spend()
         return self.energy.at(x).hessian(vectors)
 
-    def _spend(self, vectors: int = 1) -> None:
+    def _spend(self) -> None:
         if self.energy.work.done >= self.limit:
             raise BudgetSpent
-        self.energy.count(vectors * self._costs[1])
 
     def _in_metric(self, x: Tensor) -> InMetric:
-        """Return U in the metric at x; the first call measures the work for the metric and for its use."""
-        local, before = self.energy.at(x), self.energy.work.done
-        with nullcontext() if self._costs[0] else Operations() as of_metric:
-            metric = metric_at(local)
-        if of_metric is not None:
-            with Operations() as of_use:
-                metric.coloured(metric.whitened(x.unsqueeze(0)))
-            self._costs = of_metric.total / self._unit, of_use.total / self._unit
-        self.energy.count(max(0.0, self._costs[0] - (self.energy.work.done - before)))
-        return InMetric(self, metric, x)
+        return InMetric(self, metric_at(self.energy.at(x)), x)
 
     # --- minimum --------------------------------------------------------------------------------------------
 

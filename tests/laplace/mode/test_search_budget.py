@@ -15,7 +15,6 @@ from torch import Tensor, nn
 import pyro_dvi as dvi
 from pyro_dvi.errors import UnconvergedError
 from pyro_dvi.laplace import LaplaceGuide
-from pyro_dvi.laplace.mode import search
 
 Model = Callable[..., Any]
 QUIET = {"progress": False}
@@ -127,54 +126,6 @@ def test_scales_before_a_normalisation_do_not_prevent_a_minimum():
     net = nn.Sequential(nn.Linear(1, 3), nn.LayerNorm(3, eps=0.1), nn.Tanh(), nn.Linear(3, 1))
     _, guide, batches = trained(lambda: dvi.regressor(network(*net), num_data=NUM_DATA, noise_scale=0.5))
     assert guide.polish(batches, **QUIET).converged
-
-
-def test_operations_of_the_metric_are_counted():
-    a = torch.eye(20, dtype=torch.float64)
-    convolution = nn.Conv1d(2, 3, 3)
-    cases = {
-        lambda: torch.linalg.cholesky_ex(a): 20**3 // 3,
-        lambda: torch.linalg.cholesky(a): 20**3 // 3,
-        lambda: torch.linalg.solve_triangular(a, a[:, :7], upper=False): 20 * 20 * 7,
-        lambda: torch.linalg.eigh(a): 9 * 20**3,
-        lambda: torch.zeros(20, 5).double().addmm_(a, a[:, :5]): 2 * 20 * 20 * 5,
-        lambda: a @ a[:, :3]: 2 * 20 * 20 * 3,
-        lambda: torch.stack([a] * 2) @ torch.stack([a] * 2): 2 * 2 * 20**3,
-        lambda: convolution(torch.ones(4, 2, 10)).sum().backward(): 4 * (4 * 3 * 8) * (2 * 3),
-    }
-    for work, expected in cases.items():
-        with search.Operations() as found:
-            work()
-        assert found.total == expected
-
-
-@pytest.mark.slow
-def test_the_budget_counts_the_work_for_the_metric(monkeypatch):
-    """With the same trajectory, the metrics of D latents and N examples add at least D^3/3 + N D^2 operations."""
-    metrics, reports = [], []
-    metric_at = search.metric_at
-
-    def counted(local):
-        metrics.append(local)
-        return metric_at(local)
-
-    monkeypatch.setattr(search, "metric_at", counted)
-    for least in (1e30, 1.0):
-        _, guide, batches = trained(wide_prior)
-        metrics.clear()
-        monkeypatch.setattr(search, "_LEAST", least)
-        reports.append(guide.polish(batches, max_gradients=100_000, **QUIET))
-    free, whole = reports
-    assert free.steps == whole.steps and free.value == whole.value
-    size, of_gradient = len(free.mode), 2 * NUM_DATA * (16 + 16 + 8)  # two layers, forward and backward
-    least_work = (size**3 / 3 + NUM_DATA * size**2) / of_gradient
-    extra = whole.gradients - free.gradients
-    assert len(metrics) * least_work < extra
-    uses = 2 * size**2 / of_gradient * free.gradients  # two triangular solves per gradient or product
-    assert extra < 4 * len(metrics) * least_work + uses
-    with pytest.raises(UnconvergedError, match="gradients were not enough"):
-        _, guide, batches = trained(wide_prior)
-        guide.polish(batches, max_gradients=free.gradients + 1, **QUIET)
 
 
 class Quartic(dist.TorchDistribution):
