@@ -112,7 +112,9 @@ class LikelihoodModule(PyroModule):
         return pyro.plate("data", max(self.num_data, size), subsample=torch.arange(size))
 
 
-def _check_target(y: object, shape: torch.Size, outputs: torch.Size, meaning: str) -> Tensor:
+def _check_target(
+    y: object, shape: torch.Size, outputs: torch.Size, meaning: str, remedy: str = ""
+) -> Tensor:
     """Return ``y`` if it has the shape that the likelihood needs.
 
     Raises:
@@ -121,7 +123,7 @@ def _check_target(y: object, shape: torch.Size, outputs: torch.Size, meaning: st
     given = f"has the shape {tuple(y.shape)}" if isinstance(y, Tensor) else f"is a {type(y).__name__}"
     if not isinstance(y, Tensor) or y.shape != shape:
         raise DataError(
-            f"y {given}; for outputs of shape {tuple(outputs)}, the {meaning} need the shape {tuple(shape)}"
+            f"y {given}; for outputs of shape {tuple(outputs)}, the {meaning} need the shape {tuple(shape)}{remedy}"
         )
     return y
 
@@ -129,7 +131,7 @@ def _check_target(y: object, shape: torch.Size, outputs: torch.Size, meaning: st
 class Classifier(LikelihoodModule):
     """The model of :func:`classifier`: ``model(x, y=None)`` samples the site ``obs``."""
 
-    warned = False  # about a softmax at the end of the network
+    warned = False  # about a softmax at the end of the network, or axes that may be swapped
 
     def forward(self, x: Any, y: Tensor | None = None) -> Tensor:
         """Run the network on ``x`` and observe the labels ``y``, or draw them."""
@@ -138,16 +140,29 @@ class Classifier(LikelihoodModule):
         if outputs.shape[1] == 1:  # the logit of class 1 against class 0
             outputs = torch.cat([torch.zeros_like(outputs), outputs], 1)
         logits = outputs if outputs.dim() == 2 else outputs.movedim(1, -1)
+        labels: Any = dist.Categorical(logits=logits)
         if y is not None:
-            y = _check_target(y, logits.shape[:-1], logits.shape, "class indices")
+            classes_last = given.dim() > 2 and getattr(y, "shape", None) == given.shape[:-1]
+            remedy = ": if the last dimension holds the classes, return logits.movedim(-1, 1)"
+            y = _check_target(
+                y, logits.shape[:-1], given.shape, "class indices", remedy if classes_last else ""
+            )
             # Unlike values, the name of a node can be read without waiting for the device.
             last = type(getattr(given, "grad_fn", None)).__name__.removesuffix("Backward0")
             if not self.warned and last in ("Softmax", "Sigmoid"):
                 self.warned = True
                 warn(f"The network ends in {last.lower()}, but classifier() takes logits: remove nn.{last}.")
+            # The result of movedim is not contiguous. Outputs that are moments follow a run with tensors.
+            if classes_last and isinstance(given, Tensor) and given.is_contiguous() and not self.warned:
+                self.warned = True
+                warn(
+                    f"The logits of shape {tuple(given.shape)} are read as [batch, classes, *positions]{remedy}"
+                )
+        if logits.dim() > 2:  # as in F.cross_entropy, the label -100 is ignored
+            labels = labels.mask(True if y is None else y != -100)
+            y = None if y is None else y.masked_fill(y == -100, 0)
         with self.data_plate(logits.shape[0], observed=y is not None):
-            labels = dist.Categorical(logits=logits).to_event(logits.dim() - 2)
-            drawn: Tensor = pyro.sample("obs", labels, obs=y)
+            drawn: Tensor = pyro.sample("obs", labels.to_event(logits.dim() - 2), obs=y)
         return drawn
 
 
@@ -161,9 +176,10 @@ def classifier(net: nn.Module, num_data: int) -> Classifier:
 
     Args:
         net: maps ``[batch, ...]`` to logits ``[batch, classes]``, or to ``[batch, classes, *positions]`` (a label for
-            each pixel or token, as in ``F.cross_entropy``). It returns the logits alone, or named outputs that include
-            ``logits``. A single output, ``[batch]`` or ``[batch, 1]``, is the logit of class 1 of two classes. Convert
-            the network with ``to_bayesian_`` first to make its weights Bayesian.
+            each pixel or token, as in ``F.cross_entropy``, where -100 marks a label to ignore; a transformer returns
+            ``logits.movedim(-1, 1)``). It returns the logits alone, or named outputs that include ``logits``. A single
+            output, ``[batch]`` or ``[batch, 1]``, is the logit of class 1 of two classes. Convert the network with
+            ``to_bayesian_`` first to make its weights Bayesian.
         num_data: :math:`N`, the number of examples (not batches) in the data set.
 
     Returns:

@@ -12,8 +12,9 @@ from pyro.optim import PyroOptim
 from torch import Tensor
 
 from pyro_dvi.bayesian import init_to_module
+from pyro_dvi.bayesian.likelihoods import LikelihoodModule
 from pyro_dvi.errors import ArgumentError
-from pyro_dvi.guides import MeanFieldGuide
+from pyro_dvi.guides import MeanField, MeanFieldGuide
 from pyro_dvi.guides.given_rows import FollowsRows
 from pyro_dvi.methods.method import Method
 from pyro_dvi.moment_propagation import MomentPropagationELBO, MultiplicativeNoiseGuide
@@ -66,7 +67,8 @@ class MomentPropagation(Method):
 
     Args:
         posterior: class of the guide, such as :class:`~pyro_dvi.MultiplicativeNoiseGuide` (MNVI) or
-            :class:`~pyro_dvi.MeanFieldGuide`, or a function that makes a guide from the model.
+            :class:`~pyro_dvi.MeanFieldGuide`, or a function that makes a guide from the model. For a Pyro model of your
+            own, scalars and vectors in ``MultiplicativeNoiseGuide`` are mean-field Gaussians instead of point masses.
         lr: initial step size of Adam for the posterior means; posterior scales get ten times this step size. Both decay
             to zero with a cosine schedule.
         prior_scale: standard deviation of the priors of a network without priors.
@@ -79,6 +81,10 @@ class MomentPropagation(Method):
 
     def guide(self, model: Any) -> Any:
         """Return an untrained guide."""
+        if self.posterior is MultiplicativeNoiseGuide and not isinstance(model, LikelihoodModule):
+            return MultiplicativeNoiseGuide(
+                model, biases=MeanField()
+            )  # coefficients, not biases of a network
         return self.posterior(model)
 
     def elbo(self) -> MomentPropagationELBO:

@@ -149,7 +149,18 @@ def predict(
                 components.read(mixture, batch, site)
             room = mixture.room
             parts.append(mixture.finish())
+    if isinstance(guide, AutoDelta) and isinstance(rule, Samples) and _without_spread(parts):
+        warn(
+            f"{rule} finds no epistemic uncertainty: the guide is a point estimate, so all draws are equal, and "
+            "dropout is off in evaluation mode. Train a posterior, for example with Laplace(), or an ensemble"
+        )
     return Prediction(rule, parts, ordered=keeps_order(data))
+
+
+def _without_spread(parts: list[Part]) -> bool:
+    """Return True if the components of each batch have the same mean, up to rounding."""
+    found = [part.values for part in parts]
+    return all("epistemic" in v and bool((v["epistemic"] <= 1e-10 * v["aleatoric"]).all()) for v in found)
 
 
 def names_of_sites(model: Callable[..., Any], guide: Callable[..., Any]) -> Callable[[Batch], list[str]]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, distributions as td
 
 from pyro_dvi.core.densities import is_of, keeps, untransformed, with_any
-from pyro_dvi.core.distributions import tensors_of
+from pyro_dvi.core.distributions import rewrapped, tensors_of
 from pyro_dvi.core.undisturbed import accelerators, forked, widest
 from pyro_dvi.errors import ArgumentError, DataError, UnsupportedError
 from pyro_dvi.expectations.closed_forms import mean_distance
@@ -95,9 +95,8 @@ def checked_log_prob(fn: Any, values: Tensor, site: str) -> Tensor:
 def mixture_log_prob(site: str, fn: Any, values: Tensor, mask: Tensor | None = None) -> Tensor:
     """Return the log density of values in the shape of one draw, after a check against every component's support."""
     each = getattr(fn, "each", [fn])
-    check_events(each[0], mask, site)
     values = filled(values, mask, each[0])
-    log_probs = torch.stack([checked_log_prob(one, values, site) for one in each])
+    log_probs = torch.stack([checked_log_prob(scoring_parts(one, mask, site), values, site) for one in each])
     return log_probs.logsumexp(0) - math.log(len(each))
 
 
@@ -126,15 +125,24 @@ def both_masks(first: Tensor | None, second: Tensor | None) -> Tensor | None:
     return first & second
 
 
-def check_events(fn: Any, mask: Tensor | None, site: str) -> None:
-    """Raise an error if a mask excludes parts of events but the distribution cannot score the remaining parts alone."""
+def scoring_parts(fn: Any, mask: Tensor | None, site: str) -> Any:
+    """Return a distribution that scores only the parts of events that a mask keeps.
+
+    Raises:
+        UnsupportedError: the mask excludes parts of events that the distribution cannot score in part.
+    """
     event_dim = len(fn.event_shape)
     if mask is None or not event_dim or not _cuts_events(mask, event_dim):
-        return
-    while isinstance(fn, (td.Independent, dist.MaskedDistribution, dist.ExpandedDistribution, PointMixture)):
-        if isinstance(fn, dist.MaskedDistribution):
-            return
-        fn = fn.components if isinstance(fn, PointMixture) else fn.base_dist
+        return fn
+    if not untransformed(fn).event_shape:  # independent elements
+        return rewrapped(fn, lambda elements: dist.MaskedDistribution(elements, mask))
+    inner = fn
+    while isinstance(
+        inner, (td.Independent, dist.MaskedDistribution, dist.ExpandedDistribution, PointMixture)
+    ):
+        if isinstance(inner, dist.MaskedDistribution):
+            return fn
+        inner = inner.components if isinstance(inner, PointMixture) else inner.base_dist
     raise UnsupportedError(
         f"the mask of site {site!r} excludes parts of single observations: mask the distribution before to_event, as "
         "in dist.Normal(...).mask(mask).to_event(1), also when the model is called without an observation"

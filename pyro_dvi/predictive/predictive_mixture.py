@@ -31,10 +31,10 @@ from pyro_dvi.predictive.engine.model_runs import Response
 from pyro_dvi.predictive.predictive_distribution import (
     as_drawn,
     both_masks,
-    check_events,
     checked_log_prob,
     class_log_probabilities,
     filled,
+    scoring_parts,
     statistics,
 )
 from pyro_dvi.runs.sites import counted
@@ -141,7 +141,6 @@ class Mixture(_Reader):
             self.mask = both_masks(self.mask, response.mask)
             if self.observed is not None:
                 self._scored = filled(self.observed, self.mask, fn)
-                check_events(fn, self.mask, response.site)
         elif _form(response) != _form(self.last):
             raise ModelError(
                 "members of the ensemble predict different sites or shapes: choose a site that all have. The first "
@@ -149,15 +148,18 @@ class Mixture(_Reader):
             )
         self.last = response
         if self._scored is not None:
-            checked_log_prob(fn, self._scored, response.site)
-        found = statistics(fn, self._scored)
+            checked_log_prob(scoring_parts(fn, self.mask, response.site), self._scored, response.site)
+        found = self._statistics(fn, response.site)
         if "log_probabilities" not in found:
             self._keep_component(fn)
         self.add_statistics({name: value.unsqueeze(0) for name, value in found.items()}, 1)
 
+    def _statistics(self, fn: Any, site: str) -> dict[str, Tensor]:
+        return statistics(fn if self._scored is None else scoring_parts(fn, self.mask, site), self._scored)
+
     def statistics(self, node: Any) -> dict[str, Tensor]:
         """Return the statistics and parameters of a component, which is read from its site in an unchecked run."""
-        found = statistics(node["fn"], self._scored)
+        found = self._statistics(node["fn"], node["name"])
         if self.room <= 0 or "log_probabilities" in found:
             return found
         return found | self._parameters(node["fn"])
@@ -287,13 +289,12 @@ class ObservationDraws(_Reader):
         if self._added == 0:
             self.first = response
             self.counts = both_masks(self.counts, response.mask)
-            if self.observed is not None:
-                check_events(fn, self.counts, response.site)
         if self.observed is not None:  # masked values may lie outside the support of the component
             self._scored = filled(self.observed["value"], self.counts, fn)
         self.sample(fn)
         if self._scored is not None:
-            log_prob = checked_log_prob(fn, self._scored, response.site)
+            parts = scoring_parts(fn, self.counts, response.site)
+            log_prob = checked_log_prob(parts, self._scored, response.site)
             self._score(log_prob[None], self._whole(response.mask, fn))
         self._added += 1
 
@@ -302,7 +303,8 @@ class ObservationDraws(_Reader):
         fn, found = node["fn"], {}
         if self._scored is not None:
             found["mask"] = self._whole(counted(node), fn)
-            found["log_prob"] = fn.log_prob(as_drawn(fn, self._scored))
+            parts = scoring_parts(fn, self.counts, node["name"])
+            found["log_prob"] = parts.log_prob(as_drawn(fn, self._scored))
         # Last, because computing a density may store further tensors in the distribution.
         return found | self._parameters(fn)
 

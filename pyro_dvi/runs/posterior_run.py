@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import _named_member_accessor as accessor
 
 from pyro_dvi.core.distributions import strip_event_dims
-from pyro_dvi.core.undisturbed import preserve_buffers
+from pyro_dvi.core.undisturbed import layer_by_layer, preserve_buffers
 from pyro_dvi.errors import GuideError
 from pyro_dvi.gaussians.normals import MultiplicativeNormal, is_joint
 from pyro_dvi.moments import GaussianMoments
@@ -350,6 +350,7 @@ class PosteriorMoments(SetLatents):
     def __enter__(self) -> Self:
         self._following.callback(setattr, accessor, "swap_tensor", _SWAP)
         accessor.swap_tensor = _swap  # type: ignore[assignment]
+        self._following.enter_context(layer_by_layer())  # fused kernels and nested tensors have no moments
         if any(is_joint(gaussian.base) for gaussian in self.marginals.gaussians.values()):
             self._following.enter_context(joint_noise_followed())
         return super().__enter__()  # type: ignore[no-any-return]

@@ -24,7 +24,7 @@ from pyro_dvi.bayesian import (
     regressor,
     to_bayesian_,
 )
-from pyro_dvi.errors import DviWarning
+from pyro_dvi.errors import DataError, DviWarning
 from pyro_dvi.laplace import ByValidation
 
 
@@ -177,3 +177,84 @@ def test_a_network_that_ends_in_a_softmax_is_named_once():
         model(x, y)
     model(x, y)
     classifier(nn.Sequential(nn.Linear(2, 2), nn.LogSoftmax(-1)), 4)(x, y)  # changes nothing
+
+
+class Tokens(nn.Module):
+    """Logits of each token, with classes last as in a transformer, or classes first."""
+
+    def __init__(self, classes: int, first: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.first = nn.Linear(3, classes), first
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = self.layer(x)
+        return logits.movedim(-1, 1) if self.first else logits
+
+
+@pytest.mark.parametrize("method", [dvi.MAP(lr=0.1), dvi.MomentPropagation(lr=0.1)])
+@pytest.mark.parametrize("positions", [(4,), (4, 4)])
+def test_as_many_positions_as_classes(method, positions):
+    """The axes are as in F.cross_entropy; where both orders fit the labels, a warning names the order."""
+    x, y = torch.randn(40, *positions, 3), torch.arange(4).expand(40, *positions)
+    with pytest.warns(DviWarning, match=r"read as \[batch, classes, .*return logits.movedim\(-1, 1\)"):
+        method.fit(Tokens(4, False), [(x, y)], 1, progress=False)
+    y = (x.pow(2).sum(-1) > 2).long() + 2 * (x[..., 0] > 0)
+    x = nn.functional.one_hot(y, 4).float()[..., 1:]
+    posterior = method.fit(Tokens(4, True), [(x, y)], 60, progress=False)
+    assert posterior.predict((x, y), seed=0).metrics()["accuracy"] == 1.0
+
+
+@pytest.mark.parametrize("method", [dvi.MAP(), dvi.MomentPropagation(), dvi.Laplace()])
+def test_other_numbers_of_positions_with_classes_last_are_refused_with_the_remedy(method):
+    x, y = torch.randn(40, 5, 3), torch.zeros(40, 5).long()
+    with pytest.raises(DataError, match=r"\(40, 5, 4\).* return logits.movedim\(-1, 1\)"):
+        method.fit(Tokens(4, False), [(x, y)], 1, progress=False)
+
+
+def test_ignored_labels_count_nowhere() -> None:
+    """Label -100, as in F.cross_entropy: as if the data were the other tokens, each an example of its own."""
+    x, y = torch.randn(6, 5, 3), torch.randint(4, (6, 5))
+    kept = torch.rand(6, 5) > 0.4
+    kept[0] = False
+    padded = y.masked_fill(~kept, -100)
+    found: list[Any] = []
+    site = observed(classifier(Tokens(4, True), 6), x, padded)
+    expected = nn.functional.cross_entropy(Tokens(4, True)(x), padded, reduction="none").sum(1)
+    torch.testing.assert_close(site["fn"].log_prob(site["value"]), -expected)
+    for data, first in [((x, padded), True), ((x[kept], y[kept]), False)]:
+        model = classifier(to_bayesian_(Tokens(4, first)), len(data[0]))
+        pyro.clear_param_store()
+        moments = SVI(
+            model, dvi.MultiplicativeNoiseGuide(model), dvi.optim.Adam({}), dvi.MomentPropagationELBO()
+        )
+        loss = moments.evaluate_loss(*data)
+        model = classifier(to_bayesian_(Tokens(4, first)), len(data[0]))
+        guide = dvi.LaplaceGuide(model)
+        guide.fit([data], unconverged="accept")
+        scores = dvi.predict(model, guide, data).metrics()
+        found.append(
+            (
+                loss,
+                guide.posterior.marginal_variance(),
+                scores["accuracy"],
+                scores["brier"],
+                scores["entropy"],
+            )
+        )
+    torch.testing.assert_close(found[0], found[1])
+
+
+@pytest.mark.every(3)
+@pytest.mark.parametrize(
+    "method", [dvi.VariationalLaplace(), dvi.NaturalGradients(), dvi.NaturalGradients(by=dvi.IVON)]
+)
+def test_inputs_of_ignored_labels_change_no_posterior(method):
+    x, y = torch.randn(6, 5, 3), torch.randint(4, (6, 5))
+    ignored = torch.rand(6, 5) > 0.6
+    ends = []
+    for other in (x, torch.where(ignored[..., None], 10 + x, x)):
+        data = other, y.masked_fill(ignored, -100)
+        posterior = method.fit(Tokens(4, True), [data], 3, progress=False)
+        ends.append((dict(posterior.guide.named_parameters()), posterior.predict(data, seed=0).metrics()))
+    torch.testing.assert_close(*ends)

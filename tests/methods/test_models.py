@@ -152,6 +152,25 @@ def test_a_pyro_model_is_not_tempered_unless_asked(name):
     assert cold.fit(slope, loader(labels=False), 1, progress=False).elbo.temperature == 0.5
 
 
+def coefficients(x, count=None):
+    intercept = pyro.sample("intercept", dist.Normal(0.0, 1.0))
+    slopes = pyro.sample("slopes", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+    with pyro.plate("data", 60, subsample_size=len(x)):
+        return pyro.sample("count", dist.Poisson((intercept + x @ slopes).exp()), obs=count)
+
+
+def test_coefficients_of_a_pyro_model_have_a_spread_under_moments():
+    """About the standard deviations of the best factorised Gaussian, from the curvature at the mean."""
+    x, _ = rows(60, 0)
+    counts = torch.poisson(x[:, 0].exp(), generator=torch.Generator().manual_seed(1))
+    guide = dvi.MomentPropagation(lr=0.05).fit(coefficients, [(x, counts)], 150, seed=0, progress=False).guide
+    design = torch.cat([torch.ones(60, 1), x], 1)
+    mean = torch.cat([guide.locs.intercept.view(1), guide.locs.slopes]).detach()
+    curvature = ((design @ mean).exp()[:, None] * design.square()).sum(0) + 1
+    scales = torch.cat([guide.scales.intercept.view(1), guide.scales.slopes]).detach()
+    torch.testing.assert_close(scales, curvature.rsqrt(), rtol=0.1, atol=0)
+
+
 @pytest.mark.every(5)
 @pytest.mark.parametrize("name", METHODS)
 def test_one_logit_is_enough_for_two_classes(name):

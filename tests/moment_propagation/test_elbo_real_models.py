@@ -90,6 +90,30 @@ def test_networks_train_and_predict(name, guide_class):
     torch.testing.assert_close(probabilities, sampled, atol=0.06, rtol=0)
 
 
+class Padded(nn.Module):
+    def __init__(self, nested: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=nested)
+        self.embedding, self.head = nn.Linear(8, 8), nn.Linear(8, 2)
+
+    def forward(self, x, padding):
+        return self.head(self.encoder(self.embedding(x), src_key_padding_mask=padding)[:, 0])
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_transformer_with_padding_predicts_without_nested_tensors():
+    x, padding = torch.randn(20, 5, 8), torch.arange(5) >= torch.randint(1, 6, (20, 1))
+    data = (x, padding), (x[:, 0, 0] > 0).long()
+    found = []
+    for nested in (True, False):
+        posterior = dvi.MomentPropagation().fit(Padded(nested), [data], 2, progress=False)
+        found.append(posterior.predict(data).probabilities)
+    torch.testing.assert_close(*found)
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
 @pytest.mark.slow
 @every_guide
 def test_a_torchvision_resnet_trains(guide_class):

@@ -135,3 +135,14 @@ def test_the_width_of_a_posterior_that_is_predicted_at_its_mean(method):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         dvi.predict(model, guide, X, method)
+
+
+def test_samples_of_a_point_estimate_are_named_as_equal():
+    x = torch.randn(20, 3)
+    net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 1))
+    posterior = dvi.MAP().fit(net, [(x, x.sum(1))], 2, progress=False)
+    with pytest.warns(DviWarning, match="no epistemic uncertainty.*point estimate.*dropout is off"):
+        posterior.predict(x, dvi.Samples(5), seed=0)
+    posterior.predict(x)
+    ensemble = dvi.Ensemble(dvi.MAP(), 2).fit(net, [(x, x.sum(1))], 2, progress=False)
+    assert ensemble.predict(x, dvi.Samples(1), seed=0).epistemic.min() > 0

@@ -11,7 +11,7 @@ from pyro.infer import SVI, Predictive
 from torch import nn
 
 import pyro_dvi as dvi
-from tests.methods.cases import METHODS, rows
+from tests.methods.cases import METHODS, Slope, rows, slope
 
 
 @pytest.fixture
@@ -51,6 +51,20 @@ def test_two_posteriors_called_outside_their_stores(name, empty_store):
     for posterior, (weights, mean) in zip(posteriors, before, strict=True):
         assert all(torch.equal(value, weights[name]) for name, value in posterior.guide.named_parameters())
         assert torch.equal(posterior.predict(BATCH, seed=0).mean, mean)
+
+
+@pytest.mark.parametrize("model", [Slope(), slope], ids=["module", "function"])
+def test_predictive_with_two_posteriors_of_one_model(model, empty_store):
+    """Each draws from its own posterior outside its store, and predicts afterwards as before."""
+    data = [(X, sign * X.sum(1)) for sign in (2, -2)]
+    posteriors = [dvi.VariationalLaplace(lr=0.1).fit(model, [one], 60, progress=False) for one in data]
+    before = [p.predict(one, seed=0).mean for p, one in zip(posteriors, data, strict=True)]
+    for _ in range(2):
+        for posterior, (x, y) in zip(posteriors, data, strict=True):
+            drawn = Predictive(posterior.model, guide=posterior.guide, num_samples=100)(x)["obs"]
+            assert (drawn.mean(0) - y).square().mean().sqrt() < 0.5
+    for posterior, one, mean in zip(posteriors, data, before, strict=True):
+        assert torch.equal(posterior.predict(one, seed=0).mean, mean)
 
 
 def test_a_copy_of_a_model_is_trained_beside_the_original(empty_store):

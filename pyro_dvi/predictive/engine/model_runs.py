@@ -142,8 +142,8 @@ def check_observation(model: Callable[..., Any], batch: Batch, latents: Latents,
     nodes = observed_run(model, batch, latents)
     name = choose_response(site, responses(nodes, latents))
     node: Any = nodes[name]
-    value = node["value"]
-    same = value is batch.observed or _same_values(value.squeeze(), batch.observed.squeeze())
+    value, mask = node["value"], counted(node)
+    same = value is batch.observed or _same_values(value.squeeze(), batch.observed.squeeze(), mask)
     if not (node["is_observed"] and same):
         what = "has other observed values" if node["is_observed"] else "is not observed"
         raise DataError(
@@ -152,11 +152,14 @@ def check_observation(model: Callable[..., Any], batch: Batch, latents: Latents,
             "observations, predict from inputs alone and call metrics(transformed)"
         )
     varies = _has_mask(node) or value.shape != batch.observed.shape
-    return replace(batch, observed=batch.observed.reshape(value.shape), mask=counted(node), varies=varies)
+    return replace(batch, observed=batch.observed.reshape(value.shape), mask=mask, varies=varies)
 
 
-def _same_values(first: Tensor, second: Tensor) -> bool:
-    return first.shape == second.shape and bool(((first == second) | (first.isnan() & second.isnan())).all())
+def _same_values(first: Tensor, second: Tensor, mask: Tensor | None) -> bool:
+    if first.shape != second.shape:
+        return False
+    same = (first == second) | (first.isnan() & second.isnan())
+    return bool((same if mask is None else same | ~mask.squeeze()).all())
 
 
 def _has_mask(node: Any) -> bool:

@@ -10,7 +10,7 @@ from pyro import poutine
 from pyro.infer.autoguide import AutoNormal
 from torch.utils.data import DataLoader, TensorDataset
 
-from pyro_dvi import AtMean, Samples, to_arviz
+from pyro_dvi import AtMean, Samples, predict, to_arviz
 from pyro_dvi.errors import DataError, ModelError, UnsupportedError
 from tests.analysis.arviz_export.reading import ARVIZ_1, az, groups, reopened, values
 from tests.predictive.engine.test_vectorised import Loop, made
@@ -269,7 +269,7 @@ def test_masks_of_parts_of_events():
     np.testing.assert_allclose(values(exported, "log_likelihood", "obs")[0, 0], expected, rtol=1e-5)
 
 
-def test_a_mask_that_a_distribution_does_not_know_of_is_refused():
+def test_a_mask_that_comes_with_the_observations():
     def labels(x, y=None):
         w = pyro.sample("w", dist.Normal(0.0, 1.0))
         with pyro.plate("data", len(x)):
@@ -277,8 +277,25 @@ def test_a_mask_that_a_distribution_does_not_know_of_is_refused():
             known = pairs if y is None else pairs.mask(torch.tensor([True, False]))
             pyro.sample("obs", known.to_event(1), obs=y)
 
+    exported = to_arviz(labels, slope, (X, torch.zeros(20, 2)), 3)
+    w = torch.tensor(values(exported, "posterior", "w")[0, :, None])
+    expected = dist.Bernoulli(logits=w * X).log_prob(torch.zeros(20))
+    np.testing.assert_allclose(values(exported, "log_likelihood", "obs")[0], expected, rtol=1e-5)
+    scores = predict(labels, slope, (X, torch.zeros(20, 2)), AtMean()).metrics()
+    assert scores["nll"] == pytest.approx(
+        -float(dist.Bernoulli(logits=2.0 * X).log_prob(torch.zeros(20)).mean())
+    )
+
+
+def test_parts_of_correlated_observations_are_not_scored():
+    def pairs(x, y=None):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", len(x)):
+            mean = (w * x)[:, None].expand(-1, 2)
+            pyro.sample("obs", dist.NanMaskedMultivariateNormal(mean, torch.eye(2)), obs=y)
+
     with pytest.raises(UnsupportedError, match="'obs' excludes parts of single observations.*to_event"):
-        to_arviz(labels, slope, (X, torch.zeros(20, 2)), 3)
+        to_arviz(pairs, slope, (X, torch.tensor([0.0, torch.nan]).expand(20, 2)), 3)
 
 
 def test_masked_labels_are_real_numbers_in_all_groups():
