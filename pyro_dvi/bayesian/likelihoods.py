@@ -112,7 +112,7 @@ class LikelihoodModule(PyroModule):
         return pyro.plate("data", max(self.num_data, size), subsample=torch.arange(size))
 
 
-def _check_target(y: object, shape: torch.Size, outputs: torch.Size, meaning: str) -> Tensor:
+def _check_target(y: object, shape: torch.Size, outputs: torch.Size, meaning: str, hint: str) -> Tensor:
     """Return ``y`` if it has the shape that the likelihood needs.
 
     Raises:
@@ -121,7 +121,7 @@ def _check_target(y: object, shape: torch.Size, outputs: torch.Size, meaning: st
     given = f"has the shape {tuple(y.shape)}" if isinstance(y, Tensor) else f"is a {type(y).__name__}"
     if not isinstance(y, Tensor) or y.shape != shape:
         raise DataError(
-            f"y {given}; for outputs of shape {tuple(outputs)}, the {meaning} need the shape {tuple(shape)}"
+            f"y {given}; for outputs of shape {tuple(outputs)}, the {meaning} need the shape {tuple(shape)}. {hint}"
         )
     return y
 
@@ -139,7 +139,13 @@ class Classifier(LikelihoodModule):
             outputs = torch.cat([torch.zeros_like(outputs), outputs], 1)
         logits = outputs if outputs.dim() == 2 else outputs.movedim(1, -1)
         if y is not None:
-            y = _check_target(y, logits.shape[:-1], logits.shape, "class indices")
+            if isinstance(y, Tensor) and y.dim() == logits.dim() and y.shape[1] == 1:
+                y = y.squeeze(1)  # [batch, 1] and [batch] mean the same
+            hint = (
+                "For one-hot rows, pass y.argmax(1); for a regression, y.float(); for several labels per row, write a "
+                "Pyro model with dist.Bernoulli"
+            )
+            y = _check_target(y, logits.shape[:-1], logits.shape, "class indices", hint)
             # Unlike values, the name of a node can be read without waiting for the device.
             last = type(getattr(given, "grad_fn", None)).__name__.removesuffix("Backward0")
             if not self.warned and last in ("Softmax", "Sigmoid"):
@@ -168,8 +174,8 @@ def classifier(net: nn.Module, num_data: int) -> Classifier:
 
     Returns:
         A model ``model(x, y=None)`` with the observed site ``obs`` in the plate ``data``. ``x`` may be a tuple or
-        mapping of inputs; ``y`` holds class indices ``[batch, *positions]``. A batch may also be a mapping with the
-        network's inputs and ``labels``: ``model(input_ids=..., labels=...)``.
+        mapping of inputs; ``y`` holds class indices ``[batch, *positions]`` or ``[batch, 1, *positions]``. A batch may
+        also be a mapping with the network's inputs and ``labels``: ``model(input_ids=..., labels=...)``.
 
     Raises:
         ArgumentError: if ``num_data`` is not a positive integer.
@@ -226,9 +232,8 @@ class Regressor(LikelihoodModule):
             scale = scale if isinstance(scale, float) or scale.ndim != 2 else scale.squeeze(-1)
             y = y.squeeze(-1) if isinstance(y, Tensor) and y.dim() == 2 and y.shape[-1] == 1 else y
         if y is not None:
-            y = _check_target(
-                y, mean.shape, outputs.shape, "targets (or integer labels, y.long(), for classes)"
-            )
+            hint = "For classes, pass integer labels, y.long()"
+            y = _check_target(y, mean.shape, outputs.shape, "targets", hint)
         with self.data_plate(mean.shape[0], observed=y is not None):
             targets = dist.Normal(mean, scale).to_event(0 if one_column else 1)
             drawn: Tensor = pyro.sample("obs", targets, obs=y)

@@ -63,7 +63,10 @@ def _look_at(numbers: Tensor, prior_scale: Any) -> None:
     """Warn if targets look like labels, or if their size does not suit the default priors, noise and step sizes."""
     size = float(numbers.square().mean().sqrt())
     if bool((numbers * (numbers - 1) == 0).all()):
-        warn("all targets are 0.0 or 1.0, but get Normal noise: if they are labels, pass y.long()")
+        one_hot = bool((numbers.sum(-1) == 1).all())
+        several = "y.argmax(1)" if one_hot else "a Pyro model with dist.Bernoulli(logits=net(x)).to_event(1)"
+        hint = several if numbers[0].numel() > 1 else "y.long()"
+        warn(f"all targets are 0.0 or 1.0, but get Normal noise: if they are labels, pass {hint}")
     elif prior_scale == 1.0 and (size < 0.1 or size > 10):
         warn(
             f"the root mean square of the targets is {size:.3g}, but the default priors, noise and step sizes are for "
