@@ -233,6 +233,8 @@ class Regressor(LikelihoodModule):
             y = y.squeeze(-1) if isinstance(y, Tensor) and y.dim() == 2 and y.shape[-1] == 1 else y
         if y is not None:
             hint = "For classes, pass integer labels, y.long()"
+            if isinstance(y, Tensor) and self.noise is None and outputs.numel() == 2 * y.numel():
+                hint += "; for means and log-variances, pass noise_scale=dvi.bayesian.Heteroscedastic()"
             y = _check_target(y, mean.shape, outputs.shape, "targets", hint)
         with self.data_plate(mean.shape[0], observed=y is not None):
             targets = dist.Normal(mean, scale).to_event(0 if one_column else 1)

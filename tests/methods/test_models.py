@@ -284,6 +284,14 @@ def test_integer_targets_of_several_columns(labels):
         dvi.MAP().fit(network(), [(X, labels)], 1, progress=False)
 
 
+@pytest.mark.parametrize("targets", [Y, Y[:, None], X[:, :2]])
+def test_networks_of_means_and_log_variances_are_told_of_their_noise(targets):
+    net, data = network(2 * targets[0].numel()), [(X, targets)]
+    with pytest.raises(DataError, match=r"pass noise_scale=dvi\.bayesian\.Heteroscedastic\(\)"):
+        dvi.MAP().fit(net, data, 1, progress=False)
+    dvi.MAP(noise_scale=dvi.bayesian.Heteroscedastic()).fit(net, data, 1, progress=False)
+
+
 @pytest.mark.every(4)
 @pytest.mark.parametrize("name", METHODS)
 def test_labels_in_a_column_of_their_own(name):
