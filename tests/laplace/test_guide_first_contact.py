@@ -51,9 +51,9 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         r"argument 1 torch.float32 \(3, 1\).*multiplied",
     ),
     "label columns": (
-        lambda: halves(X, LABELS[:, None]),
+        lambda: halves(X, LABELS[:, None].expand(-1, 2)),
         DataError,
-        r"y has the shape \(3, 1\).*need the shape \(3,\)",
+        r"y has the shape \(3, 2\).*need the shape \(3,\)",
     ),
     "few labels": (lambda: [(X, LABELS[:3])], DataError, r"y has the shape \(3,\).*need the shape \(6,\)"),
     "class 3": (lambda: halves(X, LABELS + 1), DataError, r"'obs': labels from 1 to 3, but 3 classes"),

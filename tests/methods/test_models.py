@@ -211,11 +211,52 @@ X, Y = rows(60, 0, labels=False)
         ((X > 0).float(), network(), r"0.0 or 1.0.* Pyro model with dist\.Bernoulli"),
         (150 + 70 * Y, network(1), "root mean square of the targets is .* Standardise"),
         (0.01 * Y, network(1), "root mean square of the targets is .* Standardise"),
+        (8 + 0.05 * Y, network(1), "and their mean 8.* Standardise"),
     ],
 )
 def test_targets_that_the_defaults_do_not_suit(targets, net, hint):
     with pytest.warns(DviWarning, match=hint):
         dvi.MAP().fit(net, [(X, targets)], 1, progress=False)
+
+
+UNSCALED = X * torch.tensor([1.0, 5e4, 1.0])
+
+
+@pytest.mark.every(4)
+@pytest.mark.parametrize("name", METHODS)
+def test_inputs_that_are_not_scaled(name):
+    with pytest.warns(DviWarning, match=r"column 1 of the inputs .*e\+04.* Standardise each column"):
+        METHODS[name].fit(network(1), [(UNSCALED, Y)], 1, progress=False)
+
+
+def test_inputs_that_the_network_scales_or_has_been_trained_on_are_not_warned_of():
+    dvi.MAP().fit(nn.Sequential(nn.BatchNorm1d(3), network(1)), [(UNSCALED, Y)], 1, progress=False)
+    dvi.Laplace().fit(network(1), [(UNSCALED, Y)], progress=False)
+    dvi.MAP().fit(network(1), [(X, 8 + Y)], 1, progress=False)
+
+
+def test_a_compiled_network_is_trained_as_the_network_itself():
+    compiled = torch.compile(network(), backend="eager")
+    for method in (dvi.MAP(), dvi.Laplace(), dvi.Ensemble(dvi.MAP(), 2)):
+        one, plain = (method.fit(net, loader(), 1, progress=False) for net in (compiled, network()))
+        assert torch.equal(one.predict(X).probabilities, plain.predict(X).probabilities)
+
+
+@pytest.mark.filterwarnings("ignore:training steps are not captured")
+@pytest.mark.parametrize("norm", [nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm])
+def test_a_layer_whose_weight_is_computed_is_excluded_as_the_error_says(norm):
+    net = nn.Sequential(norm(nn.Linear(3, 6)), nn.Tanh(), nn.Linear(6, 3))
+    with pytest.raises(ModelError, match=r"pass dvi\.to_bayesian_\(net, exclude='0\.\*'\)"):
+        dvi.MAP().fit(net, loader(), 1, progress=False)
+    posterior = dvi.MAP().fit(dvi.to_bayesian_(net, exclude="0.*"), loader(), 40, progress=False)
+    assert posterior.predict(rows(60, 0)).metrics()["accuracy"] > 0.7
+
+
+@pytest.mark.parametrize("name", ["map", "vl", "moments", "vogn"])
+def test_a_batch_of_one_row_with_batch_norm(name):
+    net = nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 1))
+    with pytest.raises(DataError, match="batch norm cannot normalise a batch of one row.*drop_last=True"):
+        METHODS[name].fit(net, [(X[:20], Y[:20]), (X[20:21], Y[20:21])], 1, progress=False)
 
 
 def test_a_prior_in_the_units_of_the_targets_is_not_warned_of():
@@ -247,6 +288,10 @@ def on_numbers(method, **options):
             "'validation'",
         ),
         (lambda: dvi.MAP().fit(network(), [(X, X.argmax(1).float())], 1), DataError, r"y\.long\(\)"),
+        (lambda: dvi.MAP().fit(network(1), [(X.numpy(), Y.numpy())], 1), DataError, r"torch\.as_tensor\(y\)"),
+        (lambda: dvi.MAP().fit(network(1), [(X.numpy(), Y)], 1), DataError, r"torch\.as_tensor"),
+        (lambda: dvi.MAP().fit(network(1), [(X[0], Y[0])], 1), DataError, r"of a single example, y\[None\]"),
+        (lambda: dvi.MAP().fit(network(1), [(X[0], Y[:1])], 1), DataError, r"pass x\[None\] and y\[None\]"),
         (
             lambda: dvi.MAP().fit(TwoInputs(), [(X, Y > 0)], 1),
             TypeError,
