@@ -141,10 +141,7 @@ class Classifier(LikelihoodModule):
         if y is not None:
             if isinstance(y, Tensor) and y.dim() == logits.dim() and y.shape[1] == 1:
                 y = y.squeeze(1)  # [batch, 1] and [batch] mean the same
-            hint = (
-                "For one-hot rows, pass y.argmax(1); for a regression, y.float(); for several labels per row, write a "
-                "Pyro model with dist.Bernoulli"
-            )
+            hint = "For one-hot rows, pass y.argmax(1); for a regression, y.float(); for several labels, dist.Bernoulli"
             y = _check_target(y, logits.shape[:-1], logits.shape, "class indices", hint)
             # Unlike values, the name of a node can be read without waiting for the device.
             last = type(getattr(given, "grad_fn", None)).__name__.removesuffix("Backward0")

@@ -56,7 +56,9 @@ def as_model(model: Any, loader: Loader, prior_scale: Any, noise_scale: Any, tra
             "its arguments and 'labels'. Targets are a tensor (of an array, torch.as_tensor(y)) with one row for each "
             "example (of a single example, y[None]). For other data, pass a Pyro model, def model(x, y=None)"
         )
-    _look_at_inputs(model, with_rows(first), targets[0], trains)
+    inputs = with_rows([value for value in arguments(first[0], None)[0][:1] if isinstance(value, Tensor)])
+    if inputs is not None:
+        _look_at_inputs(model, inputs, targets[0], trains)
     if not was_converted(model):
         to_bayesian_(model, prior_scale)
     num_data = size or sum(map(len, targets))
@@ -83,17 +85,14 @@ def _look_at(numbers: Tensor, prior_scale: Any) -> None:
         )
 
 
-def _look_at_inputs(net: nn.Module, x: Tensor | None, y: Tensor, trains: bool) -> None:
+def _look_at_inputs(net: nn.Module, x: Tensor, y: Tensor, trains: bool) -> None:
     """Refuse a single example, and warn if inputs are so large that the network would not train."""
-    if x is None:
-        return
     if x.dim() == 1 and len(x) != len(y):
         raise DataError(
-            f"inputs of shape {tuple(x.shape)} do not have one row for each of the {len(y)} targets: for a single "
-            "example, pass x[None] and y[None]"
+            f"x has the shape {tuple(x.shape)}, y {tuple(y.shape)}: pass an example as x[None], y[None]"
         )
     first = next(module for module in net.modules() if not list(module.children()))
-    if trains and x.is_floating_point() and not isinstance(first, NORM_LAYERS):
+    if trains and x.numel() and x.is_floating_point() and not isinstance(first, NORM_LAYERS):
         size = x.reshape(len(x), -1).float().square().mean(0).sqrt()
         if (largest := float(size.max())) > 30:
             warn(

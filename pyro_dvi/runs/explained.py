@@ -106,8 +106,7 @@ _TEXTS: dict[str, tuple[type[PyroDviError], str]] = {
     ),
     "more than 1 value per channel": (
         DataError,
-        "batch norm cannot normalise a batch of one row: {}. Pass drop_last=True to the DataLoader, or another batch "
-        "size, so that no batch has a single row",
+        "batch norm cannot normalise a batch of one row: {}. Pass drop_last=True to the DataLoader, or another size",
     ),
     "Multiple sample sites named": (
         ModelError,

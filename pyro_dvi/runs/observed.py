@@ -84,11 +84,11 @@ def _log_likelihood(site: ObservedSite) -> Tensor:
             extent, base = f" from {lowest} to {highest}", getattr(base, "at_mean", base)
             n = base.logits.shape[-1] if isinstance(base, td.Categorical) else None
             if n and not 0 <= lowest <= highest < n:
-                logits = f"{n} outputs" if n > 2 else "2 outputs, or a single logit"
+                hint = " (one output means two)" if n == 2 else ""
                 raise DataError(
-                    f"observed site {site.name!r}: labels{extent}, but {n} classes ({logits}), numbered from 0 to "
-                    f"{n - 1}. Number the classes of all data from 0, as in y.unique(return_inverse=True)[1], or give "
-                    "the network more outputs; if y is a number to predict (a regression), pass y.float()"
+                    f"observed site {site.name!r}: labels{extent}, but outputs for {n} classes, from 0 to {n - 1}{hint}"
+                    ". Number the classes of all data from 0, as in y.unique(return_inverse=True)[1], or give the "
+                    "network more outputs; for a regression, pass y.float()"
                 ) from error
         raise DataError(
             f"observed site {site.name!r}: values of shape {tuple(value.shape)}{extent} do not fit {type(fn).__name__} "

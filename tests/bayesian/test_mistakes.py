@@ -356,9 +356,9 @@ RUNS: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
         "labels out of range",
         lambda: train_on(Y + 2),
         D,
-        r"'obs': labels from 2 to \d, but 2 classes .*numbered from 0 to 1",
+        r"'obs': labels from 2 to \d, but outputs for 2 classes, from 0 to 1",
     ),
-    ("negative labels", lambda: train_on(Y - 1), D, "labels from -1 to .*, but 2 classes"),
+    ("negative labels", lambda: train_on(Y - 1), D, "labels from -1 to .*, but outputs for 2 classes"),
     (
         "labels of two columns",
         lambda: observe(Y[:, None].expand(6, 3)),

@@ -56,7 +56,11 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         r"y has the shape \(3, 2\).*need the shape \(3,\)",
     ),
     "few labels": (lambda: [(X, LABELS[:3])], DataError, r"y has the shape \(3,\).*need the shape \(6,\)"),
-    "class 3": (lambda: halves(X, LABELS + 1), DataError, r"'obs': labels from 1 to 3, but 3 classes"),
+    "class 3": (
+        lambda: halves(X, LABELS + 1),
+        DataError,
+        r"'obs': labels from 1 to 3, but outputs for 3 classes",
+    ),
     "fractions": (lambda: halves(X, LABELS + 0.5), DataError, "'obs'.*do not fit Categorical"),
     "empty batch": (lambda: [(X[:0], LABELS[:0])], DataError, "argument 1 of the model has no rows"),
     "too many": (lambda: [(X, LABELS, LABELS)], DataError, r"too many.*it takes \(x, y\)"),

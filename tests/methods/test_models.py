@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, Sampler, Subset, TensorDa
 import pyro_dvi as dvi
 from pyro_dvi.bayesian import Heteroscedastic, LearnedScale
 from pyro_dvi.errors import ArgumentError, DataError, DviWarning, ModelError
-from tests.methods.cases import EPOCHS, METHODS, Slope, fitted, loader, network, rows, slope
+from tests.methods.cases import EPOCHS, METHODS, Slope, fitted, loader, network, rows, slope, with_lr
 
 # Models ---------------------------------------------------------------------------------------------------------------
 
@@ -117,7 +117,7 @@ def test_a_network_with_several_inputs(name, named):
     else:
         data = (first, second), labels
         examples = list(zip(zip(first, second, strict=True), labels, strict=True))
-    method = replace(METHODS[name], lr=0.1)
+    method = with_lr(METHODS[name])
     posterior = method.fit(TwoInputs(), DataLoader(examples, 20, shuffle=True), 20, progress=False)
     assert posterior.model.num_data == 60
     assert posterior.predict(data, seed=0).metrics()["accuracy"] > 0.6
@@ -166,7 +166,7 @@ def test_one_logit_is_enough_for_two_classes(name):
             return torch.cat([torch.zeros(len(x), 1), self.net(x)], 1)
 
     x, y = rows(60, 0)
-    data, method = [(x, (y > 0).long())], replace(METHODS[name], lr=0.1)
+    data, method = [(x, (y > 0).long())], with_lr(METHODS[name])
     one = method.fit(network(1), data, 30, progress=False).predict(data[0], seed=0)
     assert one.metrics()["accuracy"] > 0.7
     if name not in ("moments", "mean-field moments"):  # in which torch.zeros has no moments
@@ -281,6 +281,10 @@ def on_numbers(method, **options):
             ArgumentError,
             "by must be the function VOGN",
         ),
+        (lambda: dvi.NaturalGradients(lr=0.1), ArgumentError, "no lr: pass max_step"),
+        (lambda: dvi.MAP().predict(X), AttributeError, "fit returns the posterior.*then posterior.predict"),
+        (lambda: dvi.Ensemble().history, AttributeError, "fit returns the posterior.*posterior.history"),
+        (lambda: dvi.MAP().rate, AttributeError, "MAP has no attribute 'rate'$"),
         (lambda: on_numbers(dvi.Ensemble(dvi.MAP)), ArgumentError, r"member .* write MAP\("),
         (
             lambda: on_numbers(dvi.MAP(), validation=(X, Y)),
@@ -291,7 +295,7 @@ def on_numbers(method, **options):
         (lambda: dvi.MAP().fit(network(1), [(X.numpy(), Y.numpy())], 1), DataError, r"torch\.as_tensor\(y\)"),
         (lambda: dvi.MAP().fit(network(1), [(X.numpy(), Y)], 1), DataError, r"torch\.as_tensor"),
         (lambda: dvi.MAP().fit(network(1), [(X[0], Y[0])], 1), DataError, r"of a single example, y\[None\]"),
-        (lambda: dvi.MAP().fit(network(1), [(X[0], Y[:1])], 1), DataError, r"pass x\[None\] and y\[None\]"),
+        (lambda: dvi.MAP().fit(network(1), [(X[0], Y[:1])], 1), DataError, r"as x\[None\], y\[None\]"),
         (
             lambda: dvi.MAP().fit(TwoInputs(), [(X, Y > 0)], 1),
             TypeError,
@@ -306,10 +310,18 @@ def test_mistakes_are_named(call, error, hint):
 
 SIGNS = (Y > 0).long()
 OUT_OF_RANGE = [
-    (SIGNS + 1, 2, r"labels from 1 to 2, but 2 classes .* from 0 to 1.*unique\(return_inverse=True\)"),
-    (2 * SIGNS - 1, 1, r"labels from -1 to 1, but 2 classes \(2 outputs, or a single logit\)"),
-    (torch.arange(60) % 9, 3, r"labels from 0 to 8, but 3 classes \(3 outputs\).*more outputs"),
-    ((10 * Y).long(), 1, r"labels from -\d+ to \d+, .*regression\), pass y\.float\(\)"),
+    (
+        SIGNS + 1,
+        2,
+        r"labels from 1 to 2, but outputs for 2 classes, from 0 to 1.*unique\(return_inverse=True\)",
+    ),
+    (
+        2 * SIGNS - 1,
+        1,
+        r"labels from -1 to 1, but .* 2 classes, from 0 to 1 \(one output means two\)",
+    ),
+    (torch.arange(60) % 9, 3, r"labels from 0 to 8, but outputs for 3 classes, from 0 to 2\. .*more outputs"),
+    ((10 * Y).long(), 1, r"labels from -\d+ to \d+, .*regression, pass y\.float\(\)"),
     ((10 * Y[:, None]).long(), 1, r"pass y\.float\(\)"),
 ]
 
@@ -362,3 +374,26 @@ def test_a_model_with_an_open_file_is_refused_with_the_reason(tmp_path):
         pytest.raises(ModelError, match="cannot be copied.*open files"),
     ):
         dvi.VariationalLaplace().fit(net, loader(labels=False), 1, progress=False)
+
+
+def test_a_list_from_a_loader_is_predicted_like_a_tuple():
+    batch = next(iter(loader()))
+    posterior = dvi.MAP().fit(network(), loader(), 1, progress=False)
+    assert isinstance(batch, list)
+    assert posterior.predict(batch).metrics() == posterior.predict(tuple(batch)).metrics()
+    assert torch.equal(posterior.predict(batch[:1]).probabilities, posterior.predict(batch[0]).probabilities)
+    with pytest.raises(DataError, match=r"tuple\(batch\)"):
+        posterior.predict([X, X])
+
+
+def test_lists_of_tokens_beside_offsets_need_no_common_length():
+    class Bag(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bag = nn.EmbeddingBag(5, 2)
+
+        def forward(self, tokens, offsets):
+            return self.bag(tokens, offsets)
+
+    data = [((torch.arange(5), torch.tensor([0, 3])), torch.tensor([0, 1]))]
+    dvi.MAP().fit(Bag(), data, 1, progress=False)
