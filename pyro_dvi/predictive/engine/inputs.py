@@ -134,7 +134,7 @@ class _Arguments:
                 yield self._in_order((batch,) if torch.is_tensor(batch) else batch)
         else:
             raise DataError(
-                f"the data are of type {type(data).__name__}: pass a tensor (torch.as_tensor), tuple(batch), or a loader"
+                f"the data are of type {type(data).__name__}: pass a tensor (torch.as_tensor), tuple(batch) or a loader"
             )
 
     def observations(
