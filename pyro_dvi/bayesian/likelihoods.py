@@ -112,9 +112,7 @@ class LikelihoodModule(PyroModule):
         return pyro.plate("data", max(self.num_data, size), subsample=torch.arange(size))
 
 
-def _check_target(
-    y: object, shape: torch.Size, outputs: torch.Size, meaning: str, remedy: str = ""
-) -> Tensor:
+def _check_target(y: object, shape: torch.Size, outputs: torch.Size, meaning: str, hint: str) -> Tensor:
     """Return ``y`` if it has the shape that the likelihood needs.
 
     Raises:
@@ -123,7 +121,7 @@ def _check_target(
     given = f"has the shape {tuple(y.shape)}" if isinstance(y, Tensor) else f"is a {type(y).__name__}"
     if not isinstance(y, Tensor) or y.shape != shape:
         raise DataError(
-            f"y {given}; for outputs of shape {tuple(outputs)}, the {meaning} need the shape {tuple(shape)}{remedy}"
+            f"y {given}; for outputs of shape {tuple(outputs)}, the {meaning} need the shape {tuple(shape)}. {hint}"
         )
     return y
 
@@ -142,11 +140,12 @@ class Classifier(LikelihoodModule):
         logits = outputs if outputs.dim() == 2 else outputs.movedim(1, -1)
         labels: Any = dist.Categorical(logits=logits)
         if y is not None:
-            classes_last = given.dim() > 2 and getattr(y, "shape", None) == given.shape[:-1]
-            remedy = ": if the last dimension holds the classes, return logits.movedim(-1, 1)"
-            y = _check_target(
-                y, logits.shape[:-1], given.shape, "class indices", remedy if classes_last else ""
-            )
+            if isinstance(y, Tensor) and y.dim() == logits.dim() and y.shape[1] == 1:
+                y = y.squeeze(1)  # [batch, 1] and [batch] mean the same
+            hint = "For one-hot rows, pass y.argmax(1); for a regression, y.float(); for several labels, dist.Bernoulli"
+            if given.dim() > 2 and getattr(y, "shape", None) == given.shape[:-1]:
+                hint = "If the last dimension holds the classes, return logits.movedim(-1, 1)"
+            y = _check_target(y, logits.shape[:-1], given.shape, "class indices", hint)
             # Unlike values, the name of a node can be read without waiting for the device.
             last = type(getattr(given, "grad_fn", None)).__name__.removesuffix("Backward0")
             if not self.warned and last in ("Softmax", "Sigmoid"):
@@ -184,8 +183,8 @@ def classifier(net: nn.Module, num_data: int) -> Classifier:
 
     Returns:
         A model ``model(x, y=None)`` with the observed site ``obs`` in the plate ``data``. ``x`` may be a tuple or
-        mapping of inputs; ``y`` holds class indices ``[batch, *positions]``. A batch may also be a mapping with the
-        network's inputs and ``labels``: ``model(input_ids=..., labels=...)``.
+        mapping of inputs; ``y`` holds class indices ``[batch, *positions]`` or ``[batch, 1, *positions]``. A batch may
+        also be a mapping with the network's inputs and ``labels``: ``model(input_ids=..., labels=...)``.
 
     Raises:
         ArgumentError: if ``num_data`` is not a positive integer.
@@ -242,9 +241,10 @@ class Regressor(LikelihoodModule):
             scale = scale if isinstance(scale, float) or scale.ndim != 2 else scale.squeeze(-1)
             y = y.squeeze(-1) if isinstance(y, Tensor) and y.dim() == 2 and y.shape[-1] == 1 else y
         if y is not None:
-            y = _check_target(
-                y, mean.shape, outputs.shape, "targets (or integer labels, y.long(), for classes)"
-            )
+            hint = "For classes, pass integer labels, y.long()"
+            if isinstance(y, Tensor) and self.noise is None and outputs.numel() == 2 * y.numel():
+                hint += "; for means and log-variances, pass noise_scale=dvi.bayesian.Heteroscedastic()"
+            y = _check_target(y, mean.shape, outputs.shape, "targets", hint)
         with self.data_plate(mean.shape[0], observed=y is not None):
             targets = dist.Normal(mean, scale).to_event(0 if one_column else 1)
             drawn: Tensor = pyro.sample("obs", targets, obs=y)

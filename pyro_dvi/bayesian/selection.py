@@ -175,10 +175,11 @@ def _owned(module: nn.Module, paths: Sequence[str]) -> Iterator[Candidate]:
     def names(attribute: str) -> tuple[str, ...]:
         return tuple(f"{path}.{attribute}" if path else attribute for path in paths)
 
+    excluded = f"dvi.to_bayesian_(net, exclude={names('*')[0]!r})"
     hooks = {type(hook).__name__ for hook in module._forward_pre_hooks.values()}
     hooked = hooks & {"WeightNorm", "SpectralNorm"} and (
-        "a hook of its layer computes the weight: exclude it, or first call torch.nn.utils.remove_weight_norm(module) "
-        "or remove_spectral_norm(module)"
+        f"a hook of its layer computes the weight: pass {excluded}, or first call "
+        "torch.nn.utils.remove_weight_norm(module) or remove_spectral_norm(module)"
     )
     for attribute in parameter_order(module):
         prior = getattr(module, "_pyro_samples", {}).get(attribute)
@@ -199,7 +200,7 @@ def _owned(module: nn.Module, paths: Sequence[str]) -> Iterator[Candidate]:
                     yield Candidate(names_of, found, name, getattr(found, name), layer=module)
                 continue
             obstacle = (
-                "it is computed by torch.nn.utils.parametrize: exclude it, or first call "
+                f"it is computed by torch.nn.utils.parametrize: pass {excluded}, or first call "
                 f"parametrize.remove_parametrizations(module, {attribute!r})"
             )
             yield Candidate(names(attribute), module, attribute, torch.empty(0), obstacle)

@@ -18,14 +18,14 @@ from pyro_dvi.core.arguments import check_choice
 from pyro_dvi.errors import ArgumentError, warn
 from pyro_dvi.methods.method import Method
 from pyro_dvi.methods.models import Loader, is_network
-from pyro_dvi.methods.posterior import Posterior
+from pyro_dvi.methods.posterior import Posterior, ReturnsPosterior
 from pyro_dvi.methods.trained import MAP
 from pyro_dvi.training import EnsembleGuide
 from pyro_dvi.training.random_state import preserve_random_state
 
 
 @dataclass(frozen=True)
-class Ensemble:
+class Ensemble(ReturnsPosterior):
     """Several posteriors of one method, each trained from its own random weights; predictions are averaged.
 
     Args:

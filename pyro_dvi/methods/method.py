@@ -62,7 +62,7 @@ class Method(Tunable, ABC):
         """Return an untrained ``pyro.infer.SVI`` for a network or a Pyro model."""
         method = self.settled(model)
         with preserve_random_state(loader):  # the loader may shuffle
-            model = as_model(model, loader, self.prior_scale, self.noise_scale)
+            model = as_model(model, loader, self.prior_scale, self.noise_scale, epochs > 0)
         return SVI(model, method.guide(model), method.optimizer(epochs), loss=method.elbo())
 
     def settled(self, model: Any) -> Self:

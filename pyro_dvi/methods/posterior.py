@@ -14,6 +14,15 @@ from pyro_dvi.training import History, save
 from pyro_dvi.training.ensemble import TrainedPosterior
 
 
+class ReturnsPosterior:
+    """Base class of methods; errors say which attributes the posterior has instead."""
+
+    def __getattr__(self, name: str) -> Any:
+        of_posterior = hasattr(Posterior, name) or name in Posterior.__dataclass_fields__
+        hint = f": fit returns the posterior, so write posterior = method.fit(...), then posterior.{name}"
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{hint if of_posterior else ''}")
+
+
 @dataclass(frozen=True, eq=False)
 class Posterior(TrainedPosterior):
     """A model with its trained guide, and methods to predict, export and save.

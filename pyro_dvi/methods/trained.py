@@ -101,7 +101,7 @@ class NaturalGradients(Method):
             ``lambda options: IVON(options | {"betas": (0.9, 0.99)})``. The guide is a :class:`~pyro_dvi.KroneckerGuide`
             for ``NoisyKFAC``, otherwise a :class:`~pyro_dvi.NaturalGradientGuide`.
         max_step: maximum step size of the optimizer.
-        lr: not used; ``max_step`` sets the step size.
+        lr: refused; ``max_step`` sets the step size.
         prior_scale: standard deviation of the priors of a network without priors.
         noise_scale: standard deviation of the noise, for a regression network.
         kl_weight: factor of the KL divergence in the objective.
@@ -110,11 +110,16 @@ class NaturalGradients(Method):
 
     by: Callable[[dict[str, Any]], Any] = VOGN
     max_step: float = 0.15
+    lr: Any = None
     space: ClassVar = {
         "max_step": (0.05, 0.15, 0.5),
         "prior_scale": (0.3, 1.0, 3.0),
         "temperature": (0.01, 0.1, 1.0),
     }
+
+    def __post_init__(self) -> None:
+        if self.lr is not None:
+            raise ArgumentError("natural gradients have no lr: pass max_step, the largest step size")
 
     def guide(self, model: Any) -> NaturalGradientGuide:
         """Return an untrained guide."""

@@ -71,6 +71,8 @@ def batch_norm(
     loc, shape = loc_of(input), (input.shape[1], *[1] * (input.dim() - 2))
     certain_scale = not isinstance(weight, GaussianMoments) and not isinstance(bias, GaussianMoments)
     affine = (weight, bias) if certain_scale else (None, None)
+    if training and loc.numel() == loc.shape[1]:
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {loc.shape}")
     if training and affine[0] is not None and affine[1] is not None and fuses(loc, *affine):
         loc, inverse = BatchNorm.apply(loc, *affine, running_mean, running_var, momentum, eps)
     else:

@@ -104,6 +104,10 @@ _TEXTS: dict[str, tuple[type[PyroDviError], str]] = {
         ModelError,
         "{}: dimensions of a site that do not belong to a plate need .to_event(n)",
     ),
+    "more than 1 value per channel": (
+        DataError,
+        "batch norm cannot normalise a batch of one row: {}. Pass drop_last=True to the DataLoader, or another size",
+    ),
     "Multiple sample sites named": (
         ModelError,
         "{}: in a model that is a plain function, each call of a network draws its weights again, and two networks may "

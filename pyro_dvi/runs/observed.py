@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from pyro.poutine.util import site_is_factor
-from torch import Tensor
+from torch import Tensor, distributions as td
 
 from pyro_dvi.core.batches import tensors_in
 from pyro_dvi.core.densities import untransformed
@@ -75,12 +75,21 @@ def _log_likelihood(site: ObservedSite) -> Tensor:
     except (ValueError, RuntimeError, IndexError) as error:
         value, fn, extent = torch.as_tensor(site.value), site.fn, ""
         # A RuntimeError may mean that the values are on a different device.
-        if isinstance(error, ValueError) and value.numel():
+        if value.numel() and (isinstance(error, ValueError) or value.device.type == "cpu"):
             if lost := int((~torch.isfinite(value)).sum()):
                 raise DataError(
                     f"observed site {site.name!r} contains {lost} NaN or infinite values: drop or mask these rows"
                 ) from error
-            extent = f" from {value.min().item()} to {value.max().item()}"
+            lowest, highest, base = value.min().item(), value.max().item(), untransformed(fn)
+            extent, base = f" from {lowest} to {highest}", getattr(base, "at_mean", base)
+            n = base.logits.shape[-1] if isinstance(base, td.Categorical) else None
+            if n and not 0 <= lowest <= highest < n:
+                hint = " (one output means two)" if n == 2 else ""
+                raise DataError(
+                    f"observed site {site.name!r}: labels{extent}, but outputs for {n} classes, from 0 to {n - 1}{hint}"
+                    ". Number the classes of all data from 0, as in y.unique(return_inverse=True)[1], or give the "
+                    "network more outputs; for a regression, pass y.float()"
+                ) from error
         raise DataError(
             f"observed site {site.name!r}: values of shape {tuple(value.shape)}{extent} do not fit {type(fn).__name__} "
             f"with batch shape {tuple(fn.batch_shape)} and event shape {tuple(fn.event_shape)}: "

@@ -467,5 +467,5 @@ def test_a_validation_label_out_of_range(label):
     guide.initialize(x, y)
     guide.polish([(x, y)], **QUIET)
     criterion = ByValidation([(x[:2], torch.tensor([0, label]))])
-    with pytest.raises(DataError, match="'obs'.*do not fit Categorical.*upper_bound=1"):
+    with pytest.raises(DataError, match="'obs': labels from .*, but outputs for 2 classes"):
         guide.tune([(x, y)], criterion=criterion, **QUIET)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every method, with a network and data."""
 
+from dataclasses import replace
+
 import pyro
 import pyro.distributions as dist
 import torch
@@ -21,6 +23,11 @@ METHODS = {
     "laplace": dvi.Laplace(),
     "map": dvi.MAP(),
 }
+
+
+def with_lr(method):
+    """Natural gradients have no lr."""
+    return method if isinstance(method, dvi.NaturalGradients) else replace(method, lr=0.1)
 
 
 def rows(count, seed, labels=True):

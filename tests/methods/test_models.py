@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, Sampler, Subset, TensorDa
 import pyro_dvi as dvi
 from pyro_dvi.bayesian import Heteroscedastic, LearnedScale
 from pyro_dvi.errors import ArgumentError, DataError, DviWarning, ModelError
-from tests.methods.cases import EPOCHS, METHODS, Slope, fitted, loader, network, rows, slope
+from tests.methods.cases import EPOCHS, METHODS, Slope, fitted, loader, network, rows, slope, with_lr
 
 # Models ---------------------------------------------------------------------------------------------------------------
 
@@ -117,7 +117,7 @@ def test_a_network_with_several_inputs(name, named):
     else:
         data = (first, second), labels
         examples = list(zip(zip(first, second, strict=True), labels, strict=True))
-    method = replace(METHODS[name], lr=0.1)
+    method = with_lr(METHODS[name])
     posterior = method.fit(TwoInputs(), DataLoader(examples, 20, shuffle=True), 20, progress=False)
     assert posterior.model.num_data == 60
     assert posterior.predict(data, seed=0).metrics()["accuracy"] > 0.6
@@ -185,7 +185,7 @@ def test_one_logit_is_enough_for_two_classes(name):
             return torch.cat([torch.zeros(len(x), 1), self.net(x)], 1)
 
     x, y = rows(60, 0)
-    data, method = [(x, (y > 0).long())], replace(METHODS[name], lr=0.1)
+    data, method = [(x, (y > 0).long())], with_lr(METHODS[name])
     one = method.fit(network(1), data, 30, progress=False).predict(data[0], seed=0)
     assert one.metrics()["accuracy"] > 0.7
     if name not in ("moments", "mean-field moments"):  # in which torch.zeros has no moments
@@ -225,14 +225,57 @@ X, Y = rows(60, 0, labels=False)
     ("targets", "net", "hint"),
     [
         ((Y > 0).float(), network(1), r"targets are 0.0 or 1.0.* y\.long\(\)"),
-        (nn.functional.one_hot(X.argmax(1)).float(), network(), r"targets are 0.0 or 1.0.* y\.long\(\)"),
+        ((Y[:, None] > 0).float(), network(1), r"targets are 0.0 or 1.0.* y\.long\(\)"),
+        (nn.functional.one_hot(X.argmax(1)).float(), network(), r"0.0 or 1.0.* pass y\.argmax\(1\)"),
+        ((X > 0).float(), network(), r"0.0 or 1.0.* Pyro model with dist\.Bernoulli"),
         (150 + 70 * Y, network(1), "root mean square of the targets is .* Standardise"),
         (0.01 * Y, network(1), "root mean square of the targets is .* Standardise"),
+        (8 + 0.05 * Y, network(1), "and their mean 8.* Standardise"),
     ],
 )
 def test_targets_that_the_defaults_do_not_suit(targets, net, hint):
     with pytest.warns(DviWarning, match=hint):
         dvi.MAP().fit(net, [(X, targets)], 1, progress=False)
+
+
+UNSCALED = X * torch.tensor([1.0, 5e4, 1.0])
+
+
+@pytest.mark.every(4)
+@pytest.mark.parametrize("name", METHODS)
+def test_inputs_that_are_not_scaled(name):
+    with pytest.warns(DviWarning, match=r"column 1 of the inputs .*e\+04.* Standardise each column"):
+        METHODS[name].fit(network(1), [(UNSCALED, Y)], 1, progress=False)
+
+
+def test_inputs_that_the_network_scales_or_has_been_trained_on_are_not_warned_of():
+    dvi.MAP().fit(nn.Sequential(nn.BatchNorm1d(3), network(1)), [(UNSCALED, Y)], 1, progress=False)
+    dvi.Laplace().fit(network(1), [(UNSCALED, Y)], progress=False)
+    dvi.MAP().fit(network(1), [(X, 8 + Y)], 1, progress=False)
+
+
+def test_a_compiled_network_is_trained_as_the_network_itself():
+    compiled = torch.compile(network(), backend="eager")
+    for method in (dvi.MAP(), dvi.Laplace(), dvi.Ensemble(dvi.MAP(), 2)):
+        one, plain = (method.fit(net, loader(), 1, progress=False) for net in (compiled, network()))
+        assert torch.equal(one.predict(X).probabilities, plain.predict(X).probabilities)
+
+
+@pytest.mark.filterwarnings("ignore:training steps are not captured")
+@pytest.mark.parametrize("norm", [nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm])
+def test_a_layer_whose_weight_is_computed_is_excluded_as_the_error_says(norm):
+    net = nn.Sequential(norm(nn.Linear(3, 6)), nn.Tanh(), nn.Linear(6, 3))
+    with pytest.raises(ModelError, match=r"pass dvi\.to_bayesian_\(net, exclude='0\.\*'\)"):
+        dvi.MAP().fit(net, loader(), 1, progress=False)
+    posterior = dvi.MAP().fit(dvi.to_bayesian_(net, exclude="0.*"), loader(), 40, progress=False)
+    assert posterior.predict(rows(60, 0)).metrics()["accuracy"] > 0.7
+
+
+@pytest.mark.parametrize("name", ["map", "vl", "moments", "vogn"])
+def test_a_batch_of_one_row_with_batch_norm(name):
+    net = nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 1))
+    with pytest.raises(DataError, match="batch norm cannot normalise a batch of one row.*drop_last=True"):
+        METHODS[name].fit(net, [(X[:20], Y[:20]), (X[20:21], Y[20:21])], 1, progress=False)
 
 
 def test_a_prior_in_the_units_of_the_targets_is_not_warned_of():
@@ -257,6 +300,10 @@ def on_numbers(method, **options):
             ArgumentError,
             "by must be the function VOGN",
         ),
+        (lambda: dvi.NaturalGradients(lr=0.1), ArgumentError, "no lr: pass max_step"),
+        (lambda: dvi.MAP().predict(X), AttributeError, "fit returns the posterior.*then posterior.predict"),
+        (lambda: dvi.Ensemble().history, AttributeError, "fit returns the posterior.*posterior.history"),
+        (lambda: dvi.MAP().rate, AttributeError, "MAP has no attribute 'rate'$"),
         (lambda: on_numbers(dvi.Ensemble(dvi.MAP)), ArgumentError, r"member .* write MAP\("),
         (
             lambda: on_numbers(dvi.MAP(), validation=(X, Y)),
@@ -264,10 +311,14 @@ def on_numbers(method, **options):
             "'validation'",
         ),
         (lambda: dvi.MAP().fit(network(), [(X, X.argmax(1).float())], 1), DataError, r"y\.long\(\)"),
+        (lambda: dvi.MAP().fit(network(1), [(X.numpy(), Y.numpy())], 1), DataError, r"torch\.as_tensor\(y\)"),
+        (lambda: dvi.MAP().fit(network(1), [(X.numpy(), Y)], 1), DataError, r"torch\.as_tensor"),
+        (lambda: dvi.MAP().fit(network(1), [(X[0], Y[0])], 1), DataError, r"of a single example, y\[None\]"),
+        (lambda: dvi.MAP().fit(network(1), [(X[0], Y[:1])], 1), DataError, r"as x\[None\], y\[None\]"),
         (
             lambda: dvi.MAP().fit(TwoInputs(), [(X, Y > 0)], 1),
-            DataError,
-            r"inputs of a batch \(1\) do not fit .* missing .*'second'; it takes \(first, second\).*\(\(a, b\), y\)",
+            TypeError,
+            "missing .*'second'",
         ),
     ],
 )
@@ -276,10 +327,63 @@ def test_mistakes_are_named(call, error, hint):
         call()
 
 
-def test_labels_out_of_range_are_not_all_printed():
-    with pytest.raises(DataError, match="from 0 to 8 .*upper_bound=2") as caught:
-        dvi.MAP().fit(network(), [(X, torch.arange(60) % 9)], 1, progress=False)
+SIGNS = (Y > 0).long()
+OUT_OF_RANGE = [
+    (
+        SIGNS + 1,
+        2,
+        r"labels from 1 to 2, but outputs for 2 classes, from 0 to 1.*unique\(return_inverse=True\)",
+    ),
+    (
+        2 * SIGNS - 1,
+        1,
+        r"labels from -1 to 1, but .* 2 classes, from 0 to 1 \(one output means two\)",
+    ),
+    (torch.arange(60) % 9, 3, r"labels from 0 to 8, but outputs for 3 classes, from 0 to 2\. .*more outputs"),
+    ((10 * Y).long(), 1, r"labels from -\d+ to \d+, .*regression, pass y\.float\(\)"),
+    ((10 * Y[:, None]).long(), 1, r"pass y\.float\(\)"),
+]
+
+
+@pytest.mark.parametrize("validate", [True, False])
+@pytest.mark.parametrize("name", ["map", "moments"])
+@pytest.mark.parametrize(("labels", "outputs", "hint"), OUT_OF_RANGE)
+def test_labels_out_of_range(name, labels, outputs, hint, validate):
+    with pyro.validation_enabled(validate), pytest.raises(DataError, match=hint) as caught:
+        METHODS[name].fit(network(outputs), [(X, labels)], 1, progress=False)
     assert "tensor(" not in str(caught.value)
+
+
+@pytest.mark.parametrize("labels", [nn.functional.one_hot(X.argmax(1)), X > 0, (9 * X).long()])
+def test_integer_targets_of_several_columns(labels):
+    with pytest.raises(DataError, match=r"one-hot rows, pass y.argmax\(1\).*y.float\(\).*dist.Bernoulli"):
+        dvi.MAP().fit(network(), [(X, labels)], 1, progress=False)
+
+
+@pytest.mark.parametrize("targets", [Y, Y[:, None], X[:, :2]])
+def test_networks_of_means_and_log_variances_are_told_of_their_noise(targets):
+    net, data = network(2 * targets[0].numel()), [(X, targets)]
+    with pytest.raises(DataError, match=r"pass noise_scale=dvi\.bayesian\.Heteroscedastic\(\)"):
+        dvi.MAP().fit(net, data, 1, progress=False)
+    dvi.MAP(noise_scale=dvi.bayesian.Heteroscedastic()).fit(net, data, 1, progress=False)
+
+
+@pytest.mark.every(4)
+@pytest.mark.parametrize("name", METHODS)
+def test_labels_in_a_column_of_their_own(name):
+    labels = X.argmax(1)
+    one, flat = (METHODS[name].fit(network(), [(X, y)], 2, progress=False) for y in (labels[:, None], labels))
+    torch.testing.assert_close(one.guide.state_dict(), flat.guide.state_dict())
+    assert one.predict((X, labels[:, None]), seed=0).metrics() == flat.predict((X, labels), seed=0).metrics()
+
+
+def test_positions_whose_labels_have_a_channel():
+    logits, labels = torch.randn(4, 3, 2, 2), torch.randint(3, (4, 1, 2, 2))
+    one, flat = (
+        pyro.poutine.trace(dvi.classifier(nn.Identity(), 4)).get_trace(logits, y).log_prob_sum()
+        for y in (labels, labels[:, 0])
+    )
+    assert torch.equal(one, flat)
 
 
 def test_a_model_with_an_open_file_is_refused_with_the_reason(tmp_path):
@@ -289,3 +393,26 @@ def test_a_model_with_an_open_file_is_refused_with_the_reason(tmp_path):
         pytest.raises(ModelError, match="cannot be copied.*open files"),
     ):
         dvi.VariationalLaplace().fit(net, loader(labels=False), 1, progress=False)
+
+
+def test_a_list_from_a_loader_is_predicted_like_a_tuple():
+    batch = next(iter(loader()))
+    posterior = dvi.MAP().fit(network(), loader(), 1, progress=False)
+    assert isinstance(batch, list)
+    assert posterior.predict(batch).metrics() == posterior.predict(tuple(batch)).metrics()
+    assert torch.equal(posterior.predict(batch[:1]).probabilities, posterior.predict(batch[0]).probabilities)
+    with pytest.raises(DataError, match=r"tuple\(batch\)"):
+        posterior.predict([X, X])
+
+
+def test_lists_of_tokens_beside_offsets_need_no_common_length():
+    class Bag(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bag = nn.EmbeddingBag(5, 2)
+
+        def forward(self, tokens, offsets):
+            return self.bag(tokens, offsets)
+
+    data = [((torch.arange(5), torch.tensor([0, 3])), torch.tensor([0, 1]))]
+    dvi.MAP().fit(Bag(), data, 1, progress=False)

@@ -47,3 +47,30 @@ def test_a_finished_study_gives_the_same_posterior():
     first, second = (dvi.MAP().tune(network(), loader(), EPOCHS, progress=False, **options) for _ in "12")
     assert second.tuned.table == first.tuned.table and second.history["loss"] == first.history["loss"]
     assert torch.equal(second.predict(rows(20, 1)).probabilities, first.predict(rows(20, 1)).probabilities)
+
+
+def test_without_epochs_the_step_size_is_not_tuned(monkeypatch):
+    seen: list[dict] = []
+
+    def noted(train, data, space, **_):
+        seen.append(space)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("pyro_dvi.methods.tunable.tune", noted)
+    for epochs in (0, 1):
+        with pytest.raises(ZeroDivisionError):
+            dvi.Laplace().tune(network(), loader(), epochs, validation=rows(9, 2))
+    assert [list(space) for space in seen] == [
+        ["prior_scale", "temperature"],
+        ["lr", "prior_scale", "temperature"],
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:the best lr")
+def test_options_of_fit_reach_every_training_run():
+    counts: list[object] = []
+    options = {"space": {"lr": (0.01, 0.1)}, "max_trainings": 2, "progress": False, "device": "cpu"}
+    posterior = dvi.MAP().tune(
+        network(), loader(), 2, validation=rows(40, 2), callbacks=[counts.append], **options
+    )
+    assert len(counts) == 4 and len(posterior.tuned.table["lr"]) == 2

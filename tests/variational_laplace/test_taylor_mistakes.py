@@ -355,7 +355,7 @@ MISTAKES = [
         "label out of range",
         lambda: evaluate(likelihood(three_classes), args=(X, torch.tensor([0, 1, 2, 3, 0, 1]))),
         DataError,
-        r"site 'y': values .*from 0 to 3 do not fit Categorical",
+        r"site 'y': labels from 0 to 3, but outputs for 3 classes",
     ),
     Mistake(
         "negative count",

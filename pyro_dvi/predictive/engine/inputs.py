@@ -121,6 +121,9 @@ class _Arguments:
         """Yield the arguments of every batch, in the order of the model's signature."""
         if torch.is_tensor(data):
             data = (data,)
+        elif isinstance(data, list) and not _holds_batches(data):
+            kinds = {(v.dtype, v.shape[1:]) if torch.is_tensor(v) else None for v in data}
+            data = tuple(data) if len(kinds) > 1 or len(data) == 1 else data  # one batch of a loader
         if isinstance(data, (tuple, Mapping)):
             data = self._in_order(data)
             rows = _rows(data, "the data contain no tensor of examples: pass tensors as x, (x,) or (x, y)")
@@ -131,7 +134,7 @@ class _Arguments:
                 yield self._in_order((batch,) if torch.is_tensor(batch) else batch)
         else:
             raise DataError(
-                f"the data are of type {type(data).__name__}: pass a tensor (torch.as_tensor), a tuple, or a loader"
+                f"the data are of type {type(data).__name__}: pass a tensor (torch.as_tensor), tuple(batch) or a loader"
             )
 
     def observations(
