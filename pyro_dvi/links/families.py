@@ -32,7 +32,6 @@ from pyro_dvi.moments.shared_noise import covariance_of, joint_noise_followed
 from pyro_dvi.moments.value import loc_of, variance_of
 
 _CHUNK = 2**22  # largest number of points x parameters held at once
-_FEW = 64  # number of parameters up to which a root by eigenvectors is cheap; Sobol points suit it better
 
 
 @dataclass(frozen=True)
@@ -81,8 +80,7 @@ class Joint:
         Returns:
             I in nats, ``[*batch]``; v, in the shape of the mean of the one-hot encoding (of label 1 for a Bernoulli).
         """
-        is_small = self.covariance.shape[-1] <= _FEW
-        half = _root(self.covariance)[0] if is_small else cholesky_root(self.covariance)
+        half = cholesky_root(self.covariance)
         points, weights = fixed_points(half.shape[-1], half, self.num_points)
         room = max(1, _CHUNK // half[..., 0].numel())
         sums: Any = 0.0
