@@ -37,10 +37,8 @@ def eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
         if attempt == 1:
             symmetric = symmetric.to(wide, torch.float64)
         elif attempt == 2:
-            rounding = torch.finfo(torch.float32).eps * symmetric.abs().amax((-2, -1)).unsqueeze(-1)
-            symmetric = symmetric + torch.diag_embed(
-                rounding * torch.linspace(0, 1, matrix.shape[-1]).to(rounding)
-            )
+            apart = torch.linspace(0, torch.finfo(torch.float32).eps, matrix.shape[-1]).to(symmetric)
+            symmetric = symmetric + torch.diag_embed(symmetric.abs().amax((-2, -1)).unsqueeze(-1) * apart)
         with suppress(torch.linalg.LinAlgError):  # type: ignore[attr-defined]
             values, vectors = torch.linalg.eigh(symmetric)
             if bool(values.isfinite().all()):

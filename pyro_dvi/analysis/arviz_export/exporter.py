@@ -205,13 +205,11 @@ def to_arviz(
             warnings.filterwarnings("ignore", message=re.escape(DRAWN_WEIGHTS), category=DviWarning)
             add_latents(groups["posterior"], tuned, first, nodes, kept, weights.draws(first.inputs))
         scored = weights if isinstance(rule, Moments) else own
-        if isinstance(
-            rule, Linearised
-        ):  # drawn weights lie outside the neighbourhood where the Gaussian is accurate
+        if isinstance(rule, Linearised):  # drawn weights lie where the Gaussian is not accurate
             drawn = LinearisedDraws(rule.link, rule.noise, rule.num_points, count)
             scored = Components(model, guide, drawn, used_seed)
         elif hasattr(guide, "linearised") and draws_weights(rule) and first.observed is not None:
-            warn(f"az.loo and az.compare would misread the log_likelihood: {DRAWN_WEIGHTS}")
+            warn(f"{DRAWN_WEIGHTS} az.loo and az.compare would misread their log_likelihood")
         predicted = {"posterior_predictive": observed_sites(own, count, 0, scored=scored)}
         if prior is not None:
             from_prior = PriorSamples(prior, tuned, first.inputs, tuple(latents))
@@ -233,10 +231,11 @@ def to_arviz(
             parts = {"predictions": ahead}
             _predict(groups, "predictions_constant_data", model, guide, others, parts, (), used_seed)
 
+    of_first = next((member.guide for member in getattr(guide, "members", ())), guide)
     attributes = {
         "guide": "samples" if given is not None else getattr(guide, "__name__", type(guide).__name__),
         "method": repr(rule),
-        "temperature": getattr(guide, "temperature", temperature_of(guide)),
+        "temperature": getattr(of_first, "temperature", temperature_of(of_first)),
         "seed": used_seed,
         "sites_left_out": ", ".join(name for name in latents if name not in kept),
     }

@@ -318,8 +318,6 @@ class LinearisedDraws(Linearised):
 
     num_components: int = 1
 
-    tells_noise_apart = True
-
     def _predicted(self, outputs: Outputs, covariance: Tensor) -> Iterator[Any]:
         outputs, root = outputs.detached(), cholesky_root(covariance.detach())
         for _ in range(self.num_components):
