@@ -84,7 +84,7 @@ class _MeanLogSumExp(Function):
     @staticmethod
     def forward(ctx: Any, mu: Tensor, spread: Tensor, points: Tensor) -> Tensor:
         joint = spread.dim() > mu.dim()
-        root = _root(spread) if joint else spread.clamp_min(0).sqrt()
+        root = cholesky_root(spread) if joint else spread.clamp_min(0).sqrt()
         size, count = max(1, _CHUNK // max(mu.numel(), 1)), len(points)
         sums: list[Tensor] = []
         for chunk in [points] if count <= size else points.split(size):
@@ -166,7 +166,7 @@ class TiltedBound(LogitEstimator):
         return a
 
 
-def _root(covariance: Tensor) -> Tensor:
+def cholesky_root(covariance: Tensor) -> Tensor:
     """Return a Cholesky factor of covariances, which may be singular."""
     diagonal = covariance.diagonal(dim1=-2, dim2=-1)
     info = torch.finfo(covariance.dtype)

@@ -18,6 +18,7 @@ from pyro_dvi.core.arguments import check_count
 from pyro_dvi.core.undisturbed import without_autocast
 from pyro_dvi.expectations.closed_forms import logit_of_expected_sigmoid
 from pyro_dvi.expectations.points import sobol_points
+from pyro_dvi.linalg.semidefinite import eigen
 from pyro_dvi.moments import GaussianMoments
 
 _CHUNK = 2**22  # largest number of points x logits held at once
@@ -116,5 +117,5 @@ def average_logits(fn: Any, weights: Tensor) -> Tensor:
 
 def _root(covariance: Tensor) -> Tensor:
     """Return a square root of the covariances, which may be singular."""
-    values, vectors = torch.linalg.eigh(covariance)
-    return vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
+    values, vectors = eigen(covariance)
+    return vectors * values.sqrt().unsqueeze(-2)

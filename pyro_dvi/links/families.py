@@ -15,6 +15,7 @@ from torch import Tensor, distributions as td
 from pyro_dvi.core.registry import registering
 from pyro_dvi.expectations.closed_forms import gaussian_logit, gaussian_logits, logit_of_expected_sigmoid
 from pyro_dvi.expectations.expectation import evaluation, find_rule, without_checks
+from pyro_dvi.expectations.logits import cholesky_root
 from pyro_dvi.expectations.points import (
     are_dependent,
     are_distinct,
@@ -23,11 +24,14 @@ from pyro_dvi.expectations.points import (
     gauss_hermite,
     gaussian_of,
 )
+from pyro_dvi.linalg.semidefinite import eigen
 from pyro_dvi.links.class_links import ClassLink, SobolSoftmax, average_logits
 from pyro_dvi.links.noise_links import MomentMatched, NoiseLink, Normal, PointMixture, correlated_normal
 from pyro_dvi.moments import GaussianMoments
 from pyro_dvi.moments.shared_noise import covariance_of, joint_noise_followed
 from pyro_dvi.moments.value import loc_of, variance_of
+
+_CHUNK = 2**22  # largest number of points x parameters held at once
 
 
 @dataclass(frozen=True)
@@ -60,8 +64,39 @@ class Joint:
         """Return values ``[S, *shape]`` of all uncertain parameters, and weights ``[S]``."""
         half, _ = _root(self.covariance)
         points, weights = fixed_points(half.shape[-1], half, self.num_points)
+        return self._at(parameters, half, points), weights
+
+    def of_classes(self, family: Any, parameters: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        r"""Return what the uncertain parameters contribute to the uncertainty about a class.
+
+        .. math:: I = H(\mathrm E\,p) - \mathrm E\,H(p), \qquad v_c = \mathrm{Var}[p_c]
+
+        Status: exact up to rounding for one or two uncertain parameters; an average over Sobol points for more.
+
+        Args:
+            family: Bernoulli, Categorical or OneHotCategorical, or a subclass.
+            parameters: all arguments of the distribution by name.
+
+        Returns:
+            I in nats, ``[*batch]``; v, in the shape of the mean of the one-hot encoding (of label 1 for a Bernoulli).
+        """
+        half = cholesky_root(self.covariance)
+        points, weights = fixed_points(half.shape[-1], half, self.num_points)
+        room = max(1, _CHUNK // half[..., 0].numel())
+        sums: Any = 0.0
+        for some, own in zip(points.split(room), weights.split(room), strict=True):
+            p = family(**{**parameters, **self._at(parameters, half, some)}, **without_checks(family)).probs
+            p = torch.stack([1 - p, p], -1) if issubclass(family, td.Bernoulli) else p
+            entropy = torch.special.entr(p).sum(-1, keepdim=True)
+            sums = sums + torch.tensordot(own, torch.cat([p, p.square(), entropy], -1), 1)
+        mean, square = sums[..., :-1].chunk(2, -1)
+        variance = (square - mean.square()).clamp_min(0)
+        information = (torch.special.entr(mean).sum(-1) - sums[..., -1]).clamp_min(0)
+        return information, variance[..., 1] if issubclass(family, td.Bernoulli) else variance
+
+    def _at(self, parameters: Mapping[str, Any], half: Tensor, points: Tensor) -> dict[str, Tensor]:
         shifts = _combined(half, points)
-        return {n: _shifted(parameters[n], self._part(shifts, n, -1)) for n in self.sizes}, weights
+        return {n: _shifted(parameters[n], self._part(shifts, n, -1)) for n in self.sizes}
 
     def given_scale(
         self, loc: Tensor, scale: GaussianMoments, num_nodes: int
@@ -134,12 +169,12 @@ def _root(covariance: Tensor) -> tuple[Tensor, Tensor]:
     r is the largest rank of any of the covariances, so perfectly correlated outputs (such as a common noise scale) need
     only one dimension.
     """
-    values, vectors = torch.linalg.eigh(covariance)
+    values, vectors = eigen(covariance)
     values, vectors = values.flip(-1), vectors.flip(-1)
-    tolerance = 4 * values.shape[-1] * torch.finfo(values.dtype).eps * values[..., :1].clamp_min(0)
+    tolerance = 4 * values.shape[-1] * torch.finfo(values.dtype).eps * values[..., :1]
     kept = values > tolerance
     rank = max(1, int(kept.sum(-1).max()))
-    deviations = torch.where(kept, values.clamp_min(0).sqrt(), values.new_zeros(()))[..., :rank].unsqueeze(-2)
+    deviations = torch.where(kept, values.sqrt(), values.new_zeros(()))[..., :rank].unsqueeze(-2)
     inverses = torch.where(
         deviations > 0, 1 / deviations.clamp_min(torch.finfo(values.dtype).tiny), deviations
     )

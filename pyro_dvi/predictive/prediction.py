@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.core.arguments import check_count
-from pyro_dvi.core.densities import with_any
+from pyro_dvi.core.densities import untransformed, with_any
 from pyro_dvi.errors import DataError, MissingQuantityError
 from pyro_dvi.predictive import prediction_summaries as summaries
 from pyro_dvi.predictive.engine.model_runs import seeded
@@ -29,8 +29,8 @@ class Prediction:
     This is the result of :func:`~pyro_dvi.predict`. Every tensor has the examples in its first dimension, in the order
     of the data, and is on the model's device. Reading a quantity that the observed distribution does not have raises an
     :class:`~pyro_dvi.errors.MissingQuantityError`. The same holds for the aleatoric and epistemic parts if the rule
-    returns one distribution for noise and posterior together; ``Moments()`` and ``Linearised()`` do so unless the noise
-    is Gaussian.
+    returns one distribution for noise and posterior together: ``Moments()`` unless the noise is Gaussian, and
+    ``Linearised()`` unless it is Gaussian or labels are predicted.
 
     Attributes:
         site: the observed site that is predicted.
@@ -94,7 +94,7 @@ class Prediction:
         It is the noise variance, averaged over draws, in squared units of the observation.
         """
         self._check_is_split()
-        return self._value("aleatoric", "variance")
+        return (self._value("aleatoric", "variance") - self._of_logits[1]).clamp_min(0)
 
     @cached_property
     def epistemic(self) -> Tensor:
@@ -103,7 +103,7 @@ class Prediction:
         It is zero for ``AtMean()``, which uses a single point of the posterior.
         """
         self._check_is_split()
-        return self._value("epistemic", "variance")
+        return self._value("epistemic", "variance") + self._of_logits[1]
 
     @cached_property
     def probabilities(self) -> Tensor:
@@ -119,7 +119,7 @@ class Prediction:
     def expected_entropy(self) -> Tensor:
         r"""Aleatoric part of each label's entropy: its mean over the draws, :math:`\tfrac1K \sum_k H(p_k)`, in nats."""
         self._check_is_split()
-        return self._value("expected_entropy", "class probabilities")
+        return (self._value("expected_entropy", "class probabilities") - self._of_logits[0]).clamp_min(0)
 
     @cached_property
     def mutual_information(self) -> Tensor:
@@ -127,6 +127,10 @@ class Prediction:
 
         It is the epistemic part of the entropy of each label, known as BALD. It is high if the draws are confident in
         different classes, and zero for ``AtMean()``.
+
+        Status: with ``Linearised()``, it is exact up to rounding for two classes, and otherwise an average over
+        ``num_points`` fixed points of the Gaussian logits. The expected entropy is the entropy of the predictive
+        probabilities less this information, so it is as accurate as ``link``.
 
         Source: Houlsby et al. (2011), Eq. 2.
         """
@@ -293,8 +297,23 @@ class Prediction:
             raise DataError("there are no observed values: pass y, or predict from data (x, y)")
         return self.observed
 
+    @cached_property
+    def _of_logits(self) -> list[Any]:
+        """Mutual information and variances of the probabilities due to Gaussian logits; zero if there are none."""
+        found = []
+        for part in self._parts:
+            fn = part.distribution
+            read = None if fn is None else getattr(untransformed(fn), "of_posterior", None)
+            if read is None:
+                return [0.0, 0.0]
+            labels = len(fn.event_shape) - self.is_one_hot  # dimensions to the right of the batch shape
+            right = labels, labels + (not self._kind.startswith("Bernoulli"))
+            found.append([v.movedim(part.axis - r, 0) for v, r in zip(read(), right, strict=True)])
+        return [torch.cat(each) for each in zip(*found, strict=True)]
+
     def _check_is_split(self) -> None:
-        if "function_variance" not in self._values and not self.method.tells_noise_apart:
+        is_told = self.method.tells_noise_apart or "function_variance" in self._values
+        if not is_told and not torch.is_tensor(self._of_logits[0]):
             raise MissingQuantityError(
                 f"{type(self.method).__name__}() cannot separate noise and posterior of {self.site!r}: use Samples(n)"
             )

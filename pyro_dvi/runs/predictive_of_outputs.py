@@ -8,6 +8,7 @@ own outputs, so each integral is over these outputs only.
 """
 
 import math
+from functools import partial
 from typing import Any
 
 import pyro
@@ -29,6 +30,7 @@ from pyro_dvi.runs.outputs import Outputs, Parameter
 from pyro_dvi.runs.sites import counted
 
 _CLASSES = (td.Bernoulli, td.Categorical, td.OneHotCategorical)
+_KEPT = 64  # largest number of outputs of an example whose covariances a prediction keeps
 # Functions that map real numbers to parameters with these domains.
 _NAMES = {constraints.positive: "exp", constraints.unit_interval: "sigmoid", constraints.simplex: "softmax"}
 
@@ -78,6 +80,11 @@ def integrated(
     def predictive(base: Any) -> Any:
         with pyro.validation_enabled(False):
             found = as_pyro(predictive_distribution(type(base), given, link=link, noise=noise, joint=joint))
+        if isinstance(base, _CLASSES):
+            read: Any = partial(joint.of_classes, type(base), given)
+            if covariance.shape[-1] > _KEPT:  # keep the result, which takes less memory than the covariances
+                read = partial(tuple, read())
+            found.of_posterior = read
         # Scores already check observations; another check would synchronise with the device.
         found._validate_args = False
         return found

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pyro_dvi import to_bayesian_
+from pyro_dvi import classifier, regressor, to_bayesian_
 from pyro_dvi.errors import (
     DviWarning,
 )
@@ -106,3 +106,30 @@ def test_sites_without_factors_are_named_and_keep_their_diagonal() -> None:
         found = fit(guide, [(x, y)], KroneckerFactored())
     diagonal = fit(guide, [(x, y)], Diagonal())
     torch.testing.assert_close(found.marginal_variance()[:3], diagonal.marginal_variance()[:3])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_one_example_with_dead_inputs_gives_the_dense_posterior(seed: int) -> None:
+    """The factor of the inputs has rank one, and torch cannot decompose it in float32 for at least one of the seeds."""
+    torch.manual_seed(seed)
+    x = torch.relu(torch.randn(1, 299) - 1)
+    x[:, 150:] = 0
+    y, net = torch.zeros(1, 1), to_bayesian_(nn.Linear(299, 1))
+    guide = LaplaceGuide(regressor(net, num_data=1, noise_scale=0.5))
+    dense, found = fit(guide, [(x, y)], Dense()), fit(guide, [(x, y)], KroneckerFactored())
+    torch.testing.assert_close(found.marginal_variance(), dense.marginal_variance(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        found.log_determinant().double(), dense.log_determinant(), atol=1e-3, rtol=1e-5
+    )
+
+
+def test_networks_with_dead_units_are_fitted() -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(2, 5), torch.tensor([0, 1])
+    net = nn.Sequential(nn.Linear(5, 300), nn.ReLU(), nn.Linear(300, 300), nn.ReLU(), nn.Linear(300, 2))
+    with torch.no_grad():
+        for layer in (net[0], net[2]):
+            layer.bias[::2] = -100.0
+    guide = LaplaceGuide(classifier(to_bayesian_(net), num_data=2))
+    variance = fit(guide, [(x, y)], KroneckerFactored()).marginal_variance()
+    assert variance.isfinite().all() and (variance > 0).all() and (variance <= 1 + 1e-5).all()

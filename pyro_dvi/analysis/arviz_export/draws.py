@@ -208,16 +208,17 @@ class ObservedSite:
         components: yields the predictive distributions of the site.
         count: total number of draws.
         seed: seed of the noise.
-        is_scored: True to score observations; the site is then conditioned on the observations of the other sites. If
-            one site depends on another, the conditioning follows the order of the sites in the model, so that the
-            product of the densities of all sites is the likelihood.
+        scored: yields the distributions whose densities of the observations are stored, with equally many draws of
+            each; None to score no observations. If observations are scored, the site is conditioned on the observations
+            of the other sites. If one site depends on another, the conditioning follows the order of the sites in the
+            model, so that the product of the densities of all sites is the likelihood.
     """
 
     def __init__(
-        self, name: str, components: Components, count: int, seed: int, *, is_scored: bool = False
+        self, name: str, components: Components, count: int, seed: int, *, scored: Components | None = None
     ) -> None:
         self.name, self.dims = name, list[str | None]()
-        self._components, self._count, self._is_scored = components, count, is_scored
+        self._components, self._count, self._scored = components, count, scored
         self._seeds = torch.Generator().manual_seed(seed)
         self._drawn: list[np.ndarray] = []
         self._scores: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []  # log densities, values, and masks
@@ -235,8 +236,8 @@ class ObservedSite:
                 or lie outside the support.
             UnsupportedError: if a mask depends on the draw, or excludes parts of events.
         """
-        given = [name for name in responses(nodes, latents) if nodes[name]["is_observed"] and self._is_scored]
-        if self._is_scored and batch.observed is not None and self.name not in given:
+        given = [name for name in responses(nodes, latents) if nodes[name]["is_observed"] and self._scored]
+        if self._scored and batch.observed is not None and self.name not in given:
             raise DataError(
                 f"site {self.name!r} is not observed when the model is called with these data. Name the argument that "
                 "contains the observations with observed=..., or choose another site with site=..."
@@ -246,6 +247,10 @@ class ObservedSite:
         draws = ObservationDraws(self._count, self._components.count, self._seeds, observed)
         others = {name: nodes[name]["value"] for name in given if name != self.name}
         self._components.read(draws, batch, self.name, others)
+        scores = draws
+        if observed is not None and self._scored not in (None, self._components):
+            scores = ObservationDraws(self._scored.count, self._scored.count, self._seeds, observed)
+            self._scored.read(scores, batch, self.name, others)
         fn, axis = draws.first.distribution, draws.first.axis
         axis_of_value = axis - len(fn.event_shape)
         self._drawn.append(as_array(draws.values))
@@ -253,9 +258,9 @@ class ObservedSite:
         self.dims.insert(0, self.dims.pop(axis_of_value))
         if observed is not None:
             value = observed["value"]
-            counts = torch.ones_like(value, dtype=torch.bool) if draws.counts is None else draws.counts
+            counts = torch.ones_like(value, dtype=torch.bool) if scores.counts is None else scores.counts
             observations, kept = (as_array(each.movedim(axis_of_value, 0)) for each in (value, counts))
-            self._scores.append((as_array(draws.log_prob), observations, kept))
+            self._scores.append((as_array(scores.log_prob), observations, kept))
 
     def put_into(self, groups: Groups, predictive: str) -> None:
         """Add the draws to the group ``predictive``, and log densities and observed values to theirs."""

@@ -24,7 +24,7 @@ from pyro_dvi.analysis.arviz_export.groups import Groups, assemble
 from pyro_dvi.core.arguments import check_count
 from pyro_dvi.core.progress import progress_bar
 from pyro_dvi.core.undisturbed import device_of
-from pyro_dvi.errors import ArgumentError, DataError, DviWarning
+from pyro_dvi.errors import ArgumentError, DataError, DviWarning, warn
 from pyro_dvi.laplace.approximation import DRAWN_WEIGHTS
 from pyro_dvi.predictive import PredictionRule
 from pyro_dvi.predictive.components import Components
@@ -32,7 +32,9 @@ from pyro_dvi.predictive.engine.inputs import Batch, batches
 from pyro_dvi.predictive.engine.model_runs import evaluation_mode, observed_run, seeded
 from pyro_dvi.predictive.engine.posterior_values import check_posterior, example_latents, predicted_model
 from pyro_dvi.predictive.predict import names_of_sites, rule_of
+from pyro_dvi.predictive.rules.analytic import Linearised, LinearisedDraws, Moments
 from pyro_dvi.predictive.rules.rule import PriorSamples, Samples, draws_weights, with_draws
+from pyro_dvi.runs.trained_for import temperature_of
 
 
 def to_arviz(
@@ -65,8 +67,10 @@ def to_arviz(
     ``posterior_predictive``
         draws of every observed site from the predictive distribution of ``method``.
     ``log_likelihood``
-        log density of each observation, :math:`\log p(y_i \mid x_i, \theta_k)`. This group exists only if the data
-        contain observations and ``method`` predicts with several distributions.
+        log density of each observation, :math:`\log p(y_i \mid x_i, \theta_k)`, if the data contain observations. With
+        ``Moments()``, :math:`\theta_k` are the draws of ``posterior``; with ``Linearised()``, they are outputs of the
+        linearised model, drawn for each example. With a single distribution, as with ``AtMean()``, there is no such
+        group.
     ``log_prior``, ``sample_stats``
         with ``log_prior=True``, which requires the complete training data. ``log_prior`` contains
         :math:`\log p(\theta_k)` by site. ``sample_stats`` contains ``lp``, which is :math:`\log p(y, \theta_k)` up to
@@ -90,10 +94,11 @@ def to_arviz(
 
     With ``AtMean()``, the default after ``TaylorELBO``, every draw of ``posterior_predictive`` comes from
     :math:`p(y \mid x, \mathrm{E}_q\theta)`, because a variational Laplace posterior predicts poorly with drawn weights.
-    With ``AtMean()``, ``Moments()`` and ``Linearised()``, there is no ``log_likelihood``: it would be the same for
-    every draw, whereas leave-one-out cross-validation with importance sampling (``az.loo``) needs draws with different
-    likelihoods. For ``az.loo``, export with ``method=Samples(500)``, which scores the drawn weights. Alternatively,
-    compare methods on held-out data with :func:`~pyro_dvi.analysis.diagnostics.compare_held_out`.
+    There is then no ``log_likelihood``: it would be the same for every draw, whereas leave-one-out cross-validation
+    with importance sampling (``az.loo``) needs draws with different likelihoods. For ``az.loo``, export with
+    ``method=Samples(500)``, which scores the drawn weights. Alternatively, compare methods on held-out data with
+    :func:`~pyro_dvi.analysis.diagnostics.compare_held_out`. A warning says if the scored weights are drawn from a
+    Laplace posterior.
 
     Args:
         model: the Pyro model.
@@ -123,8 +128,8 @@ def to_arviz(
 
     Returns:
         ``arviz.InferenceData`` or ``xarray.DataTree``; ``.to_netcdf(path)`` writes either, and further groups and
-        attributes can be added. The attributes record the guide, method and seed, the version of this library, and the
-        names of omitted sites. ArviZ adds the time and its version to each group.
+        attributes can be added. The attributes record the guide, its temperature, the method and seed, the version of
+        this library, and the names of omitted sites. ArviZ adds the time and its version to each group.
 
     Raises:
         KeyError: if a site is unknown.
@@ -184,12 +189,12 @@ def to_arviz(
         tuned = predicted_model(guide, model)
 
         def observed_sites(
-            components: Components, draws: int, number: int, **is_scored: bool
+            components: Components, draws: int, number: int, **scored: Components
         ) -> list[ObservedSite]:
             # The seed differs from that of the weights; otherwise the noise would repeat their random numbers.
             noise_seed = used_seed + 1 + number * len(responses)
             return [
-                ObservedSite(name, components, draws, noise_seed + s, **is_scored)
+                ObservedSite(name, components, draws, noise_seed + s, **scored)
                 for s, name in enumerate(responses)
             ]
 
@@ -199,7 +204,13 @@ def to_arviz(
         with warnings.catch_warnings():  # the draws of a LaplaceGuide are exported here, and predict nothing
             warnings.filterwarnings("ignore", message=re.escape(DRAWN_WEIGHTS), category=DviWarning)
             add_latents(groups["posterior"], tuned, first, nodes, kept, weights.draws(first.inputs))
-        predicted = {"posterior_predictive": observed_sites(own, count, 0, is_scored=True)}
+        scored = weights if isinstance(rule, Moments) else own
+        if isinstance(rule, Linearised):  # drawn weights lie where the Gaussian is not accurate
+            drawn = LinearisedDraws(rule.link, rule.noise, rule.num_points, count)
+            scored = Components(model, guide, drawn, used_seed)
+        elif hasattr(guide, "linearised") and draws_weights(rule) and first.observed is not None:
+            warn(f"{DRAWN_WEIGHTS} az.loo and az.compare would misread their log_likelihood")
+        predicted = {"posterior_predictive": observed_sites(own, count, 0, scored=scored)}
         if prior is not None:
             from_prior = PriorSamples(prior, tuned, first.inputs, tuple(latents))
             of_prior = Components(model, guide, from_prior, used_seed)
@@ -213,16 +224,18 @@ def to_arviz(
             is_own = isinstance(of_weights, Samples)  # not given, and not of the members of an ensemble
             log_q = log_posterior(guide, first, nodes, count, used_seed) if is_own else None
             # If the rule does not draw weights, the log-likelihood is not the one of the weights that were drawn.
-            add_sample_stats(groups, log_q, are_scored=own is weights)
+            add_sample_stats(groups, log_q, are_scored=scored is weights)
         if predictions is not None:
             others = (replace(batch, observed=None) for batch in batches(model, predictions, **options))
             ahead = observed_sites(Components(model, guide, rule, used_seed), count, 2)
             parts = {"predictions": ahead}
             _predict(groups, "predictions_constant_data", model, guide, others, parts, (), used_seed)
 
+    of_first = next((member.guide for member in getattr(guide, "members", ())), guide)
     attributes = {
         "guide": "samples" if given is not None else getattr(guide, "__name__", type(guide).__name__),
         "method": repr(rule),
+        "temperature": getattr(of_first, "temperature", temperature_of(of_first)),
         "seed": used_seed,
         "sites_left_out": ", ".join(name for name in latents if name not in kept),
     }

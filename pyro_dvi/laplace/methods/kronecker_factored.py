@@ -26,6 +26,7 @@ from pyro_dvi.laplace.energy.precision import (
     prior_diagonal,
 )
 from pyro_dvi.laplace.methods.method import Method, RootPosterior, not_positive
+from pyro_dvi.linalg.semidefinite import eigen
 
 
 def products_at_layer(
@@ -134,17 +135,11 @@ class KroneckerBlock:
         return self.prior.log().sum() + self.values.log().sum()
 
 
-def _eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Return eigenvalues, clamped because rounding can make them negative, and eigenvectors."""
-    values, vectors = torch.linalg.eigh(0.5 * (matrix + matrix.mT))
-    return values.clamp_min(0), vectors
-
-
 def _block(layer: KroneckerLayer, prior: Tensor) -> KroneckerBlock:
     """Return the block of a layer, given its prior precision."""
     r, c = nearest_product(prior[layer.places])
-    beta, left = _eigen(layer.deltas / layer.positions / (r * r.mT).sqrt())
-    alpha, right = _eigen(layer.inputs / (c.unsqueeze(-1) * c).sqrt())
+    beta, left = eigen(layer.deltas / layer.positions / (r * r.mT).sqrt())
+    alpha, right = eigen(layer.inputs / (c.unsqueeze(-1) * c).sqrt())
     values = 1 + beta.unsqueeze(-1) * alpha
     return KroneckerBlock(layer.tensors, layer.places, r * c, left, right, values)
 

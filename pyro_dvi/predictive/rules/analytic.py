@@ -19,6 +19,7 @@ from pyro_dvi.core.arguments import check_choice, check_count
 from pyro_dvi.core.distributions import arguments_kept
 from pyro_dvi.curvature.reverse_delta import ReverseDeltaRecorder
 from pyro_dvi.errors import GuideError, UnsupportedError
+from pyro_dvi.expectations.logits import cholesky_root
 from pyro_dvi.expectations.points import event_dim_of
 from pyro_dvi.gaussians.normals import is_joint
 from pyro_dvi.links import GaussHermite, MomentMatched, Probit, SobolSoftmax
@@ -300,7 +301,25 @@ class Linearised(PredictionRule):
             return observed_outputs(response.site, response.distribution, response.axis, num_rows, made)
 
         gaussian = linearised(inputs, read)
-        outputs, covariance = gaussian.outputs, gaussian.full_covariance
-        distribution = integrated(outputs, covariance, self.link, self.noise, self.num_points)
-        first = responses[0]
-        yield replace(first, distribution=distribution, value=first.value.detach())
+        for distribution in self._predicted(gaussian.outputs, gaussian.full_covariance):
+            yield replace(responses[0], distribution=distribution, value=responses[0].value.detach())
+
+    def _predicted(self, outputs: Outputs, covariance: Tensor) -> Iterator[Any]:
+        yield integrated(outputs, covariance, self.link, self.noise, self.num_points)
+
+
+@dataclass(frozen=True)
+class LinearisedDraws(Linearised):
+    """Draw the outputs of the linearised model, each example's independently, to score observations given the draws.
+
+    Args:
+        num_components: number of draws.
+    """
+
+    num_components: int = 1
+
+    def _predicted(self, outputs: Outputs, covariance: Tensor) -> Iterator[Any]:
+        outputs, root = outputs.detached(), cholesky_root(covariance.detach())
+        for _ in range(self.num_components):
+            shift = root @ torch.randn_like(outputs.values).unsqueeze(-1)
+            yield outputs.with_values(outputs.values + shift.squeeze(-1))

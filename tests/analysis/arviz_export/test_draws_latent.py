@@ -170,6 +170,7 @@ def test_a_method_without_draws_exports_its_predictions():
     exported = to_arviz(model, guide, (X, Y), sites=[])
     assert groups(exported) == {
         "posterior_predictive",
+        "log_likelihood",
         "observed_data",
         "constant_data",
     }

@@ -123,3 +123,65 @@ def test_classes_have_a_predictive_plot():
     plot = az.plot_ppc_dist(exported) if ARVIZ_1 else az.plot_ppc(exported, num_pp_samples=10)
     assert plot is not None
     assert az.loo(exported).n_data_points == 20
+
+
+METHODS = {
+    "MomentPropagation": (dvi.MomentPropagation(), {}),
+    "NaturalGradients": (dvi.NaturalGradients(), {}),
+    "Ensemble": (dvi.Ensemble(dvi.NaturalGradients(), 2), {}),
+    "Laplace": (dvi.Laplace(), {}),
+    "VariationalLaplace": (dvi.VariationalLaplace(), {"method": Samples(200)}),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_methods_of_the_first_page_have_a_leave_one_out_score(name):
+    torch.manual_seed(0)
+    x = torch.randn(60, 2)
+    y = x[:, :1] + 0.3 * torch.randn(60, 1)
+    method, options = METHODS[name]
+    net = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+    posterior = method.fit(net, [(x, y)], 5, progress=False)
+    export = posterior.to_arviz((x, y), seed=0, **options)
+    loo = az.loo(export, pointwise=True)
+    total = float(loo.elpd if ARVIZ_1 else loo.elpd_loo)
+    predicted = posterior.predict((x, y), options.get("method"), seed=0).log_likelihood().sum()
+    # Importance sampling with few observations comes within a few nats of the score of the posterior itself.
+    assert total == pytest.approx(float(predicted), abs=6)
+    assert export.attrs["temperature"] == (1.0 if name == "Laplace" else 0.1)
+
+
+def linearised():
+    def line(x, y=None):
+        slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("obs", dist.Normal(slope * x, 0.3), obs=y)
+
+    y = 2 * X + 0.3 * torch.randn(40, generator=torch.Generator().manual_seed(1))
+    guide = dvi.LaplaceGuide(line, temperature=0.5)
+    guide.polish([(X, y)], progress=False)
+    guide.fit([(X, y)])
+    return line, guide, y
+
+
+def test_linearised_scores_are_those_of_drawn_weights_in_a_linear_model():
+    line, guide, y = linearised()
+    export = to_arviz(line, guide, (X, y), 4000, seed=0)
+    slopes = export["posterior"]["slope"].values[0][:, None]
+    expected = dist.Normal(torch.as_tensor(slopes) * X, 0.3).log_prob(y).numpy()
+    found = export["log_likelihood"]["obs"].values[0]
+    np.testing.assert_allclose(found.mean(0), expected.mean(0), atol=0.03)
+    np.testing.assert_allclose(found.std(0), expected.std(0), rtol=0.15, atol=0.01)
+    assert export.attrs["temperature"] == 0.5
+
+
+def test_drawn_weights_of_laplace_are_said_to_mislead_leave_one_out_once():
+    line, guide, y = linearised()
+    to_arviz(line, guide, (X, y), 10, seed=0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        to_arviz(line, guide, (X, y), method=Samples(10), seed=0)
+    assert sum("az.loo and az.compare would misread" in str(each.message) for each in caught) == 1
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*az.loo")
+        to_arviz(line, guide, X, method=Samples(10), seed=0)  # nothing is scored

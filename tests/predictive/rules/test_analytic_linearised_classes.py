@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts of the uncertainty about a label under Gaussian logits, against quadrature and a large number of draws."""
+
+from typing import Any
+
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pyro_dvi as dvi
+from pyro_dvi.errors import MissingQuantityError
+from pyro_dvi.laplace import Diagonal
+from pyro_dvi.links import SobolSoftmax
+
+EXACT = dvi.Linearised(SobolSoftmax(4096), num_points=4096)
+KINDS = {
+    "Bernoulli": (1, lambda f: dist.Bernoulli(logits=f.squeeze(-1))),
+    "two classes": (2, lambda f: dist.Categorical(logits=f)),
+    "four classes": (4, lambda f: dist.Categorical(logits=f)),
+    "one-hot": (4, lambda f: dist.OneHotCategorical(logits=f)),
+    "several labels": (3, lambda f: dist.Bernoulli(logits=f).to_event(1)),
+    "70 classes": (70, lambda f: dist.Categorical(logits=f)),
+}
+
+
+def fitted(name: str, num_rows: int = 12) -> tuple[Any, Any, Tensor]:
+    """A linear network, whose logits are Gaussian without approximation."""
+    torch.manual_seed(0)
+    width, kind = KINDS[name]
+    net = dvi.to_bayesian_(nn.Linear(2, width).double())
+    x = torch.randn(num_rows, 2, dtype=torch.float64)
+
+    def model(x: Tensor, y: Tensor | None = None) -> Any:
+        f = net(x)
+        with pyro.plate("data", num_rows, subsample_size=len(x)):
+            return pyro.sample("y", kind(f), obs=y)
+
+    guide = dvi.LaplaceGuide(model)
+    labels = kind(torch.randn(num_rows, width, dtype=torch.float64)).sample()
+    guide.fit([(x, labels)], Diagonal(), unconverged="accept")
+    return model, guide, x
+
+
+@pytest.mark.parametrize("name", ["Bernoulli", "two classes"])
+def test_two_classes_agree_with_quadrature(name: str) -> None:
+    model, guide, x = fitted(name)
+    found, gaussian = dvi.predict(model, guide, x), guide.predictive(x)
+    side = torch.tensor([1.0] if name == "Bernoulli" else [-1.0, 1.0], dtype=torch.float64)
+    mean, deviation = gaussian.mean.reshape(12, -1) @ side, (gaussian.covariance @ side @ side).sqrt()
+    nodes, weights = (torch.as_tensor(each) for each in np.polynomial.hermite_e.hermegauss(80))
+    p = torch.sigmoid(mean + deviation * nodes.unsqueeze(-1))
+    average = weights / weights.sum()
+    expected_entropy = average @ (torch.special.entr(p) + torch.special.entr(1 - p))
+    variance = average @ (p - average @ p).square()
+    entropy = torch.special.entr(average @ p) + torch.special.entr(1 - average @ p)
+    close = {"rtol": 0.0, "atol": 1e-6}
+    torch.testing.assert_close(found.mutual_information, entropy - expected_entropy, **close)
+    torch.testing.assert_close(found.expected_entropy, expected_entropy, **close)
+    epistemic = found.epistemic if name == "Bernoulli" else found.epistemic[:, 1]
+    torch.testing.assert_close(epistemic, variance, **close)
+    torch.testing.assert_close(found.aleatoric + found.epistemic, found.variance)
+
+
+@pytest.mark.parametrize("name", ["four classes", "one-hot", "several labels", "70 classes"])
+def test_many_points_agree_with_draws_of_the_logits(name: str) -> None:
+    model, guide, x = fitted(name)
+    found, gaussian = dvi.predict(model, guide, x, EXACT), guide.predictive(x)
+    logits = dist.MultivariateNormal(gaussian.mean.flatten(1), gaussian.covariance).sample((8000,))
+    p = logits.softmax(-1)
+    if name == "several labels":
+        p = torch.stack([logits.sigmoid(), (-logits).sigmoid()], -1)
+    expected_entropy = torch.special.entr(p).sum(-1).mean(0)
+    information = torch.special.entr(p.mean(0)).sum(-1) - expected_entropy
+    variance = p.var(0)[..., 0] if name == "several labels" else p.var(0)
+    close = {"rtol": 0.04, "atol": 5e-3}
+    torch.testing.assert_close(found.mutual_information, information, **close)
+    torch.testing.assert_close(found.expected_entropy, expected_entropy, **close)
+    torch.testing.assert_close(found.epistemic, variance, **close)
+    torch.testing.assert_close(found.aleatoric, found.mean * (1 - found.mean) - variance, **close)
+
+
+def test_the_default_rule_repeats_its_values_in_batches_metrics_and_tables() -> None:
+    model, guide, x = fitted("four classes")
+    whole = dvi.predict(model, guide, (x, torch.zeros(12, dtype=torch.long)))
+    parts = dvi.predict(model, guide, x, batch_size=5)
+    torch.testing.assert_close(parts.mutual_information, whole.mutual_information)
+    torch.testing.assert_close(parts.epistemic, whole.epistemic)
+    exact = dvi.predict(model, guide, x, EXACT).mutual_information
+    torch.testing.assert_close(whole.mutual_information, exact, rtol=0.03, atol=3e-3)
+    assert whole.metrics()["mutual_information"] == pytest.approx(float(whole.mutual_information.mean()))
+    assert "mutual_information" in whole.to_dataframe()
+
+
+@pytest.mark.filterwarnings("ignore:the variances of a Laplace posterior")
+def test_the_information_vanishes_with_the_variance_and_other_rules_still_lack_it() -> None:
+    model, guide, x = fitted("four classes")
+    guide.scale_factors = {name: 1e-4 for name in guide.unconstrained_mode()}
+    guide.fit([(x, torch.zeros(12, dtype=torch.long))], Diagonal(), unconverged="accept")
+    found = dvi.predict(model, guide, x)
+    assert float(found.mutual_information.max()) < 1e-6 and float(found.epistemic.max()) < 1e-6
+    with pytest.raises(MissingQuantityError, match=r"Moments\(\) cannot separate"):
+        _ = dvi.predict(model, guide, x, dvi.Moments()).mutual_information
