@@ -143,7 +143,8 @@ class Classifier(LikelihoodModule):
             if isinstance(y, Tensor) and y.dim() == logits.dim() and y.shape[1] == 1:
                 y = y.squeeze(1)  # [batch, 1] and [batch] mean the same
             hint = "For one-hot rows, pass y.argmax(1); for a regression, y.float(); for several labels, dist.Bernoulli"
-            if given.dim() > 2 and getattr(y, "shape", None) == given.shape[:-1]:
+            classes_last = given.dim() > 2 and getattr(y, "shape", None) == given.shape[:-1]
+            if classes_last:
                 hint = "If the last dimension holds the classes, return logits.movedim(-1, 1)"
             y = _check_target(y, logits.shape[:-1], given.shape, "class indices", hint)
             # Unlike values, the name of a node can be read without waiting for the device.
@@ -155,7 +156,7 @@ class Classifier(LikelihoodModule):
             if classes_last and isinstance(given, Tensor) and given.is_contiguous() and not self.warned:
                 self.warned = True
                 warn(
-                    f"The logits of shape {tuple(given.shape)} are read as [batch, classes, *positions]{remedy}"
+                    f"The logits of shape {tuple(given.shape)} are read as [batch, classes, *positions]. {hint}"
                 )
         if logits.dim() > 2:  # as in F.cross_entropy, the label -100 is ignored
             labels = labels.mask(True if y is None else y != -100)
