@@ -96,6 +96,7 @@ def test_at_mean_is_the_model_at_the_guides_median(guide_class):
     )
 
 
+@pytest.mark.filterwarnings("ignore:.* finds no epistemic uncertainty")
 @pytest.mark.parametrize("guide_class", GUIDES)
 @pytest.mark.parametrize("method", [AtMean(), Samples(7)])
 def test_class_probabilities_are_averages_over_the_rules_components(guide_class, method):
