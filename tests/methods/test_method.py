@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A method in one object does what is written by hand, and leaves everything else alone."""
 
+import warnings
 from dataclasses import replace
 from functools import partial
 
@@ -14,6 +15,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 import pyro_dvi as dvi
 from pyro_dvi.bayesian import init_to_module
 from pyro_dvi.errors import CheckpointError
+from pyro_dvi.laplace import ByTrainingLoss
 from pyro_dvi.predictive import AtMean
 from tests.methods.cases import EPOCHS, METHODS, fitted, loader, network, rows
 
@@ -35,8 +37,11 @@ def by_hand(make_guide, elbo, optimizer=None):
 
 def laplace_by_hand():
     model, guide = by_hand(dvi.LaplaceGuide, dvi.TaylorELBO())
-    guide.polish(loader(), subset="net.2.*", progress=False)
-    guide.fit(loader(), subset="net.2.*")
+    values = torch.logspace(0, 6, 25, dtype=torch.float64)
+    options = {"subset": "net.2.*", "unconverged": "accept", "progress": False, "values": values}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about values at the end of the grid
+        guide.tune(loader(), criterion=ByTrainingLoss(), **options)
     return model, guide
 
 

@@ -111,7 +111,8 @@ def natural(optimizer, guide_class=dvi.NaturalGradientGuide):
 
     def run(model, x, y):
         guide = guide_class(model)
-        share = 1.0 if model.way in ("removed", "weights") else len(x[model.keep]) / len(x)
+        whole = model.way in ("removed", "weights", "rows", "size")
+        share = 1.0 if whole else len(x[model.keep]) / len(x)
         svi = SVI(model, guide, optimizer(share), loss=dvi.NaturalGradientELBO())
         guide.initialize(x, y)
         torch.manual_seed(0)
