@@ -95,11 +95,12 @@ class Method(Tunable, ABC):
         """Apply ``run``, which trains or reads a file, to a new SVI, and return the resulting posterior."""
         done: dict[str, Any] = {}
         first: Any = ()
-        if callable(model) and not isinstance(model, nn.Module):
-            check_loader(loader, 2)
-            with preserve_random_state(loader):
-                first = next(iter(loader))
-        networks = OwnNetworks(model, *arguments(first, device))
+        with in_turn:  # which sets aside the tensors and the random state of another thread
+            if callable(model) and not isinstance(model, nn.Module):
+                check_loader(loader, 2)
+                with preserve_random_state(loader):
+                    first = next(iter(loader))
+            networks = OwnNetworks(model, *arguments(first, device))
 
         def train() -> tuple[Any, Any]:
             with in_turn.own(networks):
