@@ -55,10 +55,9 @@ class _LabelTilt(_MeanTilt):
         self, energy: Energy, point: Tensor, strength: float, batch: Arguments | None = None
     ) -> Tensor:
         shift = _Shift(self, strength / energy.likelihood_weight / self.rows)
-        shifted = energy.with_model(within(shift, energy.model))
-        gradient = gradient_of(shifted, point, batch)
-        energy.work.done += shifted.work.done
-        return gradient
+        shifted = energy.with_factors(energy.scale_factors)
+        shifted.model, shifted._latest = within(shift, energy.model), []  # runs of the model are not shared
+        return gradient_of(shifted, point, batch)
 
 
 class _Shift(Messenger):
