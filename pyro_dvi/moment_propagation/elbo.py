@@ -14,7 +14,7 @@ from pyro_dvi.core.arguments import check_choice
 from pyro_dvi.core.densities import mask_of, with_any
 from pyro_dvi.core.undisturbed import undisturbed
 from pyro_dvi.curvature.linearisation import ObservedSite
-from pyro_dvi.errors import ModelError, UnsupportedError, warn
+from pyro_dvi.errors import ArgumentError, ModelError, UnsupportedError, warn
 from pyro_dvi.expectations.logits import LogitEstimator
 from pyro_dvi.expectations.points import are_distinct, gaussian_of
 from pyro_dvi.moments import GaussianMoments
@@ -58,6 +58,10 @@ class VarianceWeighted:
 
     exponent: float | Callable[[int], float] = 0.5
     dim: int | None = None
+
+    def __post_init__(self) -> None:
+        if not callable(self.exponent) and not 0 <= self.exponent <= 1:
+            raise ArgumentError(f"exponent must be between 0 and 1, got {self.exponent!r}")
 
     def __call__(self, fn: Any, step: int) -> Tensor:
         exponent = self.exponent(step) if callable(self.exponent) else self.exponent
@@ -168,6 +172,8 @@ class MomentPropagationELBO(Objective):
         )
         if estimator is not None:
             check_choice("estimator", estimator, LogitEstimator, "Sobol(64) or TiltedBound()")
+        if variance_floor is not None and not variance_floor >= 0:
+            raise ArgumentError(f"variance_floor must not be negative, got {variance_floor}")
         self.estimator = estimator
         self.weighting = weighting
         self.variance_floor = variance_floor

@@ -7,9 +7,7 @@ import torch
 from torch import nn
 
 import pyro_dvi as dvi
-from pyro_dvi.errors import (
-    ModelError,
-)
+from pyro_dvi.errors import ArgumentError, ModelError
 from pyro_dvi.guides import MeanFieldGuide
 from pyro_dvi.moment_propagation.elbo import MomentPropagationELBO, VarianceWeighted
 
@@ -38,6 +36,10 @@ def test_weights_are_powers_of_the_variance_with_mean_one():
     assert VarianceWeighted(0.0)(fn, 0) == 1
 
 
-def test_weighting_needs_a_variance():
+def test_weighting_needs_a_variance_and_a_sensible_exponent():
     with pytest.raises(ModelError, match="no variance"):
         VarianceWeighted(0.5)(dist.VonMises3D(torch.ones(3)), 0)
+    with pytest.raises(ArgumentError, match="between 0 and 1"):
+        VarianceWeighted(-1.0)
+    with pytest.raises(ArgumentError, match="variance_floor must not be negative"):
+        dvi.MomentPropagationELBO(variance_floor=-1e-5)
