@@ -13,6 +13,7 @@ import torch
 from pyro.optim import PyroLRScheduler, PyroOptim
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from pyro_dvi.core.arguments import misfit
 from pyro_dvi.errors import ArgumentError
@@ -336,6 +337,7 @@ def Adam(  # noqa: N802 (Pyro's style)
         The optimizer; if ``scheduler`` is given, it is also a ``pyro.optim.PyroLRScheduler``.
 
     Raises:
+        ArgumentError: if ``scheduler`` does not return a scheduler.
         TypeError: if an option is unknown to the torch optimizer.
         ValueError: if an option is out of range.
 
@@ -369,5 +371,13 @@ def _joint(constructor: type[Optimizer], given: Rates, clip_args: Any, scheduler
     optimizer = constructor([torch.zeros(())], **({} if callable(known) else known))
     if scheduler is None:
         return JointOptim(constructor, optim_args, clip_args)
-    scheduler(optimizer)
+    try:
+        made = scheduler(optimizer)
+    except (TypeError, ValueError) as error:
+        made = error
+    if not isinstance(made, LRScheduler | ReduceLROnPlateau):
+        raise ArgumentError(
+            f"{constructor.__name__}: scheduler= must return a torch scheduler for a torch optimizer, as does "
+            f"partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.99), but {scheduler!r} returns {made!r}"
+        )
     return ScheduledJointOptim(scheduler, constructor, optim_args, clip_args)

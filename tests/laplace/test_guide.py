@@ -205,7 +205,7 @@ def test_export_to_arviz():
     deviation = torch.linalg.inv(guide.posterior.precision)[0, 0].sqrt().item()
     assert float(data["posterior"]["slope"].std()) == pytest.approx(deviation, rel=0.25)
     assert data["posterior_predictive"]["y"].shape == (1, 200, 10)
-    assert "log_likelihood" not in data
+    assert "log_likelihood" in data
     pyro.clear_param_store()
     solver = guide_at(model, (X, Y), LOCS)
     solver.fit([(X, Y)], PointSolver(), unconverged="accept")

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import pyro_dvi as dvi
 from pyro_dvi.bayesian import Heteroscedastic
 from pyro_dvi.errors import ModelError
-from pyro_dvi.laplace import Dense, LaplaceGuide, last_layer
+from pyro_dvi.laplace import LaplaceGuide, last_layer
 
 N, HIDDEN = 12, 8
 Linear = nn.Linear
@@ -291,7 +291,7 @@ def test_both_heads_of_a_regression_get_the_gaussian(loader):
     )
     net = net.double()
     x, y = torch.randn(N, 3, dtype=torch.float64), torch.randn(N, 1, dtype=torch.float64)
-    method = dvi.Laplace(noise_scale=Heteroscedastic(), covariance=Dense(), unconverged="accept")
+    method = dvi.Laplace(noise_scale=Heteroscedastic(), prior_scale=1.0)
     posterior = method.fit(net, loader(x, y), progress=False)
     with torch.no_grad():
         h, at = torch.cat([net.hidden(x), x.new_ones(N, 1)], 1), posterior.guide.median()

@@ -18,9 +18,9 @@ from tests.moments import (
     battery,
     multilinear,
     test_activations,
-    test_affine,
     test_arithmetic,
     test_arithmetic_powers,
+    test_bilinear_affine,
     test_elements,
     test_layers_convolution,
     test_layers_dropout,
@@ -35,7 +35,7 @@ RTOL = {torch.float64: 1e-9, torch.float32: 1e-5}
 FLOAT32_CONSTANTS = {F.hardsigmoid, F.hardswish}  # of CUDA: 1 / 6
 MODULES = (
     test_activations,
-    test_affine,
+    test_bilinear_affine,
     test_arithmetic,
     test_layers_convolution,
     test_layers_dropout,

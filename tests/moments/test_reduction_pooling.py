@@ -95,7 +95,7 @@ def test_rule(case: Case, check: Callable) -> None:
 
 @pytest.mark.parametrize("case", INDICES, ids=str)
 def test_indices_are_refused(case: Case) -> None:
-    with pytest.raises(UnsupportedError, match="index of the largest element"):
+    with pytest.raises(UnsupportedError, match="indices of the largest elements"):
         case(*case.arguments())
 
 

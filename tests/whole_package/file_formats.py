@@ -34,7 +34,7 @@ FITS = {
 }
 METHODS = {
     "VariationalLaplace": dvi.VariationalLaplace(noise_scale=0.3),
-    "Laplace": dvi.Laplace(noise_scale=0.3),
+    "Laplace": dvi.Laplace(noise_scale=0.3, prior_scale=1.0),
 }
 
 

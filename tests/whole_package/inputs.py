@@ -265,6 +265,7 @@ def two_parts(f: Tensor) -> Any:
 
 BROADCAST = every(DataError, r"'y'.*would be broadcast.*shape of a draw")
 NOT_THESE = every(DataError, r"'y': values of shape .* do not fit")
+NO_CLASS = every(DataError, r"'y': labels from .* but outputs for 3 classes")
 NOT_FINITE = every(DataError, "NaN or infinite values: argument 1 ")
 NO_LOSS = every(NonFiniteError, "not finite: log_likelihood")
 TYPES = every(DataError, r"fails on these data \(argument 1 torch\..*x.float\(\)")
@@ -297,8 +298,8 @@ ROWS: dict[str, Row] = {
     "classes in a column": Row(
         lambda: Problem(observing(classes, three_logits), (X, LABELS[:, None])), BROADCAST
     ),
-    "a class too many": Row(lambda: Problem(observing(classes, three_logits), (X, LABELS + 1)), NOT_THESE),
-    "a negative class": Row(lambda: Problem(observing(classes, three_logits), (X, LABELS - 1)), NOT_THESE),
+    "a class too many": Row(lambda: Problem(observing(classes, three_logits), (X, LABELS + 1)), NO_CLASS),
+    "a negative class": Row(lambda: Problem(observing(classes, three_logits), (X, LABELS - 1)), NO_CLASS),
     "truth values as targets": Row(
         lambda: Problem(observing(lambda f: dist.Bernoulli(logits=f)), (X, Y > 0)),
         every(DataError, "'y'.*do not fit Bernoulli.*bool"),

@@ -6,8 +6,8 @@ import math
 import pytest
 
 from pyro_dvi.errors import DviWarning, NonFiniteError
-from tests.analysis.tuning.stand_ins import Recorder, distance, stand_in, tune
-from tests.analysis.tuning.test_settings import NOISY, ODD
+from tests.analysis.test_tuning_settings import NOISY, ODD
+from tests.analysis.trainings import Recorder, distance, stand_in, tune
 
 optuna = pytest.importorskip("optuna")
 optuna.logging.set_verbosity(optuna.logging.ERROR)

@@ -14,7 +14,7 @@ from pyro.infer.autoguide import AutoDelta
 
 import pyro_dvi as dvi
 from pyro_dvi.errors import ArgumentError, DviWarning, GuideError, NonFiniteError
-from tests.analysis.tuning.stand_ins import Recorder, distance, stand_in, tune
+from tests.analysis.trainings import Recorder, distance, stand_in, tune
 
 X = torch.linspace(-1, 1, 20, dtype=torch.float64)
 NOISE, SLOPE = 0.5, 0.4
