@@ -190,9 +190,8 @@ plt.show()
 # --------------------------------
 #
 # ``az.loo`` estimates the score of new data from the training data, by reweighting posterior draws. It therefore needs
-# a predictive distribution that averages over draws. MNVI predicts with a single distribution, so its export has no
-# ``log_likelihood``, and an attribute states why. With ``method=Samples(500)``, the export would contain the
-# log-likelihood under sampled weights.
+# a predictive distribution that averages over draws. For methods that predict with a single distribution, such as
+# MNVI, the exported log-likelihood is that of sampled weights.
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # about Pareto k; we count the large values instead
@@ -201,8 +200,6 @@ estimate = float(getattr(loo, "elpd", None) or loo.elpd_loo) / len(train[0])
 trusted = float((loo.pareto_k <= 0.7).mean())
 print(f"VOGN, nats per example: LOO {estimate:.3f} ({trusted:.0%} of terms reliable);")
 print(f"held-out data {predictions['VOGN'].log_likelihood().mean():.3f}")
-exported = dvi.to_arviz(*fitted["MNVI"], train, 10, seed=0)
-print(textwrap.fill(f"MNVI: {exported.attrs['log_likelihood_left_out']}"))
 
 # %%
 # We recommend comparing methods on held-out data, each with the prediction rule that will be used. The figure shows the

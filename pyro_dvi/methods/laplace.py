@@ -176,19 +176,19 @@ class Laplace(Method):
             if learned:
                 svi.model.noise_scale = svi.model.noise_scale.detach() * guide.scale_factors["obs"]
                 guide.scale_moved("obs", loader)
-        elif tuned and validation is None and method.reweights:
-            with warnings.catch_warnings():  # the given prior, and almost none, are fine as well
-                warnings.filterwarnings("ignore", "the best value of PriorPrecision", DviWarning)
+        with warnings.catch_warnings():  # the network alone, with almost no posterior, may predict best
+            warnings.filterwarnings("ignore", "the best value of PriorPrecision", DviWarning)
+            if validation is not None:
+                guide.tune(loader, criterion=ByValidation(validation), values=_PRECISIONS, **common)
+            elif not scales and tuned and method.reweights:
                 guide.tune(loader, criterion=ByTrainingLoss(), values=_NARROWER, **common)
-        elif validation is None:
+        if validation is None and not scales and not (tuned and method.reweights):
             if tuned:
                 warn(
                     f"the prior scale is not tuned, because {type(method).__name__} would be fitted again for each "
                     "value: pass validation data, or a prior_scale that you have chosen"
                 )
             guide.fit(loader, **common)
-        if validation is not None:
-            guide.tune(loader, criterion=ByValidation(validation), values=_PRECISIONS, **common)
 
     def _follow_residuals(self, svi: Any, loader: Any) -> bool:
         """Set a learned noise scale to the root mean square of the residuals; return whether there is one.

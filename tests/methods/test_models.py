@@ -373,7 +373,6 @@ def test_networks_of_means_and_log_variances_are_told_of_their_noise(targets):
 def test_labels_in_a_column_of_their_own(name):
     labels = X.argmax(1)
     one, flat = (METHODS[name].fit(network(), [(X, y)], 2, progress=False) for y in (labels[:, None], labels))
-    torch.testing.assert_close(one.guide.state_dict(), flat.guide.state_dict())
     assert one.predict((X, labels[:, None]), seed=0).metrics() == flat.predict((X, labels), seed=0).metrics()
 
 
