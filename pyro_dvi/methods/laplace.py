@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 from pyro.infer import SVI
-from torch import nn
+from torch import Tensor, nn
 
 from pyro_dvi.bayesian import LearnedScale
 from pyro_dvi.bayesian.converted import was_converted
@@ -28,10 +28,11 @@ from pyro_dvi.laplace import (
     last_layer,
 )
 from pyro_dvi.methods.method import Method
-from pyro_dvi.methods.models import is_network
+from pyro_dvi.methods.models import is_network, target_of
 from pyro_dvi.methods.posterior import Posterior
 from pyro_dvi.predictive import AtMean, predict
 from pyro_dvi.training import History, fit
+from pyro_dvi.training.random_state import preserve_random_state
 from pyro_dvi.variational_laplace import TaylorELBO
 
 _ROUNDS = 10  # maximum number of minima, each with the noise of the one before
@@ -135,9 +136,19 @@ class Laplace(Method):
         return super().fit(model, loader, epochs, validation=validation, tuned=tuned, **options)
 
     def svi(self, model: Any, loader: Any, epochs: int) -> SVI:
-        """Return an untrained ``pyro.infer.SVI``, as in :meth:`Method.svi`."""
+        """Return an untrained ``pyro.infer.SVI``, as in :meth:`Method.svi`; each output has its own learned noise."""
         started = replace(self, prior_scale=1.0) if self.prior_scale is None else self
-        return super(Laplace, started).svi(model, loader, epochs)
+        svi = super(Laplace, started).svi(model, loader, epochs)
+        if self._learns_noise(svi):
+            with preserve_random_state(loader):
+                y = target_of(next(iter(loader)))
+            if isinstance(y, Tensor) and y.dim() == 2 and y.shape[1] > 1:
+                svi.model.noise_scale = svi.model.noise_scale.detach().expand(y.shape[1]).clone()
+        return svi
+
+    def _learns_noise(self, svi: SVI) -> bool:
+        learned = "noise_scale" in getattr(svi.model, "_pyro_params", ())
+        return isinstance(self.noise_scale, LearnedScale) and learned
 
     def _train(self, svi: Any, loader: Any, epochs: int, **options: Any) -> History:
         validation, tuned = options.pop("validation"), options.pop("tuned")
@@ -195,9 +206,7 @@ class Laplace(Method):
 
         Each output has its own scale, which is at least a thousandth of the initial one.
         """
-        if not isinstance(self.noise_scale, LearnedScale) or "noise_scale" not in getattr(
-            svi.model, "_pyro_params", ()
-        ):
+        if not self._learns_noise(svi):
             return False
         noise = svi.model.noise_scale.detach()
         args, named = arguments(next(iter(loader)), noise.device)
@@ -205,7 +214,7 @@ class Laplace(Method):
         found = predict(svi.model, svi.guide, loader, AtMean())
         assert found.observed is not None
         residuals = (found.mean - found.observed).square()
-        least = 1e-3 * float(cast(float, self.noise_scale.init))
+        least = 1e-3 * float(cast(float, cast(LearnedScale, self.noise_scale).init))
         svi.model.noise_scale = residuals.mean(0).sqrt().clamp(min=least).to(noise)
         return True
 

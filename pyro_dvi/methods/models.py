@@ -49,7 +49,7 @@ def as_model(model: Any, loader: Loader, prior_scale: Any, noise_scale: Any, tra
     size = dataset_size(loader)
     seen = in_turn.passed_for(loader if size is None else islice(loader, 1))
     first = list(islice(seen, 1))
-    targets = list(map(_target, chain(first, seen)))
+    targets = list(map(target_of, chain(first, seen)))
     if not targets or not all(isinstance(target, Tensor) and target.dim() for target in targets):
         raise DataError(
             "batches for a network must be (inputs, targets), ((a, b), targets) for several inputs, or mappings with "
@@ -101,7 +101,7 @@ def _look_at_inputs(net: nn.Module, x: Tensor, y: Tensor, trains: bool) -> None:
             )
 
 
-def _target(batch: Any) -> Any:
+def target_of(batch: Any) -> Any:
     """Return the targets of a batch; None unless there is exactly one."""
     args, named = arguments(batch, None)
     return named.get("labels", named.get("y")) if named else args[1] if len(args) == 2 else None

@@ -70,7 +70,7 @@ def test_a_data_set_is_no_loader():
 
 
 @pytest.mark.parametrize("named", [False, True])
-def test_a_learned_noise_is_that_of_each_output_and_a_given_one_stays(named):
+def test_a_learned_noise_is_that_of_each_output_and_a_given_one_stays(named, tmp_path):
     """The evidence corrects the residuals of a linear model for the weights that were fitted to them."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2000, 1, generator=generator, dtype=torch.float64)
@@ -85,6 +85,9 @@ def test_a_learned_noise_is_that_of_each_output_and_a_given_one_stays(named):
     residuals = (y - 2 * x).square().mean(0).sqrt()
     torch.testing.assert_close(posterior.model.noise_scale.detach(), residuals, rtol=0.01, atol=0.0)
     assert "obs" not in posterior.guide.scale_factors
+    posterior.save(tmp_path / "posterior.pt")
+    again = dvi.Laplace().load(tmp_path / "posterior.pt", net, loader)
+    torch.testing.assert_close(again.predict(x).variance, posterior.predict(x).variance)
     given = dvi.Laplace(noise_scale=0.5).fit(net, loader, progress=False)
     assert given.model.noise_scale == 0.5
 

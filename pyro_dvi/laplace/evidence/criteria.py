@@ -203,7 +203,7 @@ class ByTrainingLoss(Criterion):
     probabilities become less extreme. The evidence chooses scales that are far too wide.
 
     Status: a heuristic, with one number that is the same for all data; ``benchmarks/results/laplace_first_call.md``
-    compares it with the evidence and with validation data.
+    compares it with the evidence.
 
     Args:
         tolerance: :math:`\epsilon`, the mean loss of log density in nats.
