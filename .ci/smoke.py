@@ -10,10 +10,11 @@ from torch import nn
 import pyro_dvi as dvi
 
 assert "site-packages" in dvi.__file__, dvi.__file__
+torch.manual_seed(0)
 x = torch.linspace(-1, 1, 60)[:, None]
-y = 2 * x[:, 0]
+y = 0.5 * x[:, 0]
 loader = list(zip(x.split(20), y.split(20), strict=True))
-method = dvi.Laplace(noise_scale=0.1)
+method = dvi.Laplace(noise_scale=0.1, lr=0.1)
 posterior = method.fit(nn.Linear(1, 1), loader, 100, progress=False)
 assert posterior.predict((x, y)).metrics()["rmse"] < 0.1
 posterior.to_arviz((x, y), seed=0)
