@@ -68,15 +68,20 @@ def data(task: str, seed: int, data_dir: str | None) -> tuple[Pair, Pair]:
     return (x[train], y[train]), (x[test], y[test])
 
 
+def network(task: str, x: Tensor, y: Tensor) -> nn.Module:
+    """An untrained network."""
+    outputs = 1 if task in REGRESSIONS else int(y.max()) + 1
+    if "conv" not in task:
+        return mlp((x[0].numel(), 50, 50, outputs), nn.ReLU)
+    first = nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2)
+    second = nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2)
+    return nn.Sequential(*first, *second, nn.Flatten(), nn.Linear(128, outputs))
+
+
 def trained(task: str, lr: float, seed: int, x: Tensor, y: Tensor) -> nn.Module:
     """A network after ordinary training, in evaluation mode."""
     torch.manual_seed(seed)
-    outputs = 1 if task in REGRESSIONS else int(y.max()) + 1
-    net: nn.Module = mlp((x[0].numel(), 50, 50, outputs), nn.ReLU)
-    if "conv" in task:
-        first = nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2)
-        second = nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2)
-        net = nn.Sequential(*first, *second, nn.Flatten(), nn.Linear(128, outputs))
+    net = network(task, x, y)
     loss = nn.functional.mse_loss if task in REGRESSIONS else nn.functional.cross_entropy
     adam = torch.optim.Adam(net.parameters(), lr, weight_decay=1e-4 if task in REGRESSIONS else 0.0)
     for _ in range(EPOCHS):

@@ -77,7 +77,7 @@ def _look_at(numbers: Tensor, prior_scale: Any) -> None:
         several = "y.argmax(1)" if one_hot else "a Pyro model with dist.Bernoulli(logits=net(x)).to_event(1)"
         hint = several if numbers[0].numel() > 1 else "y.long()"
         warn(f"all targets are 0.0 or 1.0, but get Normal noise: if they are labels, pass {hint}")
-    elif prior_scale == 1.0 and (size < 0.1 or size > 10 or spread < 0.1):
+    elif prior_scale in (0.5, 1.0) and (size < 0.1 or size > 10 or spread < 0.1):
         warn(
             f"the root mean square of the targets is {size:.3g}, and their mean {float(numbers.mean()):.3g}, but the "
             "default priors, noise and step sizes are for a mean of about 0 and a standard deviation of about 1. "

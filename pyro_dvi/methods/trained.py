@@ -20,6 +20,7 @@ from pyro_dvi.methods.method import Method
 from pyro_dvi.moment_propagation import MomentPropagationELBO, MultiplicativeNoiseGuide
 from pyro_dvi.natural_gradients import VOGN, KroneckerGuide, NaturalGradientELBO, NaturalGradientGuide
 from pyro_dvi.natural_gradients.optimizer import wanted_by
+from pyro_dvi.natural_gradients.updates import OGNOptimizer
 from pyro_dvi.objectives import SampledELBO
 from pyro_dvi.variational_laplace import TaylorELBO
 
@@ -35,7 +36,7 @@ class VariationalLaplace(Method):
         prior_scale: standard deviation of the priors of a network without priors.
         noise_scale: standard deviation of the noise, for a regression network.
         kl_weight: factor of the KL divergence in the objective.
-        temperature: temperature of the objective. None means 0.1 for a network and 1 for a Pyro model.
+        temperature: temperature of the objective; None means the default of :class:`~pyro_dvi.methods.Method`.
 
     Example:
         >>> import torch, pyro_dvi as dvi
@@ -74,10 +75,11 @@ class MomentPropagation(Method):
         prior_scale: standard deviation of the priors of a network without priors.
         noise_scale: standard deviation of the noise, for a regression network.
         kl_weight: factor of the KL divergence in the objective.
-        temperature: temperature of the objective. None means 0.1 for a network and 1 for a Pyro model.
+        temperature: temperature of the objective; None means the default of :class:`~pyro_dvi.methods.Method`.
     """
 
     posterior: Callable[[Any], Any] = MultiplicativeNoiseGuide
+    normalised_temperature: ClassVar[float] = 0.005
 
     def guide(self, model: Any) -> Any:
         """Return an untrained guide."""
@@ -97,7 +99,7 @@ class NaturalGradients(Method):
     """:class:`~pyro_dvi.NaturalGradientELBO` with a natural-gradient optimizer; predicts with sampled weights.
 
     Args:
-        by: the optimizer: ``VOGN``, ``OGN``, ``IVON`` or ``NoisyKFAC``; for other options, a function such as
+        by: the optimizer: ``VOGN``, ``IVON`` or ``NoisyKFAC``; for other options, a function such as
             ``lambda options: IVON(options | {"betas": (0.9, 0.99)})``. The guide is a :class:`~pyro_dvi.KroneckerGuide`
             for ``NoisyKFAC``, otherwise a :class:`~pyro_dvi.NaturalGradientGuide`.
         max_step: maximum step size of the optimizer.
@@ -105,12 +107,13 @@ class NaturalGradients(Method):
         prior_scale: standard deviation of the priors of a network without priors.
         noise_scale: standard deviation of the noise, for a regression network.
         kl_weight: factor of the KL divergence in the objective.
-        temperature: temperature of the objective. None means 0.1 for a network and 1 for a Pyro model.
+        temperature: temperature of the objective; None means the default of :class:`~pyro_dvi.methods.Method`.
     """
 
     by: Callable[[dict[str, Any]], Any] = VOGN
     max_step: float = 0.15
     lr: Any = None
+    normalised_temperature: ClassVar[float] = 0.005
     space: ClassVar = {
         "max_step": (0.05, 0.15, 0.5),
         "prior_scale": (0.3, 1.0, 3.0),
@@ -134,9 +137,15 @@ class NaturalGradients(Method):
         """Return the optimizer; ``fit`` tells it the number of steps."""
         if not callable(self.by) or isinstance(self.by, PyroOptim):
             raise ArgumentError(
-                f"by must be the function VOGN, OGN, IVON or NoisyKFAC, without options, not {self.by!r}"
+                f"by must be the function VOGN, IVON or NoisyKFAC, without options, not {self.by!r}"
             )
-        return self.by({"max_step": self.max_step})
+        optimizer = self.by({"max_step": self.max_step})
+        if optimizer.pt_optim_constructor is OGNOptimizer:
+            raise ArgumentError(
+                "by cannot be OGN: it measures the curvature at the mean, where a fitted network has almost none, so "
+                "sampled weights predict badly. Pass VOGN; or use OGN with SVI, and predict with AtMean()"
+            )
+        return optimizer
 
 
 class PointEstimate(FollowsRows, AutoDelta):

@@ -70,7 +70,7 @@ class Tunable(ReturnsPosterior):
         store: StateDict = {"params": {}, "constraints": {}}
         with in_turn.own(Scope(store)):
             tuned = tune(train, validation, space, seed=seed, **own)
-        method = replace(self, **tuned.settings).settled(model)
+        method = replace(self, **tuned.settings).settled(tuned.guide)
         svi = SVI(tuned.model, tuned.guide, method.optimizer(epochs), loss=method.elbo())
         kept = others[tuple(tuned.settings.values())]
         return Posterior(tuned.model, tuned.guide, store, method=method, svi=svi, tuned=tuned, **kept)

@@ -17,7 +17,7 @@ from pyro_dvi.core.batches import arguments
 from pyro_dvi.core.file_format import FORMAT_VERSION, check_format_version
 from pyro_dvi.errors import CheckpointError, GuideError
 from pyro_dvi.runs.fingerprint import Fingerprint, stand_ins
-from pyro_dvi.runs.trained_for import note_trained_for
+from pyro_dvi.runs.trained_for import note_trained_for, trained_for
 from pyro_dvi.training.history import History
 from pyro_dvi.training.parameter_checks import check_parameters
 from pyro_dvi.training.random_state import preserve_random_state, random_state, restore_random_state
@@ -159,7 +159,8 @@ def load(
         route.set_weights(before)
         raise
     rule = getattr(route.elbo, "prediction_rule", "Samples")
-    note_trained_for(route.guide, rule, getattr(route.elbo, "temperature", 1.0))
+    if trained_for(route.guide) is None:  # guides of this library have brought theirs
+        note_trained_for(route.guide, rule, getattr(route.elbo, "temperature", 1.0))
     if saved["elbo"] is not None:
         route.elbo.load_state_dict(saved["elbo"])
     if route.steered is not None:

@@ -93,7 +93,7 @@ def test_members_of_a_converted_network_are_those_of_the_network(name):
     """Random weights, and everything that follows from them, do not depend on when the network got its priors."""
     torch.manual_seed(5)
     plain, method = NETWORKS[name](), dvi.Ensemble(dvi.MAP(), 2)
-    converted = dvi.to_bayesian_(copy.deepcopy(plain))
+    converted = dvi.to_bayesian_(copy.deepcopy(plain), prior_scale=0.5)
     dvi.classifier(converted, 60)(rows(4, 0)[0])  # it was part of a model before
     expected, found = (
         method.fit(net, loader(), 2, progress=False).predict(rows(20, 1), keep_draws=True).draws

@@ -147,9 +147,24 @@ def test_a_pyro_model_is_not_tempered_unless_asked(name):
     posterior = METHODS[name].fit(grouped, DataLoader(TensorDataset(*data), 20), 10, progress=False)
     assert posterior.elbo.temperature == posterior.method.temperature == 1.0
     assert posterior.predict(data).mean.shape == (60,)
-    assert fitted(name).method.temperature == 0.1 == fitted(name).elbo.temperature
+    assert fitted(name).method.temperature == 0.02 == fitted(name).elbo.temperature
     cold = replace(METHODS[name], temperature=0.5)
     assert cold.fit(slope, loader(labels=False), 1, progress=False).elbo.temperature == 0.5
+
+
+@pytest.mark.parametrize("method", [dvi.VariationalLaplace(), dvi.MomentPropagation(), dvi.NaturalGradients()])
+def test_long_trainings_are_warmer_and_noise_spares_batch_norm(method):
+    """500 epochs of three batches are 1,500 steps."""
+
+    def temperature(net, batches, epochs):
+        return method.svi(net, batches, epochs).loss.__self__.temperature
+
+    assert [temperature(network(), loader(), n) for n in (1, 250, 500, 5000)] == [0.02, 0.05, 0.1, 0.1]
+    stream = map(lambda batch: batch, loader())  # without a length
+    assert temperature(network(), stream, 1) == 0.1
+    normalised = nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3))
+    expected = 0.1 if isinstance(method, dvi.VariationalLaplace) else 0.005
+    assert temperature(normalised, loader(), 500) == expected
 
 
 def coefficients(x, count=None):
@@ -300,6 +315,7 @@ def on_numbers(method, **options):
             ArgumentError,
             "by must be the function VOGN",
         ),
+        (lambda: on_numbers(dvi.NaturalGradients(by=dvi.OGN)), ArgumentError, "by cannot be OGN.*Pass VOGN"),
         (lambda: dvi.NaturalGradients(lr=0.1), ArgumentError, "no lr: pass max_step"),
         (lambda: dvi.MAP().predict(X), AttributeError, "fit returns the posterior.*then posterior.predict"),
         (lambda: dvi.Ensemble().history, AttributeError, "fit returns the posterior.*posterior.history"),
