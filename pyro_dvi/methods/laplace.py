@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pyro_dvi.bayesian import LearnedScale
 from pyro_dvi.bayesian.converted import was_converted
 from pyro_dvi.bayesian.likelihoods import Classifier
-from pyro_dvi.core.batches import arguments, check_loader
+from pyro_dvi.core.batches import check_loader
 from pyro_dvi.errors import ArgumentError, DviWarning, UnsupportedError, warn
 from pyro_dvi.laplace import (
     ByTrainingLoss,
@@ -30,7 +30,6 @@ from pyro_dvi.laplace import (
 from pyro_dvi.methods.method import Method
 from pyro_dvi.methods.models import is_network, target_of
 from pyro_dvi.methods.posterior import Posterior
-from pyro_dvi.predictive import AtMean, predict
 from pyro_dvi.training import History, fit
 from pyro_dvi.training.random_state import preserve_random_state
 from pyro_dvi.variational_laplace import TaylorELBO
@@ -156,6 +155,15 @@ class Laplace(Method):
         guide, progress = svi.guide, options.get("progress", True)
         subset = last_layer(guide, loader) if self.layers == "last" else self.layers
         learned = self._follow_residuals(svi, loader)
+        guide.energy(loader)  # initialises the guide
+        start: Any = guide.prototype_trace
+        # Only the weights of a converted network have an initial value.
+        fresh = [n for n, s in start.iter_stochastic_nodes() if not hasattr(s["fn"], "initial_value")]
+        if fresh and not (epochs or self.polish):
+            warn(
+                f"latent sites {fresh[:5]} have no trained values, so the Gaussian is fitted around their initial "
+                "values: pass the number of epochs to train the model first, or polish=True"
+            )
         common = {"subset": subset, "unconverged": self.unconverged, "progress": progress}
         methods = [self.covariance] if self.covariance else _structures(guide, loader, subset)
         for _ in range(_ROUNDS):
@@ -208,12 +216,10 @@ class Laplace(Method):
         """
         if not self._learns_noise(svi):
             return False
-        noise = svi.model.noise_scale.detach()
-        args, named = arguments(next(iter(loader)), noise.device)
-        svi.guide.initialize(*args, **named)
-        found = predict(svi.model, svi.guide, loader, AtMean())
-        assert found.observed is not None
-        residuals = (found.mean - found.observed).square()
+        noise, energy = svi.model.noise_scale.detach(), svi.guide.energy(loader)
+        with torch.no_grad():
+            sites = [run.sites[0] for _, run in energy.runs(energy.start)]
+        residuals = torch.cat([site.value - site.fn.mean for site in sites]).square()
         least = 1e-3 * float(cast(float, cast(LearnedScale, self.noise_scale).init))
         svi.model.noise_scale = residuals.mean(0).sqrt().clamp(min=least).to(noise)
         return True

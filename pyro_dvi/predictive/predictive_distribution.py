@@ -20,6 +20,7 @@ from pyro_dvi.core.undisturbed import accelerators, forked, widest
 from pyro_dvi.errors import ArgumentError, DataError, UnsupportedError
 from pyro_dvi.expectations.closed_forms import mean_distance
 from pyro_dvi.links.noise_links import EqualMixture, PointMixture, ShapedNormal, distribution_function
+from pyro_dvi.runs.predictive_of_outputs import PartlyCounted
 
 
 def statistics(fn: Any, observed: Tensor | None) -> dict[str, Tensor]:
@@ -136,6 +137,8 @@ def scoring_parts(fn: Any, mask: Tensor | None, site: str) -> Any:
         return fn
     if not untransformed(fn).event_shape:  # independent elements
         return rewrapped(fn, lambda elements: dist.MaskedDistribution(elements, mask))
+    if type(fn) in (dist.MultivariateNormal, ShapedNormal):  # of a linearised model
+        return PartlyCounted(fn, mask)
     inner = fn
     while isinstance(
         inner, (td.Independent, dist.MaskedDistribution, dist.ExpandedDistribution, PointMixture)

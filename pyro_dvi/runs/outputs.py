@@ -68,6 +68,7 @@ class Outputs:
         distribution: the observed distribution; None for a deterministic site.
         given: arguments of the innermost distribution, by name.
         axis: the dimension of the batch shape that indexes examples, counted from the right.
+        trace: the run, for its observations; None if the outputs are detached.
     """
 
     site: str
@@ -76,6 +77,7 @@ class Outputs:
     distribution: Any
     given: Mapping[str, Any]
     axis: int
+    trace: Any = None
 
     def split(self, values: Tensor) -> list[Tensor]:
         """Return the unconstrained values ``[*lead, B, *shape]`` of each parameter, from values ``[*lead, B, K]``."""
@@ -113,7 +115,7 @@ class Outputs:
     def detached(self) -> "Outputs":
         """Return the outputs without the autograd graph of the run."""
         given = {k: v.detach() if torch.is_tensor(v) else v for k, v in self.given.items()}
-        plain = replace(self, values=self.values.detach(), given=given)
+        plain = replace(self, values=self.values.detach(), given=given, trace=None)
         if self.distribution is None:
             return plain
         return replace(plain, distribution=plain.with_values(plain.values))
@@ -142,10 +144,11 @@ def run_outputs(
     nodes: Any = run.trace.nodes
     node = nodes.get(site)
     if node is not None and is_deterministic(node):
-        return _deterministic(str(site), node["value"], num_rows)
+        return replace(_deterministic(str(site), node["value"], num_rows), trace=run.trace)
     name = choose_response(site, responses(nodes, values))
     node = nodes[name]
-    return observed_outputs(name, node["fn"], example_axis(name, node, num_rows), num_rows, made)
+    found = observed_outputs(name, node["fn"], example_axis(name, node, num_rows), num_rows, made)
+    return replace(found, trace=run.trace)
 
 
 def _deterministic(site: str, value: Tensor, num_rows: int) -> Outputs:

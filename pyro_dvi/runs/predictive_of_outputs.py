@@ -91,7 +91,7 @@ def integrated(
 
     if not joined:
         return rewrapped(fn, predictive)
-    if type(untransformed(fn)) is dist.Normal:
+    if type(untransformed(fn)) in (dist.Normal, dist.NanMaskedNormal):
         found, counts = predictive(base), counted({"fn": fn, "mask": None})
         if counts is None:
             return found

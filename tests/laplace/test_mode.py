@@ -209,7 +209,7 @@ def test_nan_is_named():
     problem = LinearRegression()
     x, y = problem.x.clone(), problem.y.clone()
     y[7] = math.nan
-    with pytest.raises(DataError, match=r"NaN or infinite values: argument 2 \(1 of 5 elements\)"):
+    with pytest.raises(DataError, match="observed site 'y' contains 1 NaN or infinite values"):
         problem.guide().diagnose(ragged(x, y))
     guide = problem.guide()
     with torch.no_grad():

@@ -4,14 +4,16 @@
 from collections import OrderedDict
 from typing import Any
 
+import pyro
+import pyro.distributions as dist
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_dvi as dvi
-from pyro_dvi.errors import ArgumentError, DviWarning
-from pyro_dvi.laplace import ByValidation, ConjugateGradient, Diagonal, KroneckerFactored
+from pyro_dvi.errors import ArgumentError, DataError, DviWarning
+from pyro_dvi.laplace import ByTrainingLoss, ByValidation, ConjugateGradient, Diagonal, KroneckerFactored
 from tests.methods.cases import EPOCHS, loader, network, rows, slope
 
 
@@ -55,7 +57,10 @@ def test_the_prior_is_tuned_on_validation_data(as_given):
 
 def test_the_last_layer_of_a_model_that_is_a_function():
     """The weights of a linear model, whose Laplace approximation is exact."""
-    posterior = dvi.Laplace().fit(slope, loader(labels=False), progress=False)
+    with pytest.warns(
+        DviWarning, match=r"latent sites \['w'\] have no trained values.* pass the number of epochs"
+    ):
+        posterior = dvi.Laplace().fit(slope, loader(labels=False), progress=False)
     x = rows(60, 0)[0]
     precision = (x.T @ x / 0.1**2 + torch.eye(3)).double()
     torch.testing.assert_close(posterior.guide.posterior.precision, precision, rtol=1e-5, atol=1e-5)
@@ -167,14 +172,41 @@ def test_methods_that_are_fitted_for_each_value_are_not_tuned():
     assert not posterior.guide.scale_factors
 
 
-def test_tuning_runs_the_network_about_three_times_over_the_data():
-    """Residuals, likelihoods and gradients; with single runs of the first batch for checks."""
+@pytest.mark.parametrize("outputs", [1, 3])
+def test_tuning_runs_the_network_about_three_times_over_the_data(outputs):
+    """Residuals (or predictions), likelihoods and gradients; with single runs of the first batch for checks."""
     calls = []
-    net = network(1)
+    net = network(outputs)
     net[0].register_forward_hook(lambda *_: calls.append(1))
-    batches = [(a, b[:, None]) for a, b in loader(labels=False)]
+    x, y = rows(60, 0, labels=outputs > 1)
+    batches = list(zip(x.split(5), (y if outputs > 1 else y[:, None]).split(5), strict=True))
     dvi.Laplace().fit(net, batches, progress=False)
     assert len(calls) <= 3 * len(batches) + 8
+
+
+def test_the_prior_of_a_classifier_is_searched_by_bisection(monkeypatch):
+    """Of 37 values, as many are predicted as bisection needs, and the result is that of the whole grid."""
+    tried = []
+    once = ByValidation._mean_log_density
+
+    def counted(self, candidates):
+        density = once(self, candidates)
+
+        def density_of(value):
+            tried.append(value)
+            return density(value)
+
+        return density_of
+
+    monkeypatch.setattr(ByValidation, "_mean_log_density", counted)
+    net = network()
+    with torch.no_grad():
+        net[2].weight.mul_(10)
+    posterior = dvi.Laplace().fit(net, loader(), progress=False)
+    assert len(tried) <= 1 + 5 + 6
+    monkeypatch.setattr(ByTrainingLoss, "has_threshold", False)
+    whole = dvi.Laplace().fit(net, loader(), progress=False)
+    assert posterior.guide.scale_factors == whole.guide.scale_factors != {}
 
 
 @pytest.mark.parametrize("way", ["module", "name", "names", "pattern"])
@@ -230,3 +262,31 @@ def test_a_nearly_singular_precision_in_single_precision():
     )
     assert single.log_determinant() == pytest.approx(float(double.log_determinant()), rel=0.01)
     assert bool((single.marginal_variance() <= 1.001).all())
+
+
+def test_missing_targets_that_are_nan_equal_masked_ones():
+    x, w = torch.randn(30, 2), torch.eye(2)
+    y = x + 0.1 * torch.randn(30, 2)
+    y[:10, 1], y[10:14, 0], y[29] = torch.nan, torch.nan, torch.nan
+
+    def model(fn, x, y):
+        mean = x @ pyro.sample("w", dist.Normal(w, 1.0).to_event(2)).mT
+        with pyro.plate("data", 30, subsample_size=len(x)):
+            return pyro.sample("obs", fn(mean).to_event(1), obs=y)
+
+    def of_nan(x, y=None):
+        return model(lambda mean: dist.NanMaskedNormal(mean, 0.1), x, y)
+
+    def of_mask(x, known, y=None):
+        return model(lambda mean: dist.Normal(mean, 0.1).mask(known), x, y)
+
+    scores = []
+    for one, data in ((of_nan, (x, y)), (of_mask, (x, y.isfinite(), y.nan_to_num()))):
+        batches = [tuple(part[rows] for part in data) for rows in (slice(0, 14), slice(14, 30))]
+        posterior = dvi.Laplace(layers=None, polish=True).fit(one, batches, progress=False)
+        scores.append([posterior.guide.posterior.precision, *posterior.predict(data).metrics().values()])
+    for found, expected in zip(*scores, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    x[3, 0] = torch.nan
+    with pytest.raises(DataError, match=r"argument 1 \(1 of 60 elements\)"):
+        dvi.Laplace(layers=None, polish=True).fit(of_nan, [(x, y)], progress=False)

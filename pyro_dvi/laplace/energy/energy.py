@@ -145,7 +145,7 @@ class Energy:
         The scales of the runs are those in the model's code; see :meth:`JointRun.rescaled`.
 
         Raises:
-            DataError: a pass over the batches does not contain every row exactly once.
+            DataError: a pass does not contain every row exactly once, or has NaN that the likelihood does not mask.
             ModelError: the prior changes from batch to batch.
         """
         rows = Rows()
@@ -165,6 +165,12 @@ class Energy:
         constant = nullcontext() if self.differentiable else constant_parameters(self.model)
         with checked, evaluating(self.model), constant:
             found = run_joint(model, args, kwargs, {**self.locs, **sites})
+            if (
+                self.passes.bad is not None
+            ):  # NaN stands for a missing value only in distributions that mask it
+                for term in (*(site.value for site in found.sites), found.log_likelihood()):
+                    if not bool(torch.isfinite(term).all()):
+                        raise self.passes.bad
             if torch.is_grad_enabled() and "gradients reach the latents" not in self.known:
                 self.known.add("gradients reach the latents")
                 check_gradients(Call(self.model, None, args, kwargs), found.trace, found.log_likelihood())

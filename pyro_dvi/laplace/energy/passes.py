@@ -31,6 +31,7 @@ class Passes:
     Attributes:
         reordered: whether the batches differed between passes, as those of a shuffled loader do.
         sums: a weighted sum of the numbers in each batch of the first complete pass.
+        bad: an error that names NaN and infinite values in the last batch; None if there are none.
     """
 
     def __init__(self, batches: Iterable[Any], device: torch.device | None) -> None:
@@ -38,20 +39,20 @@ class Passes:
         self.batches, self.device = batches, device
         self.reordered = False
         self.sums: list[float] = []
+        self.bad: DataError | None = None
 
     def __iter__(self) -> Iterator[Arguments]:
         """Yield the arguments of every batch.
 
         Raises:
-            DataError: the loader yields no batches, NaN or infinite values, or other data than in the first pass.
+            DataError: the loader yields no batches, or other data than in the first pass.
         """
         sums: list[float] = []
         for place, batch in enumerate(self.batches):
             found = arguments(batch, self.device)
-            sums.append(_weighted_sum(found))
-            bad = None if math.isfinite(sums[-1]) else bad_values(*found)
-            if bad is not None:
-                raise bad
+            total = _weighted_sum(found)
+            self.bad = None if math.isfinite(total) else bad_values(*found)
+            sums.append(total if self.bad is None else _weighted_sum(found, torch.nansum))
             if self.sums and sums[-1:] != self.sums[place : place + 1]:
                 self.reordered = True
             yield found
@@ -76,14 +77,14 @@ class Passes:
         return first
 
 
-def _weighted_sum(batch: Arguments) -> float:
+def _weighted_sum(batch: Arguments, add: Any = torch.sum) -> float:
     """Return a sum over the numbers of a batch, whose weights depend on the position in a row, but not on the row."""
     total = 0.0
     for tensor in tensors_in(batch):
         if tensor.numel() and not tensor.is_complex():
             wide = widest(tensor.device)
             rows = tensor.detach().reshape(len(tensor) if tensor.dim() else 1, -1)
-            columns = rows.sum(0, dtype=wide)
+            columns = add(rows, 0, dtype=wide)
             weights = torch.arange(len(columns), device=columns.device, dtype=wide).cos_()
             total += float(columns @ weights)
     return total

@@ -5,14 +5,13 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from pyro_dvi.core.arguments import by_position, check_positive
 from pyro_dvi.core.batches import tensors_in
-from pyro_dvi.core.undisturbed import evaluating
 from pyro_dvi.curvature.linearisation import ObservedSite
 from pyro_dvi.errors import DataError
 from pyro_dvi.laplace.energy.energy import Energy
@@ -24,12 +23,22 @@ from pyro_dvi.laplace.methods.full_and_low_rank import Dense
 from pyro_dvi.laplace.methods.method import GaussianOutputs
 from pyro_dvi.links import GaussHermite, Probit
 from pyro_dvi.links.class_links import ClassLink
-from pyro_dvi.runs.log_joint import rescaled_model, run_joint
+from pyro_dvi.runs.log_joint import rescaled_model
+from pyro_dvi.runs.observed import observed_sites
 from pyro_dvi.runs.predictive_of_outputs import integrated
+
+REFUSED = -1e3  # scores of values that are out of the question are at most this number
 
 
 class Criterion(ABC):
-    """A score of the values of a scale."""
+    """A score of the values of a scale.
+
+    Attributes:
+        has_threshold: whether scores are above ``REFUSED`` from some value on, and decrease from there; this value is
+            then searched by bisection.
+    """
+
+    has_threshold: ClassVar[bool] = False
 
     @abstractmethod
     def score(self, candidates: Candidates) -> Callable[[float], float]:
@@ -174,8 +183,7 @@ class ByValidation(Criterion):
         """Return the outputs of a batch and its observed site."""
         model = rescaled_model(energy.model, energy.scale_factors)
         query = Query(model, args, energy.locs, energy.layout, site=self.site)
-        with evaluating(energy.model):
-            run = run_joint(model, args, {}, energy.locs)
+        run = observed_sites(query.outputs.trace)
         found = [site for site in run.sites if site.name == query.outputs.site]
         if not found:
             raise DataError("validation batches need observations: pass (x, y)")
@@ -237,6 +245,8 @@ class ByTrainingLoss(Criterion):
     link: ClassLink = field(default_factory=Probit)
     site: str | None = None
 
+    has_threshold = True
+
     def __post_init__(self) -> None:
         check_positive("tolerance", self.tolerance)
 
@@ -253,6 +263,6 @@ class ByTrainingLoss(Criterion):
 
         def score(value: float) -> float:
             loss = mode - density(value)
-            return -math.log(value) if loss <= self.tolerance else -1e3 * (1 + loss)
+            return -math.log(value) if loss <= self.tolerance else REFUSED * (1 + loss)
 
         return score

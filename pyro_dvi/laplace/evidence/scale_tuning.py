@@ -2,6 +2,7 @@
 """The search for the best value of a scale, or of several."""
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
@@ -16,7 +17,7 @@ from pyro_dvi.core.table import InNotebook
 from pyro_dvi.errors import ArgumentError, NotPositiveDefiniteError, warn
 from pyro_dvi.laplace.energy.energy import Energy
 from pyro_dvi.laplace.evidence.candidates import Candidates, FirstFit, Scale, check_scales
-from pyro_dvi.laplace.evidence.criteria import ByEvidence, Criterion
+from pyro_dvi.laplace.evidence.criteria import REFUSED, ByEvidence, Criterion
 from pyro_dvi.laplace.methods.method import Method
 from pyro_dvi.laplace.mode.diagnosis import sound
 
@@ -89,8 +90,8 @@ def tune(
         candidates: quantities that depend on the value.
         criterion: the score to maximise.
         values: grid of positive values; None means the default grid of the scale.
-        refinements: number of additional values to try, in pairs, between the neighbours of the best value; none are
-            tried if the best value is at the edge.
+        refinements: number of additional values to try, in pairs, between the neighbours of the best value (half as
+            many, below it, if the criterion has a threshold); none are tried if the best value is at the edge.
         progress: show a progress bar in a terminal or notebook.
 
     Raises:
@@ -117,7 +118,10 @@ def tune(
             tried[value] = -math.inf if math.isnan(found) else found
             return tried[value]
 
-        place = grid.index(max(grid, key=attempt))
+        if criterion.has_threshold:
+            place = min(bisect_left(grid, True, key=lambda v: attempt(v) > REFUSED), len(grid) - 1)
+        else:
+            place = grid.index(max(grid, key=attempt))
         if tried[grid[place]] == -math.inf:
             raise NotPositiveDefiniteError(
                 "the precision is not positive definite for any value: run guide.polish(batches), or use GGN()"
@@ -125,7 +129,7 @@ def tune(
         at_edge = place in (0, len(grid) - 1)
         for _ in range(0 if at_edge else refinements // 2):
             index = sorted(tried).index(max(tried, key=tried.__getitem__))
-            for low, high in pairwise(sorted(tried)[index - 1 : index + 2]):
+            for low, high in pairwise(sorted(tried)[index - 1 : index + 2 - criterion.has_threshold]):
                 attempt(math.sqrt(low * high))
     best = max(tried, key=tried.__getitem__)
     ordered, scores = torch.tensor(sorted(tried.items()), dtype=torch.float64).unbind(1)
