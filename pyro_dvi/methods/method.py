@@ -20,7 +20,7 @@ from pyro_dvi.methods.tunable import Tunable
 from pyro_dvi.optim import Adam
 from pyro_dvi.training import History, fit, load
 from pyro_dvi.training.ensemble import train_apart
-from pyro_dvi.training.own_store import OwnNetworks
+from pyro_dvi.training.own_store import OwnNetworks, unbound
 from pyro_dvi.training.random_state import preserve_random_state
 
 
@@ -94,6 +94,7 @@ class Method(Tunable, ABC):
     ) -> Posterior:
         """Apply ``run``, which trains or reads a file, to a new SVI, and return the resulting posterior."""
         done: dict[str, Any] = {}
+        model = unbound(model)
         first: Any = ()
         with in_turn:  # which sets aside the tensors and the random state of another thread
             if callable(model) and not isinstance(model, nn.Module):
