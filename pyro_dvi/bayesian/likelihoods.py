@@ -15,6 +15,7 @@ from torch.distributions import constraints
 
 from pyro_dvi.bayesian.priors import LearnedScale, ScalePrior, check_scale_prior, positive
 from pyro_dvi.core.arguments import check_count
+from pyro_dvi.core.recorder import assumed
 from pyro_dvi.errors import ArgumentError, DataError, ModelError, warn
 
 
@@ -158,9 +159,8 @@ class Classifier(LikelihoodModule):
                 warn(
                     f"The logits of shape {tuple(given.shape)} are read as [batch, classes, *positions]. {hint}"
                 )
-        if logits.dim() > 2:  # as in F.cross_entropy, the label -100 is ignored
-            labels = labels.mask(True if y is None else y != -100)
-            y = None if y is None else y.masked_fill(y == -100, 0)
+        if y is not None and not assumed((y != -100).all()):  # ignored, as in F.cross_entropy
+            labels, y = labels.mask(y != -100), y.masked_fill(y == -100, 0)
         with self.data_plate(logits.shape[0], observed=y is not None):
             drawn: Tensor = pyro.sample("obs", labels.to_event(logits.dim() - 2), obs=y)
         return drawn
@@ -176,15 +176,16 @@ def classifier(net: nn.Module, num_data: int) -> Classifier:
 
     Args:
         net: maps ``[batch, ...]`` to logits ``[batch, classes]``, or to ``[batch, classes, *positions]`` (a label for
-            each pixel or token, as in ``F.cross_entropy``, where -100 marks a label to ignore; a transformer returns
-            ``logits.movedim(-1, 1)``). It returns the logits alone, or named outputs that include ``logits``. A single
-            output, ``[batch]`` or ``[batch, 1]``, is the logit of class 1 of two classes. Convert the network with
-            ``to_bayesian_`` first to make its weights Bayesian.
+            each pixel or token, as in ``F.cross_entropy``; a transformer returns ``logits.movedim(-1, 1)``). It returns
+            the logits alone, or named outputs that include ``logits``. A single output, ``[batch]`` or ``[batch, 1]``,
+            is the logit of class 1 of two classes. Convert the network with ``to_bayesian_`` first to make its weights
+            Bayesian.
         num_data: :math:`N`, the number of examples (not batches) in the data set.
 
     Returns:
         A model ``model(x, y=None)`` with the observed site ``obs`` in the plate ``data``. ``x`` may be a tuple or
-        mapping of inputs; ``y`` holds class indices ``[batch, *positions]`` or ``[batch, 1, *positions]``. A batch may
+        mapping of inputs; ``y`` holds class indices ``[batch, *positions]`` or ``[batch, 1, *positions]``, in which
+        -100 marks a label to ignore, as in ``F.cross_entropy``: it counts in no likelihood and in no score. A batch may
         also be a mapping with the network's inputs and ``labels``: ``model(input_ids=..., labels=...)``.
 
     Raises:
