@@ -211,13 +211,29 @@ class Regressor(LikelihoodModule):
     def __init__(self, net: nn.Module, num_data: int, noise_scale: Any) -> None:
         super().__init__(net, num_data)
         self.noise = noise_scale if isinstance(noise_scale, Heteroscedastic) else None
+        self.register_buffer("target_mean", None)
+        self.register_buffer("target_scale", None)
         if self.noise is None:
             self.noise_scale = self._scale(noise_scale)
 
+    def _like(self) -> Tensor:
+        """Return a tensor with the dtype and device of the network."""
+        tensors = (*self.net.parameters(), *self.net.buffers())
+        return next((t.detach() for t in tensors if t.is_floating_point()), torch.empty(0))
+
+    def standardize(self, targets: Tensor) -> None:
+        r"""Let the network predict standardised targets, :math:`y \sim N(m + s f_w(x), s^2 \sigma^2)`.
+
+        Args:
+            targets: all targets, ``[N]`` or ``[N, columns]``; each column has its mean m and standard deviation s.
+        """
+        rows = targets.squeeze(-1) if targets.dim() == 2 and targets.shape[-1] == 1 else targets
+        spread, like = rows.std(0, correction=0), self._like()
+        self.target_mean, self.target_scale = rows.mean(0).to(like), spread.where(spread > 0, 1.0).to(like)
+
     def _scale(self, given: Any) -> Any:
         """Return a number, or an object that becomes a parameter or a latent site as an attribute of this module."""
-        tensors = (*self.net.parameters(), *self.net.buffers())
-        like = next((t.detach() for t in tensors if t.is_floating_point()), torch.empty(0))
+        like = self._like()
         if isinstance(given, LearnedScale):
             start = like.new_tensor(positive(given.init, "noise_scale"))
             return PyroParam(start, constraint=constraints.positive)
@@ -242,6 +258,8 @@ class Regressor(LikelihoodModule):
             # a tensor or moments, if it has columns
             scale = scale if isinstance(scale, float) or scale.ndim != 2 else scale.squeeze(-1)
             y = y.squeeze(-1) if isinstance(y, Tensor) and y.dim() == 2 and y.shape[-1] == 1 else y
+        if self.target_scale is not None:
+            mean, scale = mean * self.target_scale + self.target_mean, scale * self.target_scale
         if y is not None:
             hint = "For classes, pass integer labels, y.long()"
             if isinstance(y, Tensor) and self.noise is None and outputs.numel() == 2 * y.numel():

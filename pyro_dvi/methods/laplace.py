@@ -213,7 +213,8 @@ class Laplace(Method):
         svi.guide.initialize(*args, **named)
         found = predict(svi.model, svi.guide, loader, AtMean())
         assert found.observed is not None
-        residuals = (found.mean - found.observed).square()
+        unit = 1.0 if svi.model.target_scale is None else svi.model.target_scale
+        residuals = ((found.mean - found.observed) / unit).square()
         least = 1e-3 * float(cast(float, cast(LearnedScale, self.noise_scale).init))
         svi.model.noise_scale = residuals.mean(0).sqrt().clamp(min=least).to(noise)
         return True

@@ -35,6 +35,9 @@ class Method(Tunable, ABC):
             to zero with a cosine schedule.
         prior_scale: standard deviation of the priors of a network without priors, as in :func:`~pyro_dvi.to_bayesian_`.
         noise_scale: standard deviation of the noise, for a regression network, as in :func:`~pyro_dvi.regressor`.
+        standardize: True to train a regression network on standardised targets, with one mean and one standard
+            deviation for each output, from one pass over the loader. Predictions and observations stay in the units of
+            the targets; ``noise_scale`` is in units of the standard deviation. Inputs are not changed.
         kl_weight: factor of the KL divergence in the objective.
         temperature: temperature of the objective; below 1, the posterior is narrower. None means 0.1 for a network and
             1 for a Pyro model.
@@ -43,6 +46,7 @@ class Method(Tunable, ABC):
     lr: float = 0.01
     prior_scale: Any = 1.0
     noise_scale: Any = LearnedScale()
+    standardize: bool = False
     kl_weight: float = 1.0
     temperature: Any = None
 
@@ -62,7 +66,7 @@ class Method(Tunable, ABC):
         """Return an untrained ``pyro.infer.SVI`` for a network or a Pyro model."""
         method = self.settled(model)
         with preserve_random_state(loader):  # the loader may shuffle
-            model = as_model(model, loader, self.prior_scale, self.noise_scale, epochs > 0)
+            model = as_model(model, loader, self, epochs > 0)
         return SVI(model, method.guide(model), method.optimizer(epochs), loss=method.elbo())
 
     def settled(self, model: Any) -> Self:
