@@ -159,7 +159,9 @@ class Classifier(LikelihoodModule):
                 warn(
                     f"The logits of shape {tuple(given.shape)} are read as [batch, classes, *positions]. {hint}"
                 )
-        if y is not None and not assumed((y != -100).all()):  # ignored, as in F.cross_entropy
+        # The label -100 is ignored, as in F.cross_entropy. A training step does not wait for an accelerator to look.
+        waits = self.training and y is not None and y.device.type != "cpu"
+        if y is not None and (waits or not assumed((y != -100).all())):
             labels, y = labels.mask(y != -100), y.masked_fill(y == -100, 0)
         with self.data_plate(logits.shape[0], observed=y is not None):
             drawn: Tensor = pyro.sample("obs", labels.to_event(logits.dim() - 2), obs=y)

@@ -51,7 +51,7 @@ def bind(part: Any, store: StateDict, networks: Any = None) -> Any:
         >>> for module in (first, second):
         ...     with pyro.get_param_store().scope() as store:
         ...         _ = module(torch.ones(1))
-        ...     bind(module, store)
+        ...     _ = bind(module, store)
         >>> kept = second.weight.clone()
         >>> _ = first(torch.ones(1)), second(torch.ones(1))
         >>> torch.equal(second.weight, kept)
