@@ -101,7 +101,7 @@ def test_a_batch_of_a_prediction(rule, most, device):
     ids=lambda value: str(value)[:12],
 )
 def test_a_whole_prediction(rule, most, device):
-    """Beside the batch and its ignored labels: whether guide and model are finite, and for samples whether they can run at once."""
+    """Beside the batch: whether guide and model are finite, and for samples whether they can run at once."""
     pyro.enable_validation(False)
     svi, _ = started("mean-field moments", device)
     with emulated.counted_reads() as reads:
