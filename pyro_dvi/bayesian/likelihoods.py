@@ -15,6 +15,7 @@ from torch.distributions import constraints
 
 from pyro_dvi.bayesian.priors import LearnedScale, ScalePrior, check_scale_prior, positive
 from pyro_dvi.core.arguments import check_count
+from pyro_dvi.core.recorder import assumed
 from pyro_dvi.errors import ArgumentError, DataError, ModelError, warn
 
 
@@ -158,9 +159,10 @@ class Classifier(LikelihoodModule):
                 warn(
                     f"The logits of shape {tuple(given.shape)} are read as [batch, classes, *positions]. {hint}"
                 )
-        if logits.dim() > 2:  # as in F.cross_entropy, the label -100 is ignored
-            labels = labels.mask(True if y is None else y != -100)
-            y = None if y is None else y.masked_fill(y == -100, 0)
+        # The label -100 is ignored, as in F.cross_entropy. A training step does not wait for an accelerator to look.
+        waits = self.training and y is not None and y.device.type != "cpu"
+        if y is not None and (waits or not assumed((y != -100).all())):
+            labels, y = labels.mask(y != -100), y.masked_fill(y == -100, 0)
         with self.data_plate(logits.shape[0], observed=y is not None):
             drawn: Tensor = pyro.sample("obs", labels.to_event(logits.dim() - 2), obs=y)
         return drawn
@@ -176,15 +178,16 @@ def classifier(net: nn.Module, num_data: int) -> Classifier:
 
     Args:
         net: maps ``[batch, ...]`` to logits ``[batch, classes]``, or to ``[batch, classes, *positions]`` (a label for
-            each pixel or token, as in ``F.cross_entropy``, where -100 marks a label to ignore; a transformer returns
-            ``logits.movedim(-1, 1)``). It returns the logits alone, or named outputs that include ``logits``. A single
-            output, ``[batch]`` or ``[batch, 1]``, is the logit of class 1 of two classes. Convert the network with
-            ``to_bayesian_`` first to make its weights Bayesian.
+            each pixel or token, as in ``F.cross_entropy``; a transformer returns ``logits.movedim(-1, 1)``). It returns
+            the logits alone, or named outputs that include ``logits``. A single output, ``[batch]`` or ``[batch, 1]``,
+            is the logit of class 1 of two classes. Convert the network with ``to_bayesian_`` first to make its weights
+            Bayesian.
         num_data: :math:`N`, the number of examples (not batches) in the data set.
 
     Returns:
         A model ``model(x, y=None)`` with the observed site ``obs`` in the plate ``data``. ``x`` may be a tuple or
-        mapping of inputs; ``y`` holds class indices ``[batch, *positions]`` or ``[batch, 1, *positions]``. A batch may
+        mapping of inputs; ``y`` holds class indices ``[batch, *positions]`` or ``[batch, 1, *positions]``, in which
+        -100 marks a label to ignore, as in ``F.cross_entropy``: it counts in no likelihood and in no score. A batch may
         also be a mapping with the network's inputs and ``labels``: ``model(input_ids=..., labels=...)``.
 
     Raises:
@@ -210,13 +213,29 @@ class Regressor(LikelihoodModule):
     def __init__(self, net: nn.Module, num_data: int, noise_scale: Any) -> None:
         super().__init__(net, num_data)
         self.noise = noise_scale if isinstance(noise_scale, Heteroscedastic) else None
+        self.register_buffer("target_mean", None)
+        self.register_buffer("target_scale", None)
         if self.noise is None:
             self.noise_scale = self._scale(noise_scale)
 
+    def _like(self) -> Tensor:
+        """Return a tensor with the dtype and device of the network."""
+        tensors = (*self.net.parameters(), *self.net.buffers())
+        return next((t.detach() for t in tensors if t.is_floating_point()), torch.empty(0))
+
+    def standardize(self, targets: Tensor) -> None:
+        r"""Let the network predict standardised targets, :math:`y \sim N(m + s f_w(x), s^2 \sigma^2)`.
+
+        Args:
+            targets: all targets, ``[N]`` or ``[N, columns]``; each column has its mean m and standard deviation s.
+        """
+        rows = targets.squeeze(-1) if targets.dim() == 2 and targets.shape[-1] == 1 else targets
+        spread, like = rows.std(0, correction=0), self._like()
+        self.target_mean, self.target_scale = rows.mean(0).to(like), spread.where(spread > 0, 1.0).to(like)
+
     def _scale(self, given: Any) -> Any:
         """Return a number, or an object that becomes a parameter or a latent site as an attribute of this module."""
-        tensors = (*self.net.parameters(), *self.net.buffers())
-        like = next((t.detach() for t in tensors if t.is_floating_point()), torch.empty(0))
+        like = self._like()
         if isinstance(given, LearnedScale):
             start = like.new_tensor(positive(given.init, "noise_scale"))
             return PyroParam(start, constraint=constraints.positive)
@@ -241,6 +260,8 @@ class Regressor(LikelihoodModule):
             # a tensor or moments, if it has columns
             scale = scale if isinstance(scale, float) or scale.ndim != 2 else scale.squeeze(-1)
             y = y.squeeze(-1) if isinstance(y, Tensor) and y.dim() == 2 and y.shape[-1] == 1 else y
+        if self.target_scale is not None:
+            mean, scale = mean * self.target_scale + self.target_mean, scale * self.target_scale
         if y is not None:
             hint = "For classes, pass integer labels, y.long()"
             if isinstance(y, Tensor) and self.noise is None and outputs.numel() == 2 * y.numel():

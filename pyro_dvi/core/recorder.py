@@ -10,7 +10,7 @@ import linecache
 import operator
 import sys
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from itertools import takewhile
 from pathlib import Path
@@ -74,6 +74,12 @@ def assumed(condition: Tensor) -> bool:
     if holds:
         recorder.assumptions.append(condition)
     return holds
+
+
+def structural(condition: Tensor) -> bool:
+    """Return a condition that holds for all inputs or for none; a recording for any number of rows relies on this."""
+    with _disable_current_modes() if is_for_any_rows() else nullcontext():
+        return bool(condition)
 
 
 def refuse_to_record(problem: str) -> None:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pyro_dvi.core.recorder import is_for_any_rows
 from pyro_dvi.curvature.per_example.example_rules import Contribution, Rows, Use, at_least_single
 from pyro_dvi.curvature.per_example.proof import Served, warn_of_disproved
 from pyro_dvi.curvature.products import LinearMap, gradients_at, vectors_together
@@ -61,6 +62,9 @@ class OuterGradients:
 
     def chunks(self, size: int = 0) -> Iterator[slice]:
         """Yield groups of examples to process together; ``size`` is the additional memory per example."""
+        if is_for_any_rows():
+            yield slice(None)
+            return
         a, delta = self.parts(slice(0, 1))
         together = _CACHE if delta.device.type == "cpu" else _CHUNK
         count = max(1, together // (a.numel() + delta.numel() + size))
@@ -70,6 +74,8 @@ class OuterGradients:
     def parts(self, part: slice) -> tuple[Tensor, Tensor]:
         """Return the inputs a ``[m, T, q]`` and the gradients delta ``[K, m, T, p]`` of some examples."""
         delta = self._deltas[:, part]
+        if is_for_any_rows():  # torch.export cannot tell that a dimension of K m can be split
+            return self._inputs(part), torch.vmap(self._of_output)(delta)
         return self._inputs(part), self._of_output(delta.flatten(0, 1)).unflatten(0, delta.shape[:2])
 
     def factors(self, part: slice, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
@@ -209,6 +215,9 @@ class ExampleGradients:
 
     def chunks(self) -> Iterator[slice]:
         """Yield parts of the examples whose rows can be computed together."""
+        if is_for_any_rows():
+            yield slice(None)
+            return
         count = max(1, _CHUNK // max(1, self.outputs.shape[1] * self.size))
         for start in range(0, len(self.outputs), count):
             yield slice(start, min(start + count, len(self.outputs)))
@@ -240,9 +249,9 @@ class ExampleGradients:
         edges = list(dict.fromkeys(use.output for uses in self._uses.values() for use in uses))
         # The graph saved about two numbers per number that passes through it.
         saved = 2 * self.held // len(self._units) * self.outputs.element_size()
-        seeds = units.unsqueeze(1).expand(-1, len(self.outputs), -1)
-        together, again = vectors_together(saved, seeds.device), self.recorder.differentiable
-        found = gradients_at(self.outputs, edges, seeds, together, create_graph=again)
+        seeds = units.unsqueeze(1).repeat(1, len(self.outputs), 1)
+        together = len(units) if is_for_any_rows() else vectors_together(saved, seeds.device)
+        found = gradients_at(self.outputs, edges, seeds, together, create_graph=self.recorder.differentiable)
         return dict(zip(edges, found, strict=True))
 
     @cached_property

@@ -6,6 +6,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
+from pyro_dvi.core.recorder import structural
 from pyro_dvi.errors import NotPositiveDefiniteError
 
 
@@ -41,7 +42,7 @@ def eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
             symmetric = symmetric + torch.diag_embed(symmetric.abs().amax((-2, -1)).unsqueeze(-1) * apart)
         with suppress(torch.linalg.LinAlgError):  # type: ignore[attr-defined]
             values, vectors = torch.linalg.eigh(symmetric)
-            if bool(values.isfinite().all()):
+            if structural(values.isfinite().all()):
                 return values.clamp_min(0).to(matrix), vectors.to(matrix)
     raise NotPositiveDefiniteError(
         f"the eigenvectors of a matrix of size {matrix.shape[-1]} cannot be computed: check for infinite or extreme "

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributions as td
 
+from pyro_dvi.core.recorder import is_for_any_rows
 from pyro_dvi.core.registry import registering
 from pyro_dvi.expectations.closed_forms import gaussian_logit, gaussian_logits, logit_of_expected_sigmoid
 from pyro_dvi.expectations.expectation import evaluation, find_rule, without_checks
@@ -173,7 +174,7 @@ def _root(covariance: Tensor) -> tuple[Tensor, Tensor]:
     values, vectors = values.flip(-1), vectors.flip(-1)
     tolerance = 4 * values.shape[-1] * torch.finfo(values.dtype).eps * values[..., :1]
     kept = values > tolerance
-    rank = max(1, int(kept.sum(-1).max()))
+    rank = values.shape[-1] if is_for_any_rows() else max(1, int(kept.sum(-1).max()))
     deviations = torch.where(kept, values.sqrt(), values.new_zeros(()))[..., :rank].unsqueeze(-2)
     inverses = torch.where(
         deviations > 0, 1 / deviations.clamp_min(torch.finfo(values.dtype).tiny), deviations

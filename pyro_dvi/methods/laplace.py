@@ -219,7 +219,8 @@ class Laplace(Method):
         noise, energy = svi.model.noise_scale.detach(), svi.guide.energy(loader)
         with torch.no_grad():
             sites = [run.sites[0] for _, run in energy.runs(energy.start)]
-        residuals = torch.cat([site.value - site.fn.mean for site in sites]).square()
+        unit = 1.0 if svi.model.target_scale is None else svi.model.target_scale
+        residuals = torch.cat([(site.value - site.fn.mean) / unit for site in sites]).square()
         least = 1e-3 * float(cast(float, cast(LearnedScale, self.noise_scale).init))
         svi.model.noise_scale = residuals.mean(0).sqrt().clamp(min=least).to(noise)
         return True

@@ -23,7 +23,7 @@ from pyro_dvi.optim import Adam
 from pyro_dvi.runs.trained_for import temperature_of
 from pyro_dvi.training import History, fit, load
 from pyro_dvi.training.ensemble import train_apart
-from pyro_dvi.training.own_store import OwnNetworks
+from pyro_dvi.training.own_store import OwnNetworks, unbound
 from pyro_dvi.training.random_state import preserve_random_state
 
 
@@ -38,6 +38,9 @@ class Method(Tunable, ABC):
             to zero with a cosine schedule.
         prior_scale: standard deviation of the priors of a network without priors, as in :func:`~pyro_dvi.to_bayesian_`.
         noise_scale: standard deviation of the noise, for a regression network, as in :func:`~pyro_dvi.regressor`.
+        standardize: True to train a regression network on standardised targets, with one mean and one standard
+            deviation for each output, from one pass over the loader. Predictions and observations stay in the units of
+            the targets; ``noise_scale`` is in units of the standard deviation. Inputs are not changed.
         kl_weight: factor of the KL divergence in the objective.
         temperature: temperature of the objective; below 1, the posterior is narrower. None means 1 for a Pyro model,
             and for a network a temperature that rises with the number of steps, from 0.02 to 0.1 after 1,500 steps:
@@ -48,6 +51,7 @@ class Method(Tunable, ABC):
     lr: float = 0.01
     prior_scale: Any = 0.5
     noise_scale: Any = LearnedScale()
+    standardize: bool = False
     kl_weight: float = 1.0
     temperature: Any = None
     normalised_temperature: ClassVar[float] = 0.1  # highest default for networks with batch normalisation
@@ -70,7 +74,7 @@ class Method(Tunable, ABC):
         if self.temperature is None:
             method = replace(self, temperature=self._default_temperature(model, loader, epochs))
         with preserve_random_state(loader):  # the loader may shuffle
-            model = as_model(model, loader, self.prior_scale, self.noise_scale, epochs > 0)
+            model = as_model(model, loader, self, epochs > 0)
         return SVI(model, method.guide(model), method.optimizer(epochs), loss=method.elbo())
 
     def _default_temperature(self, model: Any, loader: Loader, epochs: int) -> float:
@@ -108,6 +112,7 @@ class Method(Tunable, ABC):
     ) -> Posterior:
         """Apply ``run``, which trains or reads a file, to a new SVI, and return the resulting posterior."""
         done: dict[str, Any] = {}
+        model = unbound(model)
         first: Any = ()
         with in_turn:  # which sets aside the tensors and the random state of another thread
             if callable(model) and not isinstance(model, nn.Module):

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from itertools import chain, islice
 from typing import Any
 
+import torch
 from pyro.nn.module import PyroModule
 from torch import Tensor, nn
 
@@ -28,11 +29,11 @@ def is_network(model: Any) -> bool:
     return isinstance(model, nn.Module) and not is_model
 
 
-def as_model(model: Any, loader: Loader, prior_scale: Any, noise_scale: Any, trains: bool = True) -> Any:
+def as_model(model: Any, loader: Loader, method: Any, trains: bool = True) -> Any:
     """Return a copy of a Pyro model, or a Pyro model that consists of a copy of a network, priors and a likelihood.
 
     For a network, integer targets are treated as labels; other targets get Normal noise. A network that is to be
-    trained is warned of inputs that are not scaled.
+    trained is warned of inputs that are not scaled. The method has the priors, the noise, and ``standardize``.
     """
     if is_network(plain := getattr(model, "_orig_mod", None)):
         model = plain  # of a network from torch.compile
@@ -44,10 +45,14 @@ def as_model(model: Any, loader: Loader, prior_scale: Any, noise_scale: Any, tra
         how = "open files and connections in a function that forward calls, or train the model itself with dvi.fit"
         raise ModelError(f"the model cannot be copied ({error}): {how}") from error
     if not is_network(model):
+        if method.standardize:
+            raise ArgumentError(
+                "standardize=True needs a network: a Pyro model standardises its observations itself"
+            )
         return model
     check_loader(loader, 2)
     size = dataset_size(loader)
-    seen = in_turn.passed_for(loader if size is None else islice(loader, 1))
+    seen = in_turn.passed_for(loader if size is None or method.standardize else islice(loader, 1))
     first = list(islice(seen, 1))
     targets = list(map(target_of, chain(first, seen)))
     if not targets or not all(isinstance(target, Tensor) and target.dim() for target in targets):
@@ -60,11 +65,21 @@ def as_model(model: Any, loader: Loader, prior_scale: Any, noise_scale: Any, tra
     if inputs is not None:
         _look_at_inputs(model, inputs, targets[0], trains)
     if not was_converted(model):
-        to_bayesian_(model, prior_scale)
+        to_bayesian_(model, method.prior_scale)
     num_data = size or sum(map(len, targets))
     if targets[0].is_floating_point():
-        _look_at(targets[0], prior_scale)
-        return regressor(model, num_data, noise_scale)
+        found = regressor(model, num_data, method.noise_scale)
+        if method.standardize and not trains:
+            raise ArgumentError(
+                "standardize=True needs epochs: a trained network predicts in units of its own"
+            )
+        if method.standardize:
+            found.standardize(torch.cat(targets))
+        else:
+            _look_at(targets[0], method.prior_scale)
+        return found
+    if method.standardize:
+        raise ArgumentError("standardize=True is for regression, but the targets are labels")
     return classifier(model, num_data)
 
 
@@ -81,7 +96,7 @@ def _look_at(numbers: Tensor, prior_scale: Any) -> None:
         warn(
             f"the root mean square of the targets is {size:.3g}, and their mean {float(numbers.mean()):.3g}, but the "
             "default priors, noise and step sizes are for a mean of about 0 and a standard deviation of about 1. "
-            "Standardise the targets, or predictions may be far off"
+            "Standardise the targets (the method's standardize=True does so), or predictions may be far off"
         )
 
 

@@ -28,9 +28,10 @@ class Posterior(TrainedPosterior):
     """A model with its trained guide, and methods to predict, export and save.
 
     The parameters of a posterior are in Pyro's parameter store only while one of these methods runs, so several
-    posteriors do not clash. Guides, and models that are modules of Pyro, use their own parameters wherever they are
-    called. Put other code that reads parameters inside ``with posterior.in_store():``. To continue training, make an
-    SVI with a new optimizer, because the step size of the one in ``svi`` has decayed to zero.
+    posteriors do not clash. Model and guide use their own parameters wherever they are called; a model that is a
+    function is wrapped for this. Put other code that reads parameters inside ``with posterior.in_store():``. To
+    continue training, make an SVI with a new optimizer, because the step size of the one in ``svi`` has decayed to
+    zero.
 
     Attributes:
         model: the Pyro model. If a module was passed to the method, this is a copy.

@@ -8,6 +8,7 @@ from typing import Any
 
 from pyro.infer import SVI
 from pyro.infer.autoguide import AutoDelta
+from torch import Tensor
 
 from pyro_dvi.core.arguments import check_choice, with_missing
 from pyro_dvi.core.progress import progress_bar
@@ -141,7 +142,7 @@ def predict(
         for batch in progress_bar(progress, unit="batch", label="predict", of=chain([first], split)):
             args, kwargs = batch.whole
             with explained_errors(model, with_missing(model, args), kwargs):
-                if batch.observed is not None and varies:
+                if batch.observed is not None and (varies or _has_markers(batch.observed)):
                     latents = example_latents(guide, batch.inputs)
                     batch = check_observation(model, batch, latents, site)
                     varies = batch.varies
@@ -155,6 +156,11 @@ def predict(
             "dropout is off in evaluation mode. Train a posterior, for example with Laplace(), or an ensemble"
         )
     return Prediction(rule, parts, ordered=keeps_order(data))
+
+
+def _has_markers(observed: Tensor) -> bool:
+    """Return True if labels or counts are negative, such as -100 for a label to ignore, which only the model knows."""
+    return not observed.is_floating_point() and bool((observed < 0).any())
 
 
 def _without_spread(parts: list[Part]) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.core.arguments import check_count
-from pyro_dvi.core.densities import untransformed, with_any
+from pyro_dvi.core.densities import with_any
 from pyro_dvi.errors import DataError, MissingQuantityError
 from pyro_dvi.predictive import prediction_summaries as summaries
 from pyro_dvi.predictive.engine.model_runs import seeded
@@ -128,9 +128,9 @@ class Prediction:
         It is the epistemic part of the entropy of each label, known as BALD. It is high if the draws are confident in
         different classes, and zero for ``AtMean()``.
 
-        Status: with ``Linearised()``, it is exact up to rounding for two classes, and otherwise an average over
-        ``num_points`` fixed points of the Gaussian logits. The expected entropy is the entropy of the predictive
-        probabilities less this information, so it is as accurate as ``link``.
+        Status: with ``Linearised()``, also of the members of an ensemble, it is exact up to rounding for two classes,
+        and otherwise an average over ``num_points`` fixed points of the Gaussian logits. The expected entropy is the
+        entropy of the predictive probabilities less this information, so it is as accurate as ``link``.
 
         Source: Houlsby et al. (2011), Eq. 2.
         """
@@ -300,16 +300,10 @@ class Prediction:
     @cached_property
     def _of_logits(self) -> list[Any]:
         """Mutual information and variances of the probabilities due to Gaussian logits; zero if there are none."""
-        found = []
-        for part in self._parts:
-            fn = part.distribution
-            read = None if fn is None else getattr(untransformed(fn), "of_posterior", None)
-            if read is None:
-                return [0.0, 0.0]
-            labels = len(fn.event_shape) - self.is_one_hot  # dimensions to the right of the batch shape
-            right = labels, labels + (not self._kind.startswith("Bernoulli"))
-            found.append([v.movedim(part.axis - r, 0) for v, r in zip(read(), right, strict=True)])
-        return [torch.cat(each) for each in zip(*found, strict=True)]
+        reads = [part.within for part in self._parts if part.within is not None]
+        if len(reads) < len(self._parts):
+            return [0.0, 0.0]
+        return [torch.cat(each) for each in zip(*(read() for read in reads), strict=True)]
 
     def _check_is_split(self) -> None:
         is_told = self.method.tells_noise_apart or "function_variance" in self._values

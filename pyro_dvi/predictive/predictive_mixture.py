@@ -14,8 +14,9 @@ component are kept only on request. For regression, the components are kept for 
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pyro.distributions as dist
@@ -59,6 +60,8 @@ class Part:
         count: number of components.
         axis: the dimension of the distribution's batch shape that indexes examples (negative).
         num_rows: number of examples.
+        within: computes, for class labels, the mutual information and the variances of the probabilities that the
+            posterior causes within the components, averaged over them; None unless all components provide them.
     """
 
     site: str
@@ -69,6 +72,13 @@ class Part:
     count: int
     axis: int
     num_rows: int
+    within: Callable[[], list[Tensor]] | None = None
+
+
+def _averages_within(reads: Sequence[Callable[[], Any]], dims: Sequence[int]) -> list[Tensor]:
+    """Average tensors over components, and move the dimension of the examples to the front."""
+    each = zip(*(read() for read in reads), strict=True)
+    return [torch.stack(values).mean(0).movedim(dim, 0) for values, dim in zip(each, dims, strict=True)]
 
 
 class _Reader:
@@ -123,6 +133,7 @@ class Mixture(_Reader):
         self.room = room
         self._kept: list[dict[str, Tensor]] = []
         self._components: list[Any] = []
+        self._within: list[Callable[[], Any]] = []
         # The observed values, with values from the support in place of masked ones.
         self._scored: Tensor | None = None
 
@@ -152,6 +163,8 @@ class Mixture(_Reader):
         found = self._statistics(fn, response.site)
         if "log_probabilities" not in found:
             self._keep_component(fn)
+        elif (within := getattr(untransformed(fn), "of_posterior", None)) is not None:
+            self._within.append(within)
         self.add_statistics({name: value.unsqueeze(0) for name, value in found.items()}, 1)
 
     def _statistics(self, fn: Any, site: str) -> dict[str, Tensor]:
@@ -226,9 +239,9 @@ class Mixture(_Reader):
                 if "log_likelihood" in each:
                     each["log_likelihood"] = each["log_likelihood"].masked_fill(left_out, math.nan)
         distribution = self._distribution(fn, found.get("log_probabilities"))
-        return Part(
-            self.last.site, type(base).__name__, values, draws, distribution, self.count, axis, self.num_rows
-        )
+        kind, dims = type(base).__name__, (axis - of_labels, axis - of_moments)
+        reads = partial(_averages_within, self._within, dims) if len(self._within) == self.count else None
+        return Part(self.last.site, kind, values, draws, distribution, self.count, axis, self.num_rows, reads)
 
     def _distribution(self, fn: Any, log_probabilities: Tensor | None) -> Any:
         """Return the mixture as one distribution, which for classes is again a distribution over classes."""

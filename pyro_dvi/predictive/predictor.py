@@ -263,8 +263,8 @@ def predictor(
     Everything that :func:`~pyro_dvi.predict` does in Python is done once: checks, Pyro's traces, moment objects, draws
     of the weights, and all computations that depend only on the weights. The result is a graph of torch operators from
     inputs to predictions. Every distribution with a mean and a variance is supported. So is every rule whose choice of
-    operators does not depend on values: ``AtMean()``, ``Moments()``, and ``Samples(n)`` with the same n draws in every
-    call. ``Linearised()`` chooses operators by values, so it raises an error.
+    operators does not depend on values: ``AtMean()``, ``Moments()``, ``Samples(n)`` with the same n draws in every
+    call, and ``Linearised()`` unless the Laplace posterior solves a system for each input, as ``ConjugateGradient``.
 
     Status: equal to :func:`~pyro_dvi.predict` with the same seed, up to rounding; this is checked on the example.
 

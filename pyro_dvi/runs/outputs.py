@@ -17,6 +17,7 @@ from torch import Tensor, distributions as td
 from torch.distributions import constraints
 
 from pyro_dvi.core.distributions import Built, arguments_kept, given_to, innermost, rewrapped
+from pyro_dvi.core.recorder import structural
 from pyro_dvi.errors import DataError, ModelError, NonFiniteError, UnsupportedError
 from pyro_dvi.expectations.expectation import without_checks
 from pyro_dvi.runs.latents import unconstraining_transform
@@ -192,13 +193,13 @@ def observed_outputs(site: str, fn: Any, axis: int, num_rows: int, made: list[Bu
         own = value.shape[value.dim() - event_dim :] if event_dim else ()
         value = value.expand(*batch_shape, *own)
         real = (value if transform is None else transform.inv(value)).movedim(position, 0)
-        if not bool(torch.isfinite(real.detach()).all()):
+        if not structural(torch.isfinite(real.detach()).all()):
             raise NonFiniteError(
                 f"observed site {site!r}: {name!r} of {type(base).__name__} is NaN, infinite or at the edge of the "
                 "domain for some examples: use logits= instead of probs=, or keep scales away from zero"
             )
-        parts.append(real.reshape(num_rows, -1))
         parameters.append(Parameter(name, tuple(real.shape[1:]), position, transform))
+        parts.append(real.reshape(num_rows, parameters[-1].size))
     if not any(part.requires_grad for part in parts):
         raise _without_latents(f"no parameter of {type(base).__name__} at observed site {site!r} depends")
     return Outputs(site, torch.cat(parts, -1), tuple(parameters), fn, given, axis)

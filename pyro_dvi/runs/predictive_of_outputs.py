@@ -20,6 +20,7 @@ from torch.distributions import constraints
 
 from pyro_dvi.core.densities import untransformed
 from pyro_dvi.core.distributions import innermost, rewrapped
+from pyro_dvi.core.recorder import structural
 from pyro_dvi.links import noise_links
 from pyro_dvi.links.class_links import ClassLink
 from pyro_dvi.links.families import Joint, predictive_distribution
@@ -105,7 +106,7 @@ def integrated(
 
 def _uncertain(base: Any, parameter: Parameter, real: Tensor, variance: Tensor) -> Any:
     """Return moments of a parameter, linked to its outputs ``[B, *shape]``; a tensor if the parameter is certain."""
-    if not bool((variance > 0).any()):
+    if not structural((variance > 0).any()):
         return parameter.native(real)
     inner = GaussianMoments(real.movedim(0, parameter.axis), variance.movedim(0, parameter.axis))
     function = parameter.transform

@@ -47,8 +47,8 @@ class TrainedPosterior:
     networks: OwnNetworks | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        for part in (self.model, self.guide):
-            bind(part, self.store)
+        for name in ("model", "guide"):
+            object.__setattr__(self, name, bind(getattr(self, name), self.store, self.networks))
 
     def in_store(self) -> AbstractContextManager[None]:
         """Make Pyro's store contain only the parameters of this posterior within the context."""

@@ -7,7 +7,8 @@ posteriors of a model that is a function have the networks in common that the fu
 """
 
 import copy
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from functools import update_wrapper
 from typing import Any
 
 import pyro
@@ -16,6 +17,7 @@ from pyro.nn.module import PyroModule, _Context
 from pyro.params.param_store import StateDict
 from torch import nn
 
+from pyro_dvi.core.in_turn import in_turn
 from pyro_dvi.core.undisturbed import modules_met, undisturbed
 
 
@@ -33,8 +35,15 @@ class Scope:
         self._scope.__exit__(*error)
 
 
-def bind(part: Any, store: StateDict) -> None:
-    """Let calls of a Pyro module use the parameters in ``store`` if Pyro's store holds others of the same names.
+def bind(part: Any, store: StateDict, networks: Any = None) -> Any:
+    """Let calls of a model or guide use the parameters in ``store`` if Pyro's store holds others of the same names.
+
+    Returns the module itself, or a function that calls the given one.
+
+    Args:
+        part: a model or guide.
+        store: its parameters.
+        networks: for a function, the :class:`OwnNetworks` that it calls.
 
     Example:
         >>> import torch
@@ -42,19 +51,45 @@ def bind(part: Any, store: StateDict) -> None:
         >>> for module in (first, second):
         ...     with pyro.get_param_store().scope() as store:
         ...         _ = module(torch.ones(1))
-        ...     bind(module, store)
+        ...     _ = bind(module, store)
         >>> kept = second.weight.clone()
         >>> _ = first(torch.ones(1)), second(torch.ones(1))
         >>> torch.equal(second.weight, kept)
         True
         >>> pyro.clear_param_store()
     """
+    if not isinstance(part, nn.Module):
+        has_own = store["params"] or (networks and networks.are_called)
+        return OwnFunction(unbound(part), store, networks) if has_own else part
     if isinstance(part, PyroModule):
         shared = part._pyro_context
         own = _OwnStore(store, shared.used)
         for module in part.modules():
             if isinstance(module, PyroModule) and module._pyro_context is shared:
                 module._pyro_context = own
+    return part
+
+
+def unbound(part: Any) -> Any:
+    """Return the function that :func:`bind` was given."""
+    return part.__wrapped__ if isinstance(part, OwnFunction) else part
+
+
+class OwnFunction:
+    """A function whose calls use the parameters and the networks of a posterior."""
+
+    def __init__(self, function: Any, store: StateDict, networks: Any) -> None:
+        update_wrapper(self, function)
+        self.__wrapped__, self._store, self._networks = function, store, networks
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function."""
+        current = dict(pyro.get_param_store().named_parameters())
+        is_own = all(current.get(name) is parameter for name, parameter in self._store["params"].items())
+        if is_own and (self._networks is None or self._networks.entered):
+            return self.__wrapped__(*args, **kwargs)
+        with in_turn.own(Scope(self._store), self._networks or nullcontext()):
+            return self.__wrapped__(*args, **kwargs)
 
 
 class _OwnStore(_Context):
@@ -122,6 +157,16 @@ class OwnNetworks:
             (holder, name, copy.deepcopy(value, memo)) for holder in holders for name, value in holder.items()
         ]
         self._depth = 0
+
+    @property
+    def are_called(self) -> bool:
+        """True if the function calls networks."""
+        return bool(self._other)
+
+    @property
+    def entered(self) -> bool:
+        """True within the context."""
+        return self._depth > 0
 
     def __enter__(self) -> None:
         if not self._depth:

@@ -5,6 +5,7 @@ Pyro's store identifies parameters by name only. If a second model or guide, suc
 parameters of the same names, it silently takes over the parameters of the first. Training one then changes the other.
 """
 
+import inspect
 import re
 import weakref
 from collections.abc import Iterator
@@ -59,7 +60,7 @@ def check_parameters(route: Route) -> None:
                 f"{_WAY_OUT}"
             )
     for name, tensor in route.parameters().items():
-        if _owner_of(tensor) not in (None, id(without_posterior_prior(route.model)), id(guide)):
+        if _owner_of(tensor) not in (None, id(_trained(route.model)), id(guide)):
             raise GuideError(
                 f"Parameter {name!r} belongs to another model or guide that was trained earlier. {_WAY_OUT}"
             )
@@ -71,7 +72,7 @@ def claim_parameters(route: Route) -> None:
     if isinstance(route.model, nn.Module):
         in_model |= {id(parameter) for parameter in route.model.parameters()}
     for parameter in route.parameters().values():
-        owner = without_posterior_prior(route.model) if id(parameter) in in_model else route.guide
+        owner = _trained(route.model) if id(parameter) in in_model else route.guide
         with suppress(TypeError):  # raised for a bound method of an object without weak references
             _owners[parameter] = weakref.ref(owner)
 
@@ -87,7 +88,7 @@ def check_still_own(model: Any, guide: Any) -> None:
     """
     if pyro.settings.get("module_local_params"):
         return
-    own = (id(model), id(without_posterior_prior(model)), id(guide))
+    own = (id(model), id(_trained(model)), id(guide))
     for role, part in (("model", model), ("guide", guide)):
         for name, _, stored in supplanted(part) if isinstance(part, nn.Module) else ():
             if stored in _owners and _owner_of(stored) not in own:
@@ -104,6 +105,11 @@ def supplanted(part: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
     for name, parameter in parameter_names(part):
         if store.get(name, parameter) is not parameter:
             yield name, parameter, store[name]
+
+
+def _trained(model: Any) -> Any:
+    """Return the model that the parameters belong to, without other priors and without a posterior's own store."""
+    return inspect.unwrap(without_posterior_prior(model))
 
 
 def _stored() -> dict[str, Tensor]:

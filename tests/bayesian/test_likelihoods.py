@@ -245,6 +245,29 @@ def test_ignored_labels_count_nowhere() -> None:
     torch.testing.assert_close(found[0], found[1])
 
 
+@pytest.mark.parametrize(
+    "method", [dvi.MAP(), dvi.VariationalLaplace(), dvi.MomentPropagation(), dvi.Laplace()]
+)
+def test_one_ignored_label_for_an_example_counts_nowhere(method: Any) -> None:
+    """As if the data set were the other examples; some batches have no ignored labels."""
+    x, y = torch.randn(60, 3), torch.randint(3, (60,))
+    kept = (torch.arange(60) % 4 != 0) | (torch.arange(60) < 20)
+    labels = y.masked_fill(~kept, -100)
+    site = observed(classifier(nn.Identity(), 60), x, labels)
+    expected = nn.functional.cross_entropy(x, labels, reduction="none")
+    torch.testing.assert_close(site["fn"].log_prob(site["value"]), -expected)
+    found = []
+    for inputs in (x, torch.where(kept[:, None], x, x + 9)):
+        batches = list(zip(inputs.split(20), labels.split(20), strict=True))
+        torch.manual_seed(0)
+        posterior = method.fit(nn.Linear(3, 3), batches, 4, progress=False)
+        scores = posterior.predict(batches, seed=0).metrics()
+        alone = posterior.predict((x[kept], y[kept]), seed=0).metrics()
+        assert scores == pytest.approx(alone, rel=1e-5)
+        found.append({name: v.detach() for name, v in posterior.guide.named_parameters()} | scores)
+    torch.testing.assert_close(*found)
+
+
 @pytest.mark.every(3)
 @pytest.mark.parametrize(
     "method", [dvi.VariationalLaplace(), dvi.NaturalGradients(), dvi.NaturalGradients(by=dvi.IVON)]

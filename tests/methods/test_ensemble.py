@@ -14,6 +14,7 @@ from pyro_dvi.errors import ArgumentError, CheckpointError, DviWarning
 from tests.methods.cases import EPOCHS, METHODS, Slope, loader, network, rows, slope
 
 
+@pytest.mark.filterwarnings("ignore:.* scores .*point estimate")
 def test_members_begin_at_their_own_weights():
     posterior = dvi.Ensemble(dvi.MAP(), 3).fit(network(), loader(), EPOCHS, progress=False)
     prediction = posterior.predict(rows(20, 1), keep_draws=True)

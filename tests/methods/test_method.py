@@ -110,6 +110,7 @@ def test_saved_and_read_again(name, tmp_path):
         METHODS["moments" if name == "vl" else "vl"].load(path, network(), loader())
 
 
+@pytest.mark.filterwarnings("ignore:.* scores .*point estimate")
 def test_exported_and_handed_to_arviz():
     posterior, x = fitted("vl"), rows(20, 1)[0]
     module = posterior.export(x[:2])

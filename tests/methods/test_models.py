@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, Sampler, Subset, TensorDataset
 
 import pyro_dvi as dvi
+from pyro_dvi import AtMean
 from pyro_dvi.bayesian import Heteroscedastic, LearnedScale
 from pyro_dvi.errors import ArgumentError, DataError, DviWarning, ModelError
 from tests.methods.cases import EPOCHS, METHODS, Slope, fitted, loader, network, rows, slope, with_lr
@@ -431,3 +432,56 @@ def test_lists_of_tokens_beside_offsets_need_no_common_length():
 
     data = [((torch.arange(5), torch.tensor([0, 3])), torch.tensor([0, 1]))]
     dvi.MAP().fit(Bag(), data, 1, progress=False)
+
+
+def line(columns):
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, columns)).double()
+    x = torch.randn(40, 3, dtype=torch.float64)
+    y = 50 + torch.tensor([0.02, 300.0]).double()[:columns] * (
+        x[:, :columns] + 0.1 * torch.randn(40, columns)
+    )
+    return net, x, y
+
+
+@pytest.mark.every(4)
+@pytest.mark.parametrize("columns", [1, 2])
+@pytest.mark.parametrize(
+    "method",
+    [dvi.MAP(), dvi.VariationalLaplace(), dvi.MomentPropagation(), dvi.NaturalGradients(), dvi.Laplace()],
+    ids=lambda method: type(method).__name__,
+)
+def test_standardize_is_the_same_as_standardised_targets(method, columns, tmp_path):
+    """Means, variances, intervals and scores in the units of the targets, also after loading and in the export."""
+    net, x, y = line(columns)
+    mean, scale = y.mean(0), y.std(0, correction=0)
+    batches, unit = [list(zip(x.split(20), each.split(20), strict=True)) for each in (y, (y - mean) / scale)]
+    own = replace(method, standardize=True)
+    posterior = own.fit(net, batches, 6, progress=False)
+    found = posterior.predict((x, y), seed=0)
+    expected = method.fit(net, unit, 6, progress=False).predict((x, (y - mean) / scale), seed=0)
+    shape = found.mean.shape
+    close = {"rtol": 1e-5, "atol": 1e-8}
+    torch.testing.assert_close(
+        found.mean, (mean + scale * expected.mean.reshape(y.shape)).reshape(shape), **close
+    )
+    variance = (scale.square() * expected.variance.reshape(y.shape)).reshape(shape)
+    torch.testing.assert_close(found.variance, variance, **close)
+    for limit, other in zip(found.interval(), expected.interval(), strict=True):
+        torch.testing.assert_close(limit, (mean + scale * other.reshape(y.shape)).reshape(shape), **close)
+    torch.testing.assert_close(found.log_likelihood(), expected.log_likelihood() - scale.log().sum(), **close)
+    posterior.save(tmp_path / "posterior.pt")
+    read = own.load(tmp_path / "posterior.pt", net, batches[:1])  # whose targets have other moments
+    torch.testing.assert_close(read.predict(x, seed=0).mean, found.mean)
+    exported = posterior.export(x[:4], AtMean())
+    torch.testing.assert_close(exported(x).mean, posterior.predict(x, AtMean()).mean)
+
+
+def test_what_cannot_be_standardised_is_refused():
+    net, x, y = line(1)
+    with pytest.raises(ArgumentError, match="the targets are labels"):
+        dvi.MAP(standardize=True).fit(net, [(x, torch.zeros(40).long())], 1, progress=False)
+    with pytest.raises(ArgumentError, match="standardises its observations itself"):
+        dvi.MAP(standardize=True).fit(dvi.regressor(net, 40), [(x, y)], 1, progress=False)
+    with pytest.raises(ArgumentError, match="needs epochs"):
+        dvi.Laplace(standardize=True).fit(net, [(x, y)], progress=False)

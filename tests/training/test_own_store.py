@@ -2,6 +2,7 @@
 """Each posterior keeps its own parameters, wherever its model and guide are called."""
 
 import copy
+import pickle
 
 import pyro
 import pyro.distributions as dist
@@ -65,6 +66,61 @@ def test_predictive_with_two_posteriors_of_one_model(model, empty_store):
             assert (drawn.mean(0) - y).square().mean().sqrt() < 0.5
     for posterior, one, mean in zip(posteriors, data, before, strict=True):
         assert torch.equal(posterior.predict(one, seed=0).mean, mean)
+
+
+def observed(mean, y):
+    shift = pyro.sample("shift", dist.Normal(0.0, 0.1))
+    with pyro.plate("data", 60, subsample_size=len(mean)):
+        return pyro.sample("obs", dist.Normal(mean + shift, 0.1), obs=y)
+
+
+def reads_parameters(x, y=None):
+    return observed(x @ pyro.param("slopes", torch.zeros(3)), y)
+
+
+OUTSIDE = nn.Linear(3, 1)
+
+
+def registers_a_network(x, y=None):
+    return observed(pyro.module("outside", OUTSIDE)(x).squeeze(-1), y)
+
+
+def has_a_parameter_and_a_network(x, y=None):
+    return observed(pyro.param("slope", torch.ones(())) * OUTSIDE(x).squeeze(-1), y)
+
+
+@pytest.mark.parametrize("model", [reads_parameters, registers_a_network, has_a_parameter_and_a_network])
+def test_functions_that_read_the_store_use_their_own_parameters_anywhere(model, empty_store):
+    """Whatever the store holds, or however the calls follow each other."""
+    batches = [(X, sign * X.sum(1)) for sign in (2, -2)]
+    posteriors = [dvi.MAP(lr=0.1).fit(model, [one], 60, progress=False) for one in batches]
+    before = [p.predict(one, seed=0).mean for p, one in zip(posteriors, batches, strict=True)]
+    assert (before[0] - before[1]).abs().mean() > 0.3
+    for _ in range(2):
+        for posterior, one, mean in zip(posteriors, batches, before, strict=True):
+            drawn = Predictive(posterior.model, guide=posterior.guide, num_samples=100)(one[0])["obs"]
+            assert (drawn.mean(0) - mean).abs().max() < 0.1
+            assert torch.equal(posterior.predict(one, seed=0).mean, mean)
+
+
+def test_going_on_with_a_function_and_fitting_it_anew(empty_store):
+    first, second = (
+        dvi.MAP(lr=0.1).fit(reads_parameters, [(X, sign * X.sum(1))], 60, progress=False) for sign in (2, -2)
+    )
+    with first.in_store():
+        svi = SVI(first.model, first.guide, dvi.optim.Adam({"lr": 1e-3}), loss=first.elbo)
+        dvi.fit(svi, [(X, 2 * X.sum(1))], 2, progress=False)
+    rmse = first.predict((X, 2 * X.sum(1))).metrics()["rmse"]
+    assert rmse < 0.2
+    anew = dvi.MAP(lr=0.1).fit(second.model, [(X, 5 * X.sum(1))], 1, progress=False)
+    assert float(anew.store["params"]["slopes"].detach().abs().max()) < 0.2, "it starts as the function does"
+    assert second.predict((X, -2 * X.sum(1))).metrics()["rmse"] < 0.2
+    assert first.predict((X, 2 * X.sum(1))).metrics()["rmse"] == rmse
+    copied = pickle.loads(pickle.dumps(first.model))
+    with pyro.get_param_store().scope():
+        assert torch.equal(
+            pyro.poutine.trace(copied).get_trace(X).nodes["slopes"]["value"], first.store["params"]["slopes"]
+        )
 
 
 def test_a_copy_of_a_model_is_trained_beside_the_original(empty_store):

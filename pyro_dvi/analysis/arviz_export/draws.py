@@ -269,10 +269,9 @@ class ObservedSite:
             return
         log_probs, values, counts = zip(*self._scores, strict=True)
         log_prob, kept = np.concatenate(log_probs, 1), np.concatenate(counts) > 0
-        if len(log_prob) > 1:  # ArviZ cannot use a log-likelihood that is the same for every draw
-            log_prob = log_prob.repeat(self._count // len(log_prob), 0)
-            scored = np.asarray(kept.any(tuple(range(log_prob.ndim - 1, kept.ndim))))
-            groups["log_likelihood"].add(self.name, log_prob, self.dims, scored)
+        log_prob = log_prob.repeat(self._count // len(log_prob), 0)
+        scored = np.asarray(kept.any(tuple(range(log_prob.ndim - 1, kept.ndim))))
+        groups["log_likelihood"].add(self.name, log_prob, self.dims, scored)
         groups["observed_data"].add(self.name, np.concatenate(values), self.dims, kept)
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 
 from pyro_dvi.analysis.arviz_export.draws import (
@@ -33,7 +34,7 @@ from pyro_dvi.predictive.engine.model_runs import evaluation_mode, observed_run,
 from pyro_dvi.predictive.engine.posterior_values import check_posterior, example_latents, predicted_model
 from pyro_dvi.predictive.predict import names_of_sites, rule_of
 from pyro_dvi.predictive.rules.analytic import Linearised, LinearisedDraws, Moments
-from pyro_dvi.predictive.rules.rule import PriorSamples, Samples, draws_weights, with_draws
+from pyro_dvi.predictive.rules.rule import OfMembers, PriorSamples, Samples, draws_weights, with_draws
 from pyro_dvi.runs.trained_for import temperature_of
 
 
@@ -69,8 +70,7 @@ def to_arviz(
     ``log_likelihood``
         log density of each observation, :math:`\log p(y_i \mid x_i, \theta_k)`, if the data contain observations. With
         ``Moments()``, :math:`\theta_k` are the draws of ``posterior``; with ``Linearised()``, they are outputs of the
-        linearised model, drawn for each example. With a single distribution, as with ``AtMean()``, there is no such
-        group.
+        linearised model, drawn for each example. With ``AtMean()``, all draws have the same log-likelihood.
     ``log_prior``, ``sample_stats``
         with ``log_prior=True``, which requires the complete training data. ``log_prior`` contains
         :math:`\log p(\theta_k)` by site. ``sample_stats`` contains ``lp``, which is :math:`\log p(y, \theta_k)` up to
@@ -94,11 +94,11 @@ def to_arviz(
 
     With ``AtMean()``, the default after ``TaylorELBO``, every draw of ``posterior_predictive`` comes from
     :math:`p(y \mid x, \mathrm{E}_q\theta)`, because a variational Laplace posterior predicts poorly with drawn weights.
-    There is then no ``log_likelihood``: it would be the same for every draw, whereas leave-one-out cross-validation
-    with importance sampling (``az.loo``) needs draws with different likelihoods. For ``az.loo``, export with
-    ``method=Samples(500)``, which scores the drawn weights. Alternatively, compare methods on held-out data with
-    :func:`~pyro_dvi.analysis.diagnostics.compare_held_out`. A warning says if the scored weights are drawn from a
-    Laplace posterior.
+    ``log_likelihood`` is then the same for every draw, as for a point estimate, whereas leave-one-out cross-validation
+    with importance sampling (``az.loo``) needs draws with different likelihoods; a warning says so. For ``az.loo``,
+    export with ``method=Samples(500)``, which scores the drawn weights. Alternatively, compare methods on held-out data
+    with :func:`~pyro_dvi.analysis.diagnostics.compare_held_out`. A warning also says if the scored weights are drawn
+    from a Laplace posterior.
 
     Args:
         model: the Pyro model.
@@ -204,11 +204,9 @@ def to_arviz(
         with warnings.catch_warnings():  # the draws of a LaplaceGuide are exported here, and predict nothing
             warnings.filterwarnings("ignore", message=re.escape(DRAWN_WEIGHTS), category=DviWarning)
             add_latents(groups["posterior"], tuned, first, nodes, kept, weights.draws(first.inputs))
-        scored = weights if isinstance(rule, Moments) else own
-        if isinstance(rule, Linearised):  # drawn weights lie where the Gaussian is not accurate
-            drawn = LinearisedDraws(rule.link, rule.noise, rule.num_points, count)
-            scored = Components(model, guide, drawn, used_seed)
-        elif hasattr(guide, "linearised") and draws_weights(rule) and first.observed is not None:
+        scores = _scored_by(rule, count)
+        scored = {rule: own, of_weights: weights}.get(scores) or Components(model, guide, scores, used_seed)
+        if hasattr(guide, "linearised") and draws_weights(rule) and first.observed is not None:
             warn(f"{DRAWN_WEIGHTS} az.loo and az.compare would misread their log_likelihood")
         predicted = {"posterior_predictive": observed_sites(own, count, 0, scored=scored)}
         if prior is not None:
@@ -218,6 +216,7 @@ def to_arviz(
             predicted["prior_predictive"] = observed_sites(of_prior, prior, 1)
         every = progress_bar(progress, unit="batch", label="export", of=chain([first], remaining))
         _predict(groups, "constant_data", model, guide, every, predicted, kept, used_seed)
+        _warn_of_few_scores(groups, rule)
         if log_prior:
             draws = weights.draws(first.inputs)
             add_latents(groups["log_prior"], tuned, first, nodes, list(latents), draws, log_prior=True)
@@ -240,6 +239,29 @@ def to_arviz(
         "sites_left_out": ", ".join(name for name in latents if name not in kept),
     }
     return assemble(groups, attributes, coords or {}, dims or {})
+
+
+def _scored_by(rule: PredictionRule, count: int) -> PredictionRule:
+    """Return the rule whose distributions score the observations: draws, if the rule's distribution averages them."""
+    if isinstance(rule, OfMembers):
+        return OfMembers(tuple(_scored_by(own, count // len(rule.rules)) for own in rule.rules))
+    if isinstance(rule, Linearised):  # drawn weights lie where the Gaussian is not accurate
+        return LinearisedDraws(rule.link, rule.noise, rule.num_points, count)
+    return Samples(count) if isinstance(rule, Moments) else rule
+
+
+def _warn_of_few_scores(groups: Groups, rule: PredictionRule) -> None:
+    """Warn if equal draws leave ArviZ too few log-likelihoods: it fits a tail of five values, a fifth of the draws."""
+    for name, scores in groups["log_likelihood"].arrays.items():
+        draws = scores[0].reshape(scores.shape[1], -1)
+        if (distinct := len(np.unique(draws.sum(1)))) < min(len(draws), 25):
+            only = "a point estimate" if distinct == 1 else f"{distinct} point estimates"
+            warn(
+                f"{rule} scores {name!r} with {only}, for which leave-one-out by importance sampling (az.loo, "
+                "az.compare) fails or is only the training log-likelihood: compare methods with "
+                "diagnostics.compare_held_out, or export posterior draws with method=Samples(500)"
+            )
+            return
 
 
 def _predict(

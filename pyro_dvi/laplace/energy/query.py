@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pyro_dvi.core.arguments import with_missing
 from pyro_dvi.core.batches import tensors_in
+from pyro_dvi.core.recorder import structural
 from pyro_dvi.core.undisturbed import constant_parameters, evaluating
 from pyro_dvi.curvature.example_gradients import ExampleGradients
 from pyro_dvi.curvature.products import LinearMap, SavedBytes, vectors_together
@@ -143,7 +144,7 @@ class Query:
         if self.num_rows == 0:
             raise DataError("the query has no rows: pass an input tensor with a row for each example")
         for tensor in tensors:
-            if not bool(torch.isfinite(tensor).all()):
+            if not structural(torch.isfinite(tensor).all()):
                 raise DataError(f"the query of shape {tuple(tensor.shape)} contains NaN or infinite values")
         self.differentiable = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.core.arguments import check_count
+from pyro_dvi.core.recorder import is_for_any_rows
 from pyro_dvi.core.undisturbed import widest
 from pyro_dvi.curvature.example_gradients import ExampleGradients
 from pyro_dvi.errors import ArgumentError, NotConvergedError
@@ -97,7 +98,8 @@ class DensePosterior(RootPosterior):
 
     def covariance(self, query: Query) -> Tensor:
         self._rows_asked += query.num_rows * query.size
-        if self._rows_asked < len(self.mode):  # for few rows, solves are cheaper than the inverse
+        # For few rows, solves are cheaper than the inverse.
+        if self._rows_asked < len(self.mode) and not is_for_any_rows():
             return LaplacePosterior.covariance(self, query)
         return super().covariance(query)
 

@@ -15,6 +15,8 @@ import pyro_dvi as dvi
 from pyro_dvi.errors import DviWarning
 from tests.analysis.arviz_export.reading import ARVIZ_1, az, groups, values
 
+pytestmark = pytest.mark.filterwarnings("ignore:.* scores '.*point estimate")
+
 X = torch.linspace(-1, 1, 6, dtype=torch.float64)
 Y = 2 * X + 0.1
 SD = 0.5

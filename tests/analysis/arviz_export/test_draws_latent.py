@@ -43,6 +43,8 @@ from pyro_dvi.laplace import (
 )
 from tests.analysis.arviz_export.reading import groups, reopened, values
 
+pytestmark = pytest.mark.filterwarnings("ignore:.* scores '.*point estimate")
+
 X = torch.linspace(-1, 1, 12)
 Y = 2 * X
 

@@ -15,6 +15,8 @@ from pyro_dvi.errors import DataError, ModelError, UnsupportedError
 from tests.analysis.arviz_export.reading import ARVIZ_1, az, groups, reopened, values
 from tests.predictive.engine.test_vectorised import Loop, made
 
+pytestmark = pytest.mark.filterwarnings("ignore:.* scores '.*point estimate")
+
 X = torch.linspace(-1, 1, 20)
 KEPT = X > -0.5
 

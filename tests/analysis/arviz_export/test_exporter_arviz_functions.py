@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What people do with an export: the functions of ArviZ, on whichever version is installed."""
 
+import math
 import warnings
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 
 import pyro_dvi as dvi
 from pyro_dvi import MeanFieldGuide, Samples, to_arviz
+from pyro_dvi.errors import DviWarning
 from tests.analysis.arviz_export.reading import ARVIZ_1, az, reopened
 
 X = torch.linspace(-1, 1, 40)
@@ -129,7 +131,9 @@ METHODS = {
     "MomentPropagation": (dvi.MomentPropagation(), {}),
     "NaturalGradients": (dvi.NaturalGradients(), {}),
     "Ensemble": (dvi.Ensemble(dvi.NaturalGradients(), 2), {}),
+    "Ensemble of moments": (dvi.Ensemble(dvi.MomentPropagation(), 2), {}),
     "Laplace": (dvi.Laplace(), {}),
+    "Ensemble of Laplace": (dvi.Ensemble(dvi.Laplace(), 2), {}),
     "VariationalLaplace": (dvi.VariationalLaplace(), {"method": Samples(200)}),
 }
 
@@ -148,7 +152,24 @@ def test_the_methods_of_the_first_page_have_a_leave_one_out_score(name):
     predicted = posterior.predict((x, y), options.get("method"), seed=0).log_likelihood().sum()
     # Importance sampling with few observations comes within a few nats of the score of the posterior itself.
     assert total == pytest.approx(float(predicted), abs=6)
-    assert export.attrs["temperature"] == (1.0 if name == "Laplace" else 0.1)
+    assert export.attrs["temperature"] == (1.0 if "Laplace" in name and name != "VariationalLaplace" else 0.1)
+
+
+@pytest.mark.parametrize(
+    "method, count", [(dvi.MAP(), 1), (dvi.Ensemble(dvi.MAP(), 3), 3), (dvi.VariationalLaplace(), 1)]
+)
+def test_point_estimates_are_scored_and_said_to_mislead_leave_one_out_once(method, count):
+    x = torch.linspace(-1, 1, 20)[:, None]
+    y = torch.cat([x, -x], 1)
+    posterior = method.fit(torch.nn.Linear(1, 2), [(x, y)], 5, progress=False)
+    with pytest.warns(DviWarning, match="point estimate.*only the training log-likelihood") as caught:
+        export = posterior.to_arviz((x, y), seed=0)
+    assert len(caught) == 1
+    found = torch.as_tensor(export["log_likelihood"]["obs"].values[0])
+    assert len(found.unique(dim=0)) == count
+    mixed = found.logsumexp(0) - math.log(len(found))
+    torch.testing.assert_close(mixed, posterior.predict((x, y)).log_likelihood(), rtol=1e-4, atol=1e-4)
+    posterior.to_arviz(x, seed=0)  # scores nothing, so that there is nothing to say
 
 
 def linearised():

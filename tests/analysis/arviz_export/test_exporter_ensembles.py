@@ -10,6 +10,8 @@ from pyro.infer.autoguide import AutoDelta, AutoNormal
 
 import pyro_dvi as dvi
 
+pytestmark = pytest.mark.filterwarnings("ignore:.* scores '.*point estimate")
+
 X = torch.linspace(0.5, 1, 6)
 
 

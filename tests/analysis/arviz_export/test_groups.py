@@ -13,6 +13,8 @@ from pyro_dvi import AtMean, MeanFieldGuide, Samples, to_arviz
 from pyro_dvi.errors import ArgumentError, DataError
 from tests.analysis.arviz_export.reading import groups, reopened, values
 
+pytestmark = pytest.mark.filterwarnings("ignore:.* scores '.*point estimate")
+
 X = torch.linspace(-1, 1, 12)
 Y = 2 * X
 

@@ -15,6 +15,7 @@ from pyro_dvi import AtMean, LaplaceGuide, MeanFieldGuide, Samples, predict, to_
 from pyro_dvi.errors import ArgumentError, DataError, GuideError
 from tests.analysis.arviz_export.reading import values
 
+pytestmark = pytest.mark.filterwarnings("ignore:.* scores .*point estimate")
 X = torch.linspace(-1, 1, 20)
 
 

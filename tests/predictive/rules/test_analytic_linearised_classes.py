@@ -26,12 +26,13 @@ KINDS = {
 }
 
 
-def fitted(name: str, num_rows: int = 12) -> tuple[Any, Any, Tensor]:
+def fitted(name: str, num_rows: int = 12, seed: int = 0) -> tuple[Any, Any, Tensor]:
     """A linear network, whose logits are Gaussian without approximation."""
     torch.manual_seed(0)
     width, kind = KINDS[name]
-    net = dvi.to_bayesian_(nn.Linear(2, width).double())
     x = torch.randn(num_rows, 2, dtype=torch.float64)
+    torch.manual_seed(seed)
+    net = dvi.to_bayesian_(nn.Linear(2, width).double())
 
     def model(x: Tensor, y: Tensor | None = None) -> Any:
         f = net(x)
@@ -103,3 +104,34 @@ def test_the_information_vanishes_with_the_variance_and_other_rules_still_lack_i
     assert float(found.mutual_information.max()) < 1e-6 and float(found.epistemic.max()) < 1e-6
     with pytest.raises(MissingQuantityError, match=r"Moments\(\) cannot separate"):
         _ = dvi.predict(model, guide, x, dvi.Moments()).mutual_information
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_an_ensemble_has_the_information_within_and_between_its_members(name: str) -> None:
+    pairs = [fitted(name, seed=seed) for seed in (1, 2, 3)]
+    x = pairs[0][2]
+    ensemble = dvi.training.EnsembleGuide([(model, guide) for model, guide, _ in pairs])
+    found = dvi.predict(ensemble.model, ensemble, x, EXACT)
+    gaussians = [guide.predictive(x) for _, guide, _ in pairs]
+    drawn = [dist.MultivariateNormal(g.mean.reshape(12, -1), g.covariance).sample((8000,)) for g in gaussians]
+    logits = torch.cat(drawn)
+    p = logits.softmax(-1)
+    if name in ("several labels", "Bernoulli"):
+        p = torch.stack([(-logits).sigmoid(), logits.sigmoid()], -1)
+    expected_entropy = torch.special.entr(p).sum(-1).mean(0).reshape(found.mutual_information.shape)
+    information = torch.special.entr(p.mean(0)).sum(-1).reshape(expected_entropy.shape) - expected_entropy
+    variance = p.var(0)[..., 1].reshape(found.mean.shape) if p.dim() > logits.dim() else p.var(0)
+    close = {"rtol": 0.04, "atol": 5e-3}
+    torch.testing.assert_close(found.mutual_information, information, **close)
+    torch.testing.assert_close(found.expected_entropy, expected_entropy, **close)
+    torch.testing.assert_close(found.epistemic, variance, **close)
+    torch.testing.assert_close(found.aleatoric + found.epistemic, found.variance)
+
+
+@pytest.mark.filterwarnings("ignore:the variances of a Laplace posterior")
+def test_an_ensemble_with_a_member_that_lacks_its_information_has_none() -> None:
+    pairs = [fitted("four classes", seed=seed) for seed in (1, 2)]
+    pairs[1][1].prediction_rule = dvi.Moments()
+    ensemble = dvi.training.EnsembleGuide([(model, guide) for model, guide, _ in pairs])
+    with pytest.raises(MissingQuantityError, match=r"cannot separate"):
+        _ = dvi.predict(ensemble.model, ensemble, pairs[0][2]).mutual_information
