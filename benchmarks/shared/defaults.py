@@ -115,4 +115,6 @@ def report(rows: list[Row], folder: Path) -> str:
     )
 
 
-BENCHMARK = Benchmark("defaults", "Are the methods' defaults as good as a plain torch loop?", plan, run, report)
+BENCHMARK = Benchmark(
+    "defaults", "Are the methods' defaults as good as a plain torch loop?", plan, run, report
+)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyro_dvi.core.recorder import is_for_any_rows
+from pyro_dvi.core.recorder import is_for_any_rows, structural
 from pyro_dvi.curvature.per_example.example_rules import Contribution, Rows, Use, at_least_single
 from pyro_dvi.curvature.per_example.proof import Served, warn_of_disproved
 from pyro_dvi.curvature.products import LinearMap, gradients_at, vectors_together
@@ -59,6 +59,16 @@ class OuterGradients:
     def is_single(self) -> bool:
         """Whether each gradient is a single outer product, of which all entries are included."""
         return self.is_whole and self._inputs(slice(0, 1)).shape[1] == 1
+
+    @cached_property
+    def has_shared_deltas(self) -> bool:
+        """Whether delta is the same for all examples, as in a last layer whose outputs are those of the model."""
+        return structural((self._deltas == self._deltas[:, :1]).all())
+
+    @property
+    def inputs(self) -> Tensor:
+        """The inputs a ``[B, T, q]``."""
+        return self._inputs(slice(None))
 
     def chunks(self, size: int = 0) -> Iterator[slice]:
         """Yield groups of examples to process together; ``size`` is the additional memory per example."""

@@ -20,6 +20,7 @@ from pyro_dvi.laplace.energy.passes import Passes
 from pyro_dvi.laplace.energy.query import Query, ReadOutputs, refuse_torch_modes
 from pyro_dvi.laplace.fitted import Fitted, KnownMinimum, ModelReference, PointMass
 from pyro_dvi.laplace.methods.method import GaussianOutputs, LaplacePosterior
+from pyro_dvi.links.class_links import ClassLink
 from pyro_dvi.runs.log_joint import rescaled_model
 
 _STAY = "predict(model, guide, x, method=Linearised()) linearises the model at the mode."
@@ -213,16 +214,19 @@ class GaussianAtMode(FactorisedGuide):
         """
         return self.median()
 
-    def linearised(self, inputs: tuple[Any, ...], read: ReadOutputs) -> GaussianOutputs:
+    def linearised(
+        self, inputs: tuple[Any, ...], read: ReadOutputs, link: ClassLink | None = None
+    ) -> GaussianOutputs:
         """Return the Gaussian of the outputs that are computed with ``read``.
 
         Args:
             inputs: positional arguments of the model.
             read: differentiable function that returns the outputs, given unconstrained latents and the number of rows.
+            link: the function of logits that is wanted, if it may need no covariances.
         """
         fitted = self.fitted
         query = Query(read, inputs, fitted.point.locs, fitted.layout, read=read)
-        return GaussianOutputs.of(fitted.posterior, query)
+        return GaussianOutputs.of(fitted.posterior, query, link=link)
 
     # For Pyro, files and devices ----------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from pyro_dvi.core.densities import untransformed
 from pyro_dvi.core.distributions import innermost, rewrapped
 from pyro_dvi.core.recorder import structural
 from pyro_dvi.links import noise_links
-from pyro_dvi.links.class_links import ClassLink
+from pyro_dvi.links.class_links import ClassLink, Probit
 from pyro_dvi.links.families import Joint, predictive_distribution
 from pyro_dvi.links.noise_links import NoiseLink, Normal as NoisyNormal, ShapedNormal
 from pyro_dvi.moments import GaussianMoments
@@ -32,8 +32,15 @@ from pyro_dvi.runs.sites import counted
 
 _CLASSES = (td.Bernoulli, td.Categorical, td.OneHotCategorical)
 _KEPT = 64  # largest number of outputs of an example whose covariances a prediction keeps
+_MANY = 256  # largest number of outputs of an example whose covariances are computed if variances are enough
 # Functions that map real numbers to parameters with these domains.
 _NAMES = {constraints.positive: "exp", constraints.unit_interval: "sigmoid", constraints.simplex: "softmax"}
+
+
+def needs_variances_only(outputs: Outputs, link: ClassLink) -> bool:
+    """Return whether the variances of many logits are enough, so that covariances would take most of the time."""
+    of_classes = isinstance(innermost(outputs.distribution), _CLASSES)
+    return of_classes and type(link) is Probit and outputs.values.shape[-1] > _MANY
 
 
 def integrated(
@@ -59,6 +66,8 @@ def integrated(
     uncertain = {name: value for name, value in given.items() if isinstance(value, GaussianMoments)}
     if not uncertain:
         return fn
+    if needs_variances_only(outputs, link):
+        return rewrapped(fn, lambda base: as_pyro(predictive_distribution(type(base), given, link=link)))
     # The dimensions over which the densities of an example extend.
     shape = parameters[0].shape
     others = shape[: len(shape) - base.arg_constraints[parameters[0].name].event_dim]

@@ -49,8 +49,12 @@ HANDS = {
     "vl": partial(by_hand, dvi.MeanFieldGuide, dvi.TaylorELBO(temperature=0.02)),
     "moments": partial(by_hand, dvi.MultiplicativeNoiseGuide, dvi.MomentPropagationELBO(temperature=0.02)),
     "mean-field moments": partial(by_hand, dvi.MeanFieldGuide, dvi.MomentPropagationELBO(temperature=0.02)),
-    "vogn": lambda: by_hand(dvi.NaturalGradientGuide, dvi.NaturalGradientELBO(temperature=0.02), dvi.VOGN({})),
-    "ivon": lambda: by_hand(dvi.NaturalGradientGuide, dvi.NaturalGradientELBO(temperature=0.02), dvi.IVON({})),
+    "vogn": lambda: by_hand(
+        dvi.NaturalGradientGuide, dvi.NaturalGradientELBO(temperature=0.02), dvi.VOGN({})
+    ),
+    "ivon": lambda: by_hand(
+        dvi.NaturalGradientGuide, dvi.NaturalGradientELBO(temperature=0.02), dvi.IVON({})
+    ),
     "noisy k-fac": lambda: by_hand(
         dvi.KroneckerGuide, dvi.NaturalGradientELBO(temperature=0.02), dvi.NoisyKFAC({})
     ),
@@ -105,7 +109,9 @@ def test_saved_and_read_again(name, tmp_path):
     expected = posterior.predict(test, seed=0).probabilities
     assert torch.equal(read.predict(test, seed=0).probabilities, expected)
     assert read.history["loss"] == posterior.history["loss"]
-    assert read.method == posterior.method  # the default temperature depends on the training, which load cannot know
+    assert (
+        read.method == posterior.method
+    )  # the default temperature depends on the training, which load cannot know
     with pytest.raises(CheckpointError):
         METHODS["moments" if name == "vl" else "vl"].load(path, network(), loader())
 

@@ -153,7 +153,9 @@ def test_a_pyro_model_is_not_tempered_unless_asked(name):
     assert cold.fit(slope, loader(labels=False), 1, progress=False).elbo.temperature == 0.5
 
 
-@pytest.mark.parametrize("method", [dvi.VariationalLaplace(), dvi.MomentPropagation(), dvi.NaturalGradients()])
+@pytest.mark.parametrize(
+    "method", [dvi.VariationalLaplace(), dvi.MomentPropagation(), dvi.NaturalGradients()]
+)
 def test_long_trainings_are_warmer_and_noise_spares_batch_norm(method):
     """500 epochs of three batches are 1,500 steps."""
 

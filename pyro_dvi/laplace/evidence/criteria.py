@@ -166,7 +166,7 @@ class ByValidation(Criterion):
             for index, batch in enumerate(passes):
                 known = None if passes.reordered else kept.get(index)
                 query, site = known or self._read(energy, by_position(energy.model, *batch))
-                found = GaussianOutputs.of(posterior, query)
+                found = GaussianOutputs.of(posterior, query, link=self.link)
                 if value is None:
                     found = replace(found, full_covariance=torch.zeros_like(found.full_covariance))
                 log_density = self._log_density(found, site)

@@ -25,6 +25,7 @@ from pyro_dvi.laplace.energy.precision import (
     independent_prior_precision,
     prior_diagonal,
 )
+from pyro_dvi.laplace.energy.query import Query
 from pyro_dvi.laplace.methods.method import Method, RootPosterior, not_positive
 from pyro_dvi.linalg.semidefinite import eigen
 
@@ -54,6 +55,13 @@ def products_at_layer(
             half = ((delta.transpose(0, 1).mT @ a.unsqueeze(1)) * variances.sqrt()).flatten(2)
             found.append(half @ half.mT)
     return torch.cat(found)
+
+
+def variances_at_last_layer(outer: OuterGradients, layer: "KroneckerBlock") -> Tensor:
+    r"""Return :math:`\sum_{pq} v_{pq} J_{kpq}^2` for each example, ``[B, K]``, if all have the same :math:`\delta`."""
+    a, delta = outer.inputs, outer.parts(slice(0, 1))[1]
+    a, delta = layer.in_eigenbasis(a, delta)
+    return (a.square() @ (1 / layer.values).mT).squeeze(1) @ delta[:, 0, 0].square().mT
 
 
 def products_of_diagonal(
@@ -254,6 +262,14 @@ class KroneckerPosterior(RootPosterior):
             rest -= set(layer.tensors)
             total = total + products_at_layer(outer, 1 / layer.values, layer.in_eigenbasis)
         return total + products_of_diagonal(examples, 1 / self.diagonal, sorted(rest))
+
+    def variances(self, query: Query) -> Tensor:
+        examples = query.examples
+        if len(self._layers) == 1 and examples.cheap and not self._outside.any():
+            outer = examples.outer(self._layers[0].tensors[0])
+            if outer is not None and outer.is_single and outer.has_shared_deltas:
+                return variances_at_last_layer(outer, self._layers[0])
+        return super().variances(query)
 
     def marginal_variance(self) -> Tensor:
         found = 1 / self.diagonal

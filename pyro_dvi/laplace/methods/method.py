@@ -20,7 +20,9 @@ from pyro_dvi.laplace.energy.energy import LocalEnergy
 from pyro_dvi.laplace.energy.precision import PrecisionMatrix
 from pyro_dvi.laplace.energy.query import Query
 from pyro_dvi.linalg.operator import gaussian_rows
+from pyro_dvi.links.class_links import ClassLink
 from pyro_dvi.runs.outputs import Outputs
+from pyro_dvi.runs.predictive_of_outputs import needs_variances_only
 
 _ROWS, _ENTRIES = 512, 1 << 26  # maximum numbers of rows of J, and of entries, that are held at a time
 
@@ -112,6 +114,10 @@ class LaplacePosterior(ABC):  # noqa: B024 (a method gives what it can)
         at_once = max(1, min(_ROWS, _ENTRIES // query.layout.size) // size) * size
         blocks = [self.quadratic(rows.unflatten(0, (-1, size))) for rows in query.rows(at_once)]
         return torch.cat(blocks)
+
+    def variances(self, query: Query) -> Tensor:
+        r"""Return the diagonals of :math:`J_b P^{-1} J_b^\top`, ``[B, K]``."""
+        return torch.diagonal(self.covariance(query), dim1=-2, dim2=-1)
 
     def joint_covariance(self, query: Query) -> Tensor:
         r"""Return :math:`J P^{-1} J^\top` over all examples, ``[B K, B K]``.
@@ -235,10 +241,18 @@ class GaussianOutputs:
 
     @classmethod
     @torch.enable_grad()  # Jacobians need gradients even if the caller disabled them
-    def of(cls, posterior: LaplacePosterior, query: Query, *, joint: bool = False) -> "GaussianOutputs":
-        """Return the outputs of a query; with ``joint``, also the covariance between examples."""
+    def of(
+        cls, posterior: LaplacePosterior, query: Query, *, joint: bool = False, link: ClassLink | None = None
+    ) -> "GaussianOutputs":
+        """Return the outputs of a query; with ``joint``, also the covariance between examples.
+
+        If ``link`` needs no covariances between the logits of many classes, these are zero.
+        """
         outputs, count, size = query.outputs, query.num_rows, query.size
-        whole = posterior.joint_covariance(query) if joint else posterior.covariance(query)
+        if link is not None and needs_variances_only(outputs, link):
+            whole = posterior.variances(query).diag_embed()
+        else:
+            whole = posterior.joint_covariance(query) if joint else posterior.covariance(query)
         if not query.differentiable:
             outputs, whole = outputs.detached(), whole.detach()
         if not joint:

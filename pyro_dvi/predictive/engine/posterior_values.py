@@ -6,7 +6,7 @@ A guide may define how to predict with it, with any of these attributes:
 - ``prediction_rule``: a rule or the name of one;
 - ``predicted_model(model)``: returns the model with its tuned scales;
 - ``example_latents()``: returns values with which the model can be inspected;
-- ``linearised(inputs, read)``: returns the Gaussian of the model's outputs;
+- ``linearised(inputs, read, link)``: returns the Gaussian of the model's outputs;
 - ``factorised``: the posterior as a guide of independent Gaussians, or None if it is not a factorised Gaussian;
 - ``check_model(model)``: raises an error for a model other than the fitted one;
 - ``members``: for an ensemble, a tuple of ``TrainedPosterior`` with equal weights, each with its model.

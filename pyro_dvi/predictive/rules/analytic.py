@@ -277,6 +277,7 @@ class Linearised(PredictionRule):
     num_points: int = 256
 
     tells_noise_apart = False
+    draws: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_choice("link", self.link, ClassLink, "Probit() or SobolSoftmax(256)")
@@ -300,7 +301,7 @@ class Linearised(PredictionRule):
             responses.append(response)
             return observed_outputs(response.site, response.distribution, response.axis, num_rows, made)
 
-        gaussian = linearised(inputs, read)
+        gaussian = linearised(inputs, read, None if self.draws else self.link)
         for distribution in self._predicted(gaussian.outputs, gaussian.full_covariance):
             yield replace(responses[0], distribution=distribution, value=responses[0].value.detach())
 
@@ -317,6 +318,7 @@ class LinearisedDraws(Linearised):
     """
 
     num_components: int = 1
+    draws = True
 
     def _predicted(self, outputs: Outputs, covariance: Tensor) -> Iterator[Any]:
         outputs, root = outputs.detached(), cholesky_root(covariance.detach())

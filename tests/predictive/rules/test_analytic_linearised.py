@@ -51,7 +51,7 @@ class ForeignGuide:
         return WiderNoise()(model)
 
     @torch.enable_grad()
-    def linearised(self, inputs: tuple[Any, ...], read: Callable[..., Outputs]) -> Gaussian:
+    def linearised(self, inputs: tuple[Any, ...], read: Callable[..., Outputs], link: Any) -> Gaussian:
         loc = self.loc.clone().requires_grad_()
         outputs = read({"w": loc}, len(inputs[0]))
         rows = [torch.autograd.grad(f, loc, retain_graph=True)[0] for f in outputs.values.flatten()]

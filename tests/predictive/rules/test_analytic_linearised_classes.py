@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import pyro_dvi as dvi
 from pyro_dvi.errors import MissingQuantityError
-from pyro_dvi.laplace import Diagonal
+from pyro_dvi.laplace import Diagonal, KroneckerFactored
+from pyro_dvi.laplace.methods.kronecker_factored import KroneckerPosterior
 from pyro_dvi.links import SobolSoftmax
 
 EXACT = dvi.Linearised(SobolSoftmax(4096), num_points=4096)
@@ -135,3 +136,22 @@ def test_an_ensemble_with_a_member_that_lacks_its_information_has_none() -> None
     ensemble = dvi.training.EnsembleGuide([(model, guide) for model, guide, _ in pairs])
     with pytest.raises(MissingQuantityError, match=r"cannot separate"):
         _ = dvi.predict(ensemble.model, ensemble, pairs[0][2]).mutual_information
+
+
+@pytest.mark.parametrize("method", [KroneckerFactored(), Diagonal()])
+def test_many_classes_need_no_covariances(method: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Probit shrinks each logit by its variance, which for a last layer takes no products of all pairs of classes."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 300)).double()
+    x, y = torch.randn(5, 2, dtype=torch.float64), torch.randint(300, (5,))
+    posterior = dvi.Laplace(covariance=method, prior_scale=0.5).fit(net, [(x, y)], progress=False)
+    with posterior.in_store():
+        gaussian = posterior.guide.predictive(x)
+    variance = torch.diagonal(gaussian.covariance, dim1=-2, dim2=-1)
+    expected = (gaussian.mean / (1 + torch.pi / 8 * variance).sqrt()).softmax(-1)
+    if isinstance(method, KroneckerFactored):
+        monkeypatch.setattr(KroneckerPosterior, "covariance_of_examples", None)
+    found = posterior.predict(x)
+    torch.testing.assert_close(found.probabilities, expected)
+    with pytest.raises(MissingQuantityError, match="Samples"):
+        found.mutual_information  # noqa: B018
