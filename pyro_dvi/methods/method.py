@@ -43,7 +43,7 @@ class Method(Tunable, ABC):
             the targets; ``noise_scale`` is in units of the standard deviation. Inputs are not changed.
         kl_weight: factor of the KL divergence in the objective.
         temperature: temperature of the objective; below 1, the posterior is narrower. None means 1 for a Pyro model,
-            and for a network a temperature that rises with the number of steps, from 0.02 to 0.1 after 1,500 steps:
+            and for a network a temperature that rises with the number of steps, from 0.02 to 0.1 after 3,000 steps:
             short trainings would otherwise end far from the data. With batch normalisation, it is 0.005 for methods
             that predict with noise in the weights, because this noise also shifts the statistics of the layers.
     """
@@ -81,7 +81,7 @@ class Method(Tunable, ABC):
         if not is_network(model):
             return 1.0
         normalised = any(isinstance(module, _BatchNorm) for module in model.modules())
-        rising = max(0.02, 0.1 * epochs * length_hint(loader, 1500) / 1500)
+        rising = max(0.02, 0.1 * epochs * length_hint(loader, 3000) / 3000)
         return min(rising, self.normalised_temperature if normalised else 0.1)
 
     def settled(self, guide: Any) -> Self:

@@ -79,6 +79,7 @@ class MomentPropagation(Method):
     """
 
     posterior: Callable[[Any], Any] = MultiplicativeNoiseGuide
+    prior_scale: Any = 1.0
     normalised_temperature: ClassVar[float] = 0.005
 
     def guide(self, model: Any) -> Any:

@@ -47,8 +47,12 @@ def laplace_by_hand():
 
 HANDS = {
     "vl": partial(by_hand, dvi.MeanFieldGuide, dvi.TaylorELBO(temperature=0.02)),
-    "moments": partial(by_hand, dvi.MultiplicativeNoiseGuide, dvi.MomentPropagationELBO(temperature=0.02)),
-    "mean-field moments": partial(by_hand, dvi.MeanFieldGuide, dvi.MomentPropagationELBO(temperature=0.02)),
+    "moments": partial(
+        by_hand, dvi.MultiplicativeNoiseGuide, dvi.MomentPropagationELBO(temperature=0.02), prior_scale=1.0
+    ),
+    "mean-field moments": partial(
+        by_hand, dvi.MeanFieldGuide, dvi.MomentPropagationELBO(temperature=0.02), prior_scale=1.0
+    ),
     "vogn": lambda: by_hand(
         dvi.NaturalGradientGuide, dvi.NaturalGradientELBO(temperature=0.02), dvi.VOGN({})
     ),

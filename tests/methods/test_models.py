@@ -157,17 +157,17 @@ def test_a_pyro_model_is_not_tempered_unless_asked(name):
     "method", [dvi.VariationalLaplace(), dvi.MomentPropagation(), dvi.NaturalGradients()]
 )
 def test_long_trainings_are_warmer_and_noise_spares_batch_norm(method):
-    """500 epochs of three batches are 1,500 steps."""
+    """1,000 epochs of three batches are 3,000 steps."""
 
     def temperature(net, batches, epochs):
         return method.svi(net, batches, epochs).loss.__self__.temperature
 
-    assert [temperature(network(), loader(), n) for n in (1, 250, 500, 5000)] == [0.02, 0.05, 0.1, 0.1]
+    assert [temperature(network(), loader(), n) for n in (1, 500, 1000, 5000)] == [0.02, 0.05, 0.1, 0.1]
     stream = map(lambda batch: batch, loader())  # without a length
     assert temperature(network(), stream, 1) == 0.1
     normalised = nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3))
     expected = 0.1 if isinstance(method, dvi.VariationalLaplace) else 0.005
-    assert temperature(normalised, loader(), 500) == expected
+    assert temperature(normalised, loader(), 1000) == expected
 
 
 def coefficients(x, count=None):
