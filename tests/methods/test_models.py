@@ -163,7 +163,7 @@ def test_long_trainings_are_warmer_and_noise_spares_batch_norm(method):
         return method.svi(net, batches, epochs).loss.__self__.temperature
 
     assert [temperature(network(), loader(), n) for n in (1, 500, 1000, 5000)] == [0.02, 0.05, 0.1, 0.1]
-    stream = map(lambda batch: batch, loader())  # without a length
+    stream = DataLoader(Stream(), batch_size=None)  # without a length
     assert temperature(network(), stream, 1) == 0.1
     normalised = nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3))
     expected = 0.1 if isinstance(method, dvi.VariationalLaplace) else 0.005
