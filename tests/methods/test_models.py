@@ -153,6 +153,11 @@ def test_a_pyro_model_is_not_tempered_unless_asked(name):
     assert cold.fit(slope, loader(labels=False), 1, progress=False).elbo.temperature == 0.5
 
 
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(loader())
+
+
 @pytest.mark.parametrize(
     "method", [dvi.VariationalLaplace(), dvi.MomentPropagation(), dvi.NaturalGradients()]
 )
