@@ -134,7 +134,7 @@ def main(arguments: list[str] | None = None) -> dict[str, dict[str, float]]:
     picture, file = options.output_dir / "quickstart.png", options.output_dir / "posterior.nc"
     torch.set_num_threads(1)  # more threads slow down a network this small
 
-    print("training, Laplace, then Monte Carlo (half a minute)\n")
+    print("training, Laplace, then Monte Carlo (about a minute)\n")
     train, test = curve(options.seed)
     torch.manual_seed(options.seed)
     net = train_network(train, options.epochs)
