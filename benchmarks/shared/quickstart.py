@@ -44,7 +44,7 @@ def run(settings: Settings, data_dir: str | None) -> Row:
     net = quickstart.train_network(train)
     posterior, weights = quickstart.with_error_bars(net, train), quickstart.sample(train)
     methods = quickstart.predictors(net, posterior, weights)
-    methods["without polish"] = quickstart.with_error_bars(net, train, polish=False).predict
+    methods["dvi.Laplace without polish"] = quickstart.with_error_bars(net, train, polish=False).predict
     values = quickstart.functions(weights, quickstart.GAP)  # [draws, chains, inputs]
     return {
         "scores": {name: quickstart.scores(predict, test) for name, predict in methods.items()},
@@ -79,7 +79,7 @@ def report(rows: list[Row], folder: Path) -> str:
     ]
     r_hats = ", ".join(f"{row['r_hat']:.2f}" for row in sorted(rows, key=lambda row: row["seed"]))
     return (
-        f"{table(header, lines)}\n\nMean ± standard deviation (sd); differences are paired by seed, ± half the 95 % "
+        f"{table(header, lines)}\nMean ± standard deviation (sd); differences are paired by seed, ± half the 95 % "
         f"interval, and bold if it excludes zero. Largest split R-hat of the Monte Carlo chains in the gap, by seed: "
         f"{r_hats}. {provenance('quickstart', rows)}\n"
     )
