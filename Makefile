@@ -55,5 +55,5 @@ notebooks:  ## run the notebooks that `make docs` has made of the tutorials
 bench:  ## do the runs of all benchmarks that are not there yet, then write the reports
 	python -m benchmarks run all
 
-quickstart:  ## train, compare and export a first Bayesian network
+quickstart:  ## add error bars to a trained network, and draw the first figure
 	python examples/quickstart.py

@@ -16,7 +16,7 @@ TOGETHER = re.compile(r"(?<=\d) (?=%)| (?=± )|(?<=±) ")  # "95 %" and "0.75 ±
 BREAKS = re.compile(r"(?<=[/_.:=(,])(?=\w{3})|(?<=[a-z])(?=[A-Z][a-z])")
 # Lengths of cells: a number up to the first does not break, texts beyond the others have a least width.
 SHORT, LONG, LONGER = 22, 25, 70
-WIDE = 900  # pixels of a figure whose text cannot be read when it is as narrow as a phone
+WIDE = 9  # inches of a figure whose text cannot be read when it is as narrow as a phone
 AS_THEY_ARE = nodes.literal | nodes.literal_block | nodes.math | nodes.raw
 
 
@@ -54,16 +54,17 @@ class Layout(SphinxPostTransform):
 
     def frame(self, image: nodes.Element) -> None:
         """Put a wide image into a box, and make the text of one that is a paragraph its caption."""
-        width, _ = imagesize.get(Path(self.app.srcdir, image["uri"].lstrip("/")))
+        file = Path(self.app.srcdir, image["uri"].lstrip("/"))
+        is_wide = imagesize.get(file)[0] >= WIDE * imagesize.getDPI(file)[0]
         framed = image.deepcopy()
-        if width >= WIDE:
+        if is_wide:
             framed = nodes.container("", framed, classes=["wide-figure"])
         paragraph = image.parent
         if isinstance(paragraph, nodes.paragraph) and len(paragraph) == 1:
             caption = nodes.caption("", TOGETHER.sub("\u00a0", image.get("alt", "")))
             name = nodes.make_id(f"figure-{Path(image['uri']).stem}")
             paragraph.replace_self(nodes.figure("", framed, caption, ids=[name]))
-        elif width >= WIDE:
+        elif is_wide:
             image.replace_self(framed)
 
 
