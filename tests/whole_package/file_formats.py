@@ -33,7 +33,7 @@ FITS = {
     type(m).__name__: m for m in (Dense(), Diagonal(), KroneckerFactored(), TopEigen(3), PosteriorSamples(2))
 }
 METHODS = {
-    "VariationalLaplace": dvi.VariationalLaplace(noise_scale=0.3),
+    "VariationalLaplace": dvi.VariationalLaplace(noise_scale=0.3, prior_scale=1.0),
     "Laplace": dvi.Laplace(noise_scale=0.3, prior_scale=1.0),
 }
 

@@ -224,7 +224,7 @@ METHODS = {
     "VariationalLaplace": dvi.VariationalLaplace(),
     "moments": dvi.MomentPropagation(posterior=dvi.MeanFieldGuide),
     "MNVI": dvi.MomentPropagation(),
-    **{by.__name__: dvi.NaturalGradients(by=by) for by in (dvi.VOGN, dvi.OGN, dvi.IVON, dvi.NoisyKFAC)},
+    **{by.__name__: dvi.NaturalGradients(by=by) for by in (dvi.VOGN, dvi.IVON, dvi.NoisyKFAC)},
     "MAP": dvi.MAP(),
     "Laplace": dvi.Laplace(),
 }
