@@ -85,9 +85,8 @@ class MomentPropagation(Method):
     def guide(self, model: Any) -> Any:
         """Return an untrained guide."""
         if self.posterior is MultiplicativeNoiseGuide and not isinstance(model, LikelihoodModule):
-            return MultiplicativeNoiseGuide(
-                model, biases=MeanField()
-            )  # coefficients, not biases of a network
+            # Its vectors are coefficients, not biases of a network.
+            return MultiplicativeNoiseGuide(model, biases=MeanField())
         return self.posterior(model)
 
     def elbo(self) -> MomentPropagationELBO:

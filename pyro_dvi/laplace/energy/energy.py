@@ -165,9 +165,8 @@ class Energy:
         constant = nullcontext() if self.differentiable else constant_parameters(self.model)
         with checked, evaluating(self.model), constant:
             found = run_joint(model, args, kwargs, {**self.locs, **sites})
-            if (
-                self.passes.bad is not None
-            ):  # NaN stands for a missing value only in distributions that mask it
+            if self.passes.bad is not None:
+                # NaN stands for a missing value only in distributions that mask it.
                 for term in (*(site.value for site in found.sites), found.log_likelihood()):
                     if not bool(torch.isfinite(term).all()):
                         raise self.passes.bad
