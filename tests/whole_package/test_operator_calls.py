@@ -111,7 +111,7 @@ METHODS: dict[str, tuple[Callable, Callable, Callable]] = {
         ("VOGN", "LeNet", 2.55),
         ("VOGN", "ResNet", 1.95),
         ("IVON", "MLP", 2.3),
-        ("IVON", "LeNet", 2.05),
+        ("IVON", "LeNet", 2.1),
         ("IVON", "ResNet", 1.06),
     ],
 )
