@@ -32,15 +32,15 @@ from pyro_dvi.runs.sites import counted
 
 _CLASSES = (td.Bernoulli, td.Categorical, td.OneHotCategorical)
 _KEPT = 64  # largest number of outputs of an example whose covariances a prediction keeps
-_MANY = 256  # largest number of outputs of an example whose covariances are computed if variances are enough
+_MANY = 256  # largest number of classes whose covariances are computed if variances are enough
 # Functions that map real numbers to parameters with these domains.
 _NAMES = {constraints.positive: "exp", constraints.unit_interval: "sigmoid", constraints.simplex: "softmax"}
 
 
 def needs_variances_only(outputs: Outputs, link: ClassLink) -> bool:
     """Return whether the variances of many logits are enough, so that covariances would take most of the time."""
-    of_classes = isinstance(innermost(outputs.distribution), _CLASSES)
-    return of_classes and type(link) is Probit and outputs.values.shape[-1] > _MANY
+    is_class = isinstance(innermost(outputs.distribution), (td.Categorical, td.OneHotCategorical))
+    return is_class and type(link) is Probit and outputs.parameters[0].shape[-1] > _MANY
 
 
 def integrated(

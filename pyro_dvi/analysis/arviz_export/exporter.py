@@ -205,7 +205,8 @@ def to_arviz(
             warnings.filterwarnings("ignore", message=re.escape(DRAWN_WEIGHTS), category=DviWarning)
             add_latents(groups["posterior"], tuned, first, nodes, kept, weights.draws(first.inputs))
         scores = _scored_by(rule, count)
-        scored = {rule: own, of_weights: weights}.get(scores) or Components(model, guide, scores, used_seed)
+        known = own if scores == rule else weights if scores == of_weights else None
+        scored = Components(model, guide, scores, used_seed) if known is None else known
         if hasattr(guide, "linearised") and draws_weights(rule) and first.observed is not None:
             warn(f"{DRAWN_WEIGHTS} az.loo and az.compare would misread their log_likelihood")
         predicted = {"posterior_predictive": observed_sites(own, count, 0, scored=scored)}

@@ -14,7 +14,7 @@ import pyro_dvi as dvi
 from pyro_dvi.errors import MissingQuantityError
 from pyro_dvi.laplace import Diagonal, KroneckerFactored
 from pyro_dvi.laplace.methods.kronecker_factored import KroneckerPosterior
-from pyro_dvi.links import SobolSoftmax
+from pyro_dvi.links import Probit, SobolSoftmax
 
 EXACT = dvi.Linearised(SobolSoftmax(4096), num_points=4096)
 KINDS = {
@@ -155,3 +155,21 @@ def test_many_classes_need_no_covariances(method: Any, monkeypatch: pytest.Monke
     torch.testing.assert_close(found.probabilities, expected)
     with pytest.raises(MissingQuantityError, match="Samples"):
         found.mutual_information  # noqa: B018
+
+
+def test_two_classes_at_many_positions_keep_their_covariances() -> None:
+    """Two logits of one label are dependent, however many labels an example has."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 300), nn.Unflatten(1, (2, 150))).double()
+    x, y = torch.randn(5, 2, dtype=torch.float64), torch.randint(2, (5, 150))
+    method = dvi.Laplace(covariance=KroneckerFactored(), prior_scale=0.5, layers="2.*")
+    posterior = method.fit(net, [(x, y)], progress=False)
+    with posterior.in_store():
+        gaussian = posterior.guide.predictive(x)
+    spread = gaussian.full_covariance.unflatten(2, (150, 2)).unflatten(1, (150, 2))
+    spread = spread.diagonal(dim1=1, dim2=3).movedim(-1, 1)
+    loc = gaussian.outputs.values.unflatten(1, (150, 2))
+    expected = Probit().log_probabilities(loc, spread).exp()
+    found = posterior.predict(x)
+    torch.testing.assert_close(found.probabilities, expected)
+    assert found.mutual_information.shape == (5, 150)
