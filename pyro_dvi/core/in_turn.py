@@ -6,6 +6,8 @@ from contextlib import AbstractContextManager, contextmanager
 from threading import Lock, local
 from typing import Any
 
+from torch.utils.data import DataLoader
+
 
 class _Mine(local):
     """What belongs to each thread: how often it has entered, and its contexts."""
@@ -77,10 +79,17 @@ class _Turn:
             self._mine.depth = depth
 
     def passed_for(self, values: Iterable[Any]) -> Iterator[Any]:
-        """Yield the values of an iterable; while it computes the next, other threads have a turn."""
+        """Yield the values of an iterable; before each, other threads have a turn.
+
+        They also have it while other code than a ``DataLoader`` computes the value: this code may wait for another
+        thread. A ``DataLoader`` draws from the random states of the thread that has its turn.
+        """
         iterator, end = iter(values), object()
+        draws = isinstance(values, DataLoader)
         while True:
             with self.passed():
+                value = None if draws else next(iterator, end)
+            if draws:
                 value = next(iterator, end)
             if value is end:
                 return

@@ -52,7 +52,7 @@ def as_model(model: Any, loader: Loader, method: Any, trains: bool = True) -> An
         return model
     check_loader(loader, 2)
     size = dataset_size(loader)
-    seen = in_turn.passed_for(loader if size is None or method.standardize else islice(loader, 1))
+    seen = islice(in_turn.passed_for(loader), None if size is None or method.standardize else 1)
     first = list(islice(seen, 1))
     targets = list(map(target_of, chain(first, seen)))
     if not targets or not all(isinstance(target, Tensor) and target.dim() for target in targets):

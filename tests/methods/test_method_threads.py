@@ -128,13 +128,26 @@ def with_shared_network(x: torch.Tensor, y: torch.Tensor | None = None) -> torch
         return pyro.sample("y", pyro.distributions.Normal(f[:, 0], 0.3), obs=None if y is None else y[:, 0])
 
 
-@pytest.mark.parametrize("shuffled", [False, True])
+class Noisy(torch.utils.data.Dataset[Any]):
+    """Examples that are drawn when they are read."""
+
+    def __len__(self) -> int:
+        return len(X)
+
+    def __getitem__(self, row: int) -> Any:
+        return X[row] + 0.1 * torch.randn(1), DATA[0][1][row]
+
+
+LOADERS: dict[str, Any] = {
+    "list": DATA,
+    "shuffled": torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*DATA[0]), 10, shuffle=True),
+    "augmented": torch.utils.data.DataLoader(Noisy(), 10, shuffle=True),
+}
+
+
+@pytest.mark.parametrize("loader", LOADERS.values(), ids=LOADERS)
 @pytest.mark.parametrize("model", [net, lambda: with_shared_network], ids=["network", "function"])
-def test_two_trainings_that_alternate_are_what_they_are_alone(
-    model: Callable[[], Any], shuffled: bool
-) -> None:
-    data = torch.utils.data.TensorDataset(*DATA[0])
-    loader: Any = torch.utils.data.DataLoader(data, 10, shuffle=True) if shuffled else DATA
+def test_two_trainings_that_alternate_are_what_they_are_alone(model: Callable[[], Any], loader: Any) -> None:
     models, meeting = [model() for _ in range(2)], threading.Barrier(2)
 
     def fit(number: int, *callbacks: Any) -> dvi.methods.Posterior:
