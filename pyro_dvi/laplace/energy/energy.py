@@ -9,7 +9,7 @@ posterior :math:`e^{-U}`. The temperature does not move minima.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, partial, reduce
@@ -215,12 +215,12 @@ class Runs:
 
     Attributes:
         point: flat vector [D].
-        kept: a run on each batch, with the number of vectors that may pass through its graph together; None if there
-            were no runs, or if their graphs need too much memory.
+        kept: a run on each batch, with the recorder of its weights and the number of vectors that may pass through its
+            graph together; None if there were no runs, or if their graphs need too much memory.
     """
 
     point: Tensor
-    kept: list[tuple[Run, int]] | None = None
+    kept: list[tuple[Run, SquaredGradients, int]] | None = None
 
 
 class LocalEnergy:
@@ -315,23 +315,28 @@ class LocalEnergy:
 
     def examples(self) -> Iterator[ExampleGradients]:
         r"""Yield the rows of :math:`\Lambda^{1/2} J`, which make up the Gauss-Newton matrix, batch by batch."""
-        energy, recorders = self.energy, list[SquaredGradients]()
-
-        def recorder(sites: list[Tensor]) -> SquaredGradients:
-            recorders.append(SquaredGradients(sites, differentiable=energy.differentiable))
-            return recorders[-1]
-
+        energy = self.energy
         with torch.enable_grad():
-            for index, (_, run) in enumerate(energy.runs(self.point, recorder)):
+            for index, ((_, run), recorder, _) in enumerate(self._runs.kept or self._recorded()):
                 labels = partial(energy.labels, batch=index)
                 sites = sites_only(run.rescaled(energy.scale_factors))
                 for outputs in by_examples(information_pairs(sites, labels, energy.differentiable)):
                     outputs = outputs * energy.likelihood_weight**0.5
                     if index == 0:  # counted once: a backward pass per output, through all batches
                         energy.count(outputs.shape[1])
-                    given = recorders[-1], outputs, energy.layout.entries, energy.layout.names
+                    given = recorder, outputs, energy.layout.entries, energy.layout.names
                     yield ExampleGradients(*given, weights=row_weights(sites, len(outputs)))
-                recorders.clear()
+
+    def _recorded(self) -> Iterator[tuple[Run, SquaredGradients, SavedBytes]]:
+        """Run the model on each batch; yield the run, the recorder of its weights, and the bytes of its graph."""
+        latest: list[Any] = []
+
+        def recorder(sites: list[Tensor]) -> AbstractContextManager[Any]:
+            latest[:] = SquaredGradients(sites, differentiable=self.energy.differentiable), SavedBytes()
+            return _both(*latest)
+
+        for run in self.energy.runs(self.point, recorder):
+            yield run, *latest
 
     def _sum(self, part: Callable[[BatchGraph], Tensor], work: int) -> Tensor:
         if self.energy.differentiable:
@@ -346,29 +351,23 @@ class LocalEnergy:
     def graphs(self) -> Iterator[BatchGraph]:
         """Yield the graph of each batch; they are kept if memory allows."""
         if self._kept is None and self._runs.kept is not None:
-            self._kept = [self._graph(k, *found) for k, found in enumerate(self._runs.kept)]
+            self._kept = [self._graph(k, run, many) for k, (run, _, many) in enumerate(self._runs.kept)]
         if self._kept is not None:
             yield from self._kept
             return
-        runs: list[tuple[Run, int]] | None = []
-        kept = list[BatchGraph]()
-        saved, by_run = 0, list[SavedBytes]()
-
-        def recorder(sites: list[Tensor]) -> SavedBytes:
-            by_run.append(SavedBytes())
-            return by_run[-1]
-
+        runs: list[tuple[Run, SquaredGradients, int]] | None = []
+        kept, saved = list[BatchGraph](), 0
         with torch.enable_grad():
-            for index, run in enumerate(self.energy.runs(self.point, recorder)):
-                together = vectors_together(by_run[-1].total, self.point.device)
+            for index, (run, recorder, bytes_of_run) in enumerate(self._recorded()):
+                together = vectors_together(bytes_of_run.total, self.point.device)
                 graph = self._graph(index, run, together)
                 # Products differentiate twice, so their graphs need about three times the bytes that the run saved.
-                saved += 4 * by_run[-1].total
+                saved += 4 * bytes_of_run.total
                 if saved > self.energy.memory:
                     runs = None
                     kept.clear()
                 if runs is not None:
-                    runs.append((run, together))
+                    runs.append((run, recorder, together))
                     kept.append(graph)
                 yield graph
         self._runs.kept = runs
@@ -387,6 +386,12 @@ def diagonal_of(product: Callable[[Tensor], Tensor], like: Tensor) -> Tensor | N
     rounding = 100 * torch.finfo(probe.dtype).eps * diagonal.abs() * probe.abs().clamp(min=1)
     proper = ((check - probe * diagonal).abs() <= rounding) & (diagonal > 0)
     return diagonal if bool(proper.all()) else None
+
+
+@contextmanager
+def _both(first: AbstractContextManager[Any], second: AbstractContextManager[Any]) -> Iterator[None]:
+    with first, second:
+        yield
 
 
 def within(context: AbstractContextManager[Any], model: Callable) -> Callable:
