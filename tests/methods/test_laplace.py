@@ -173,15 +173,37 @@ def test_methods_that_are_fitted_for_each_value_are_not_tuned():
 
 
 @pytest.mark.parametrize("outputs", [1, 3])
-def test_tuning_runs_the_network_about_three_times_over_the_data(outputs):
-    """Residuals (or predictions), likelihoods and gradients; with single runs of the first batch for checks."""
+def test_tuning_runs_the_network_at_most_twice_over_the_data(outputs):
+    """Residuals; likelihoods, gradients and curvature together; single runs of a batch for checks and predictions."""
     calls = []
     net = network(outputs)
-    net[0].register_forward_hook(lambda *_: calls.append(1))
     x, y = rows(60, 0, labels=outputs > 1)
-    batches = list(zip(x.split(5), (y if outputs > 1 else y[:, None]).split(5), strict=True))
-    dvi.Laplace().fit(net, batches, progress=False)
-    assert len(calls) <= 3 * len(batches) + 8
+    data = x, (y if outputs > 1 else y[:, None])
+    whole = dvi.Laplace().fit(net, [data], progress=False)
+    net[0].register_forward_hook(lambda *_: calls.append(1))
+    batches = list(zip(*(part.split(5) for part in data), strict=True))
+    posterior = dvi.Laplace().fit(net, batches, progress=False)
+    assert len(calls) <= (1 if outputs > 1 else 2) * len(batches) + 6
+    assert posterior.guide.scale_factors == pytest.approx(whole.guide.scale_factors, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "as_batch", [lambda x, y: (x, y), lambda x, y: {"x": x, "y": y}], ids=["tuple", "mapping"]
+)
+def test_the_fit_to_the_training_data_does_not_depend_on_batches(as_batch):
+    guide = dvi.LaplaceGuide(dvi.classifier(dvi.to_bayesian_(network(3)), num_data=60))
+    data = rows(60, 0, labels=True)
+    options = {
+        "criterion": ByTrainingLoss(),
+        "values": [1.0, 10.0],
+        "unconverged": "accept",
+        "progress": False,
+    }
+    one, several = (
+        guide.tune([as_batch(*part) for part in zip(*(t.split(size) for t in data), strict=True)], **options)
+        for size in (60, 7)
+    )
+    torch.testing.assert_close(several.scores, one.scores, rtol=1e-5, atol=0)
 
 
 def test_the_prior_of_a_classifier_is_searched_by_bisection(monkeypatch):

@@ -153,8 +153,24 @@ class FirstFit:
         probe = torch.randn(1, len(local.point), generator=torch.Generator().manual_seed(0)).to(local.point)
         return self.method.precision.product(local, probe) - local.prior_hessian(probe)
 
+    @cached_property
+    def has_constant_noise(self) -> bool:
+        """Whether all observations have Normal noise with scales that do not depend on the latents."""
+        run = self.energy.at(self.energy.start).first.run
+        noise = [untransformed(site.fn) for site in run.sites]
+        return not run.factors and all(is_of(fn, td.Normal) and not fn.scale.requires_grad for fn in noise)
+
     def likelihood_factor(self, local: LocalEnergy) -> float | None:
         """Return the ratio of another contribution of the likelihood to the first one; None if it is no number."""
+        if self.has_constant_noise:
+            names = [site.name for site in self.energy.at(self.energy.start).first.run.sites]
+            before, after = (
+                [energy.scale_factors.get(name, 1.0) for name in names]
+                for energy in (self.energy, local.energy)
+            )
+            ratios = [(one / other) ** 2 for one, other in zip(before, after, strict=True)]
+            if math.isclose(min(ratios), max(ratios)):
+                return ratios[0]
         found = self.likelihood_product(local)
         factor = float((found * self.product).sum() / self.product.square().sum())
         rounding = math.sqrt(torch.finfo(found.dtype).eps)

@@ -27,6 +27,7 @@ from pyro_dvi.runs.log_joint import rescaled_model
 from pyro_dvi.runs.observed import observed_sites
 from pyro_dvi.runs.predictive_of_outputs import integrated
 
+_ELEMENTS = 1 << 19  # number of elements up to which batches are joined
 REFUSED = -1e3  # scores of values that are out of the question are at most this number
 
 
@@ -258,7 +259,7 @@ class ByTrainingLoss(Criterion):
             found += max((len(t) for t in tensors_in(batch) if t.dim()), default=1)
             if found >= self.rows:
                 break
-        density = ByValidation(batches, self.link, self.site)._mean_log_density(candidates)
+        density = ByValidation(_joined(batches), self.link, self.site)._mean_log_density(candidates)
         mode = density(None)
 
         def score(value: float) -> float:
@@ -266,3 +267,20 @@ class ByTrainingLoss(Criterion):
             return -math.log(value) if loss <= self.tolerance else REFUSED * (1 + loss)
 
         return score
+
+
+def _joined(batches: list[Any]) -> list[Any]:
+    """Return one batch with the rows of all if they are small, so that each value costs one evaluation."""
+    for batch in batches:
+        parts = batch if isinstance(batch, tuple | list) else [batch]
+        if not all(isinstance(part, Tensor) and part.dim() for part in parts) or len({*map(len, parts)}) != 1:
+            return batches
+    if (
+        isinstance(batches[0], Tensor)
+        or sum(tensor.numel() for batch in batches for tensor in batch) > _ELEMENTS
+    ):
+        return batches
+    try:
+        return [tuple(map(torch.cat, zip(*batches, strict=True)))]
+    except (RuntimeError, ValueError):  # such as sequences of different lengths
+        return batches
