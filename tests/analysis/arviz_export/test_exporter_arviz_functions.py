@@ -189,7 +189,7 @@ def linearised():
 
 def test_linearised_scores_are_those_of_drawn_weights_in_a_linear_model():
     line, guide, y = linearised()
-    export = to_arviz(line, guide, (X, y), 4000, seed=0)
+    export = to_arviz(line, guide, (X, y), 1500, seed=0)
     slopes = export["posterior"]["slope"].values[0][:, None]
     expected = dist.Normal(torch.as_tensor(slopes) * X, 0.3).log_prob(y).numpy()
     found = export["log_likelihood"]["obs"].values[0]
