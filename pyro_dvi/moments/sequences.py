@@ -127,7 +127,7 @@ def _network(name: str, step: Callable[..., State]) -> Callable[..., State]:
     def network(input: Any, hx: Any, params: Any, *options: Any) -> State:
         if isinstance(hx, Tensor) and not hx.is_floating_point():  # the batch sizes of a packed sequence
             raise UnsupportedError(
-                f"torch.{name} of moments has no rule for packed sequences: pad them and mask the likelihood"
+                f"torch.{name} of moments has no rule for packed sequences: pad them, and mask the padding"
             )
         state = tuple(hx) if isinstance(hx, tuple | list) else (hx,)
         return _sequence(step, input, state, params, options)
