@@ -18,7 +18,7 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import _WeightNorm
 
 from pyro_dvi.bayesian.converted import SitePrior, parameter_order
-from pyro_dvi.errors import ModelError, UnsupportedError
+from pyro_dvi.errors import ArgumentError, ModelError, UnsupportedError
 
 Predicate = Callable[[str, nn.Module, Tensor], bool]
 Selector = type[nn.Module] | str | Predicate
@@ -157,9 +157,15 @@ def _candidates(root: nn.Module) -> list[Candidate]:
 
 def _selectors(selection: Any) -> tuple[Selector, ...]:
     """Return ``selection`` as a tuple of selectors."""
-    if isinstance(selection, Iterable) and not isinstance(selection, str) and not callable(selection):
-        return tuple(selection)
-    return (selection,)
+    several = isinstance(selection, Iterable) and not isinstance(selection, str) and not callable(selection)
+    selectors = tuple(selection) if several else (selection,)
+    for one in selectors:
+        if isinstance(one, nn.Module) or not (isinstance(one, str) or callable(one)):
+            raise ArgumentError(
+                "include= and exclude= take types of modules, patterns of names, functions of (name, module, "
+                f"parameter), or a list of these, not {one!r}"
+            )
+    return selectors
 
 
 def suggestion(pattern: str, everything: Iterable[Candidate]) -> str:

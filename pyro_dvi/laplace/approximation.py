@@ -310,7 +310,7 @@ class GaussianAtMode(FactorisedGuide):
         return self
 
     def __repr__(self) -> str:
-        """Describe the mode, whether it is a minimum, and the Gaussian."""
+        """Describe the mode, whether it is a minimum, the Gaussian, and multipliers of tuned scales."""
         if self.prototype_trace is None:
             return f"{type(self).__name__}(not initialised)"
         point, known = self._point_mass(), self._minimum
@@ -323,7 +323,9 @@ class GaussianAtMode(FactorisedGuide):
             gaussian = f"{self._fitted.posterior!r}, precision {type(self._fitted.precision).__name__}"
             change = point.change_since(self._fitted.point)
         mode = f"mode of {sum(u.numel() for u in point.locs.values())} latents, {found}"
-        return f"{type(self).__name__}({'; '.join(filter(None, (mode, gaussian, change)))})"
+        factors = ", ".join(sorted({f"{factor:.3g}" for factor in self.scale_factors.values()}))
+        tuned = f"scale_factors {factors}" if factors else None
+        return f"{type(self).__name__}({'; '.join(filter(None, (mode, gaussian, tuned, change)))})"
 
 
 def largest_variance(guide: GaussianAtMode, size: int) -> dict[str, Tensor]:

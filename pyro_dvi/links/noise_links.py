@@ -13,6 +13,7 @@ from torch import Size, Tensor, distributions as td
 from torch.distributions import constraints
 
 from pyro_dvi.core.arguments import check_count
+from pyro_dvi.core.densities import untransformed
 from pyro_dvi.expectations.expectation import aligned
 from pyro_dvi.expectations.points import check_domain, nodes_of
 from pyro_dvi.moments import GaussianMoments
@@ -70,10 +71,7 @@ class PointMixture(td.Distribution):
     @property
     def function_variance(self) -> Tensor | None:
         """The part of the variance that is not noise; None if the components do not provide theirs."""
-        inner = self.components
-        while isinstance(inner, td.Independent):
-            inner = inner.base_dist
-        within = getattr(inner, "function_variance", None)
+        within = getattr(untransformed(self.components), "function_variance", None)
         return None if within is None else self._with_between(within.expand_as(self.components.mean))
 
     def log_prob(self, value: Tensor) -> Tensor:

@@ -85,16 +85,18 @@ def _with_new_weights(net: Any, seed: int) -> Any:
     """Return a copy of a network, which may have priors, with new random weights."""
     fresh = copy.deepcopy(net) if is_network(net) else nn.Identity()
     plain = with_own_weights(fresh) if was_converted(fresh) else fresh
-    before = {name: p.detach().clone() for name, p in plain.named_parameters()}
-    with preserve_random_state():
-        pyro.set_rng_seed(seed)
-        for layer in reversed(list(plain.modules())):  # as in a constructor, parts come first
-            reset = getattr(layer, "reset_parameters", getattr(layer, "_reset_parameters", None))
-            if reset is not None and any(p.requires_grad for p in layer.parameters()):
-                reset()
-    for name, parameter in plain.named_parameters():
-        if not parameter.requires_grad:
-            parameter.copy_(before[name])
+    # Two draws are compared, because the network may have been built with the same seed.
+    for number in (seed + 1, seed):
+        before = {name: p.detach().clone() for name, p in plain.named_parameters()}
+        with preserve_random_state():
+            pyro.set_rng_seed(number)
+            for layer in reversed(list(plain.modules())):  # as in a constructor, parts come first
+                reset = getattr(layer, "reset_parameters", getattr(layer, "_reset_parameters", None))
+                if reset is not None and any(p.requires_grad for p in layer.parameters()):
+                    reset()
+        for name, parameter in plain.named_parameters():
+            if not parameter.requires_grad:
+                parameter.copy_(before[name])
     kept = {name: p for name, p in plain.named_parameters() if torch.equal(p, before[name])}
     if kept.keys() == before.keys():
         raise ArgumentError(

@@ -127,7 +127,7 @@ def _network(name: str, step: Callable[..., State]) -> Callable[..., State]:
     def network(input: Any, hx: Any, params: Any, *options: Any) -> State:
         if isinstance(hx, Tensor) and not hx.is_floating_point():  # the batch sizes of a packed sequence
             raise UnsupportedError(
-                f"torch.{name} of moments has no rule for packed sequences: pad them and mask the likelihood"
+                f"torch.{name} of moments has no rule for packed sequences: pad them, and mask the padding"
             )
         state = tuple(hx) if isinstance(hx, tuple | list) else (hx,)
         return _sequence(step, input, state, params, options)
@@ -179,13 +179,23 @@ def scaled_dot_product_attention(
     """
     if enable_gqa:
         key, value = (torch.repeat_interleave(t, query.shape[-3] // t.shape[-3], -3) for t in (key, value))
-    scores = _scores(query, _centred(key), scale)
+    kept = None if attn_mask is None else _can_attend(attn_mask).any(-2)
+    scores = _scores(query, _centred(key, kept), scale)
     q, a = _weights(_masked(scores, attn_mask, is_causal))
     return _with_dropout(_averaged(q, a, value), q, a, value, dropout_p)
 
 
-def _centred(key: Any) -> Any:
-    return key - loc_of(key).mean(-2, keepdim=True)
+def _centred(key: Any, kept: Tensor | None = None) -> Any:
+    """Subtract the mean over keys, without those that no query attends to, such as padding."""
+    loc = loc_of(key)
+    if kept is None:
+        return key - loc.mean(-2, keepdim=True)
+    share = kept.unsqueeze(-1).to(loc.dtype).expand(*kept.shape[:-1], loc.shape[-2], 1)
+    return key - (share * loc).sum(-2, keepdim=True) / share.sum(-2, keepdim=True).clamp_min(1)
+
+
+def _can_attend(mask: Any) -> Tensor:
+    return mask if mask.dtype is torch.bool else loc_of(mask) > -math.inf
 
 
 def _scores(query: Any, key: Any, scale: float | None) -> Any:
@@ -290,13 +300,15 @@ def multi_head_attention(
 
     # A key bias, or any shift of all keys, cancels in the softmax, even with uncertain weights.
     queries = _heads(F.linear(query, weights[0], biases[0]), num_heads)
-    keys = _heads(F.linear(_centred(key), weights[1]), num_heads)
+    padding = _attended(key_padding_mask)
+    centred = _centred(key, None if padding is None else _can_attend(padding))
+    keys = _heads(F.linear(centred, weights[1]), num_heads)
     if attn_mask is not None and attn_mask.dim() == 3:
         attn_mask = attn_mask.reshape(-1, num_heads, *attn_mask.shape[1:])
     scores = _scores(queries, keys, None)
     scores = _masked(scores, _attended(attn_mask), is_causal and attn_mask is None)
-    if key_padding_mask is not None:
-        scores = _masked(scores, _attended(key_padding_mask[:, None, None]), False)
+    if padding is not None:
+        scores = _masked(scores, padding[:, None, None], False)
 
     q, a = _weights(scores)
     dropout_p = dropout_p if training else 0.0

@@ -309,6 +309,6 @@ class SquareMeasurement:
         if passes > _MANY_PASSES and site not in self._warned:
             self._warned.add(site)
             warn(
-                f"observed site {site!r}: squared gradients take {passes} backward passes in each step, which is exact "
-                f"but slow. {advice}, or train with IVON"
+                f"observed site {site!r}: squared gradients take {passes} backward passes in each step (with IVON, "
+                f"only before the first step), which is exact but slow. {advice}, or train with IVON"
             )

@@ -137,8 +137,10 @@ def scoring_parts(fn: Any, mask: Tensor | None, site: str) -> Any:
         return fn
     if not untransformed(fn).event_shape:  # independent elements
         return rewrapped(fn, lambda elements: dist.MaskedDistribution(elements, mask))
-    if type(fn) in (dist.MultivariateNormal, ShapedNormal):  # of a linearised model
-        return PartlyCounted(fn, mask)
+    parts = fn.components if isinstance(fn, PointMixture) else fn
+    if type(parts) in (td.MultivariateNormal, dist.MultivariateNormal, ShapedNormal):  # of a linearised model
+        counted = PartlyCounted(parts, mask)
+        return counted if parts is fn else type(fn)(counted, fn.weights, fn.rank)
     inner = fn
     while isinstance(
         inner, (td.Independent, dist.MaskedDistribution, dist.ExpandedDistribution, PointMixture)

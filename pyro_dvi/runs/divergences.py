@@ -281,7 +281,8 @@ def refuse_not_normal(site: str, prior: Any) -> NoReturn:
     """
     raise ModelError(
         f"the prior of site {site!r} is {type(strip_event_dims(prior)).__name__}, but natural-gradient updates need a "
-        "Normal prior (in unconstrained space). Use MeanFieldGuide with TaylorELBO or MomentPropagationELBO"
+        "Normal prior, or a LogNormal prior for a positive latent. Use one of these, or train MeanFieldGuide with "
+        "TaylorELBO or MomentPropagationELBO"
     )
 
 

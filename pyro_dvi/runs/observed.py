@@ -78,7 +78,8 @@ def _log_likelihood(site: ObservedSite) -> Tensor:
         if value.numel() and (isinstance(error, ValueError) or value.device.type == "cpu"):
             if lost := int((~torch.isfinite(value)).sum()):
                 raise DataError(
-                    f"observed site {site.name!r} contains {lost} NaN or infinite values: drop or mask these rows"
+                    f"observed site {site.name!r} contains {lost} NaN or infinite values: drop or mask these rows "
+                    "(in a model of your own, dist.NanMaskedNormal masks NaN)"
                 ) from error
             lowest, highest, base = value.min().item(), value.max().item(), untransformed(fn)
             extent, base = f" from {lowest} to {highest}", getattr(base, "at_mean", base)

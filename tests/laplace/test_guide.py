@@ -233,3 +233,5 @@ def test_print_says_what_the_guide_has():
     assert "not known to be a minimum; <DensePosterior" in repr(guide) and "has moved since" in repr(guide)
     guide.polish([(X, Y)], subset="slope", progress=False)
     assert "a minimum in 1 of 2 sites" in repr(guide)
+    guide.scale_factors = {"slope": 0.25, "y": 1.5}
+    assert "; scale_factors 0.25, 1.5; " in repr(guide)

@@ -287,27 +287,31 @@ def test_a_nearly_singular_precision_in_single_precision():
     assert bool((single.marginal_variance() <= 1.001).all())
 
 
-def test_missing_targets_that_are_nan_equal_masked_ones():
+@pytest.mark.parametrize("known_noise", [True, False])
+def test_missing_targets_that_are_nan_equal_masked_ones(known_noise):
     x, w = torch.randn(30, 2), torch.eye(2)
     y = x + 0.1 * torch.randn(30, 2)
     y[:10, 1], y[10:14, 0], y[29] = torch.nan, torch.nan, torch.nan
 
     def model(fn, x, y):
         mean = x @ pyro.sample("w", dist.Normal(w, 1.0).to_event(2)).mT
+        noise = 0.1 if known_noise else pyro.sample("noise", dist.LogNormal(-2.0, 1.0))
         with pyro.plate("data", 30, subsample_size=len(x)):
-            return pyro.sample("obs", fn(mean).to_event(1), obs=y)
+            return pyro.sample("obs", fn(mean, noise).to_event(1), obs=y)
 
     def of_nan(x, y=None):
-        return model(lambda mean: dist.NanMaskedNormal(mean, 0.1), x, y)
+        return model(dist.NanMaskedNormal, x, y)
 
     def of_mask(x, known, y=None):
-        return model(lambda mean: dist.Normal(mean, 0.1).mask(known), x, y)
+        return model(lambda *parameters: dist.Normal(*parameters).mask(known), x, y)
 
     scores = []
     for one, data in ((of_nan, (x, y)), (of_mask, (x, y.isfinite(), y.nan_to_num()))):
         batches = [tuple(part[rows] for part in data) for rows in (slice(0, 14), slice(14, 30))]
         posterior = dvi.Laplace(layers=None, polish=True).fit(one, batches, progress=False)
-        scores.append([posterior.guide.posterior.precision, *posterior.predict(data).metrics().values()])
+        prediction = posterior.predict(data)
+        torch.testing.assert_close(prediction.epistemic, posterior.predict(data[:-1]).epistemic)
+        scores.append([posterior.guide.posterior.precision, *prediction.metrics().values()])
     for found, expected in zip(*scores, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     x[3, 0] = torch.nan

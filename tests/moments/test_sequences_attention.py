@@ -122,17 +122,16 @@ def test_the_variance_stays_below_that_of_the_values_attended_to() -> None:
     assert (y.variance <= (v.amax(-2) - v.amin(-2)).square()[:, None] / 4).all()
 
 
-def test_masked_keys_do_not_count() -> None:
+@pytest.mark.parametrize("additive", [False, True])
+def test_keys_that_no_query_attends_to_do_not_count(additive: bool) -> None:
     q, k, v = (gaussian(2, n, 4, variance=0.3, seed=i) for i, n in enumerate((5, 7, 7)))
-    y = F.scaled_dot_product_attention(q, k, v, attn_mask=(torch.arange(7) < 4).expand(5, 7))
+    mask: Any = (torch.arange(7) < 4).expand(5, 7)
+    if additive:
+        mask = torch.zeros(5, 7, **DOUBLE).masked_fill(~mask, -torch.inf)
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     z = F.scaled_dot_product_attention(q, k[:, :4], v[:, :4])
-    torch.testing.assert_close(y.loc, z.loc, rtol=0.1, atol=0.1)  # keys are centred differently
-    torch.testing.assert_close(y.variance, z.variance, rtol=0.5, atol=0)
-    certain = F.scaled_dot_product_attention(q, k.loc, v, attn_mask=(torch.arange(7) < 4).expand(5, 7))
-    wild = k.loc.clone()
-    wild[:, 4:] = torch.flip(wild[:, 4:], (1,))  # the same centre
-    other = F.scaled_dot_product_attention(q, wild, v, attn_mask=(torch.arange(7) < 4).expand(5, 7))
-    torch.testing.assert_close(other.variance, certain.variance)
+    torch.testing.assert_close(y.loc, z.loc)
+    torch.testing.assert_close(y.variance, z.variance)
 
 
 def test_dropout_adds_its_variance_and_leaves_the_mean() -> None:
@@ -246,6 +245,20 @@ def test_multi_head_attention_against_samples_of_its_weights(noise: str) -> None
     assert abs(ratio.median() - 1) < 0.02
     assert 0.9 < ratio.quantile(0.05) and ratio.quantile(0.95) < 1.1
     assert ((y.loc - mean) / deviation).square().mean().sqrt() < 0.06
+
+
+@pytest.mark.parametrize("additive", [False, True])
+def test_padding_has_no_effect_on_the_attention_of_the_rest(additive: bool) -> None:
+    module = uncertain(attention(batch_first=True), multiplicative(0.1))
+    padding = (
+        torch.zeros_like(PADDING, dtype=X.dtype).masked_fill(PADDING, -torch.inf) if additive else PADDING
+    )
+    padded = X.masked_fill(PADDING[..., None], 7.0)
+    y, _ = module(padded, padded, padded, key_padding_mask=padding)
+    for row, kept in enumerate(~PADDING):
+        z, _ = module(*(X[row, kept],) * 3)
+        torch.testing.assert_close(y.loc[row, kept], z.loc)
+        torch.testing.assert_close(y.variance[row, kept], z.variance)
 
 
 @pytest.mark.parametrize("options", [{"add_bias_kv": True}, {"add_zero_attn": True}], ids=str)

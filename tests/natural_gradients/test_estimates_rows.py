@@ -232,4 +232,4 @@ def test_layers_without_a_rule_are_exact_and_say_what_they_cost(make, function):
     assert_equal(found, exact)
     (text,) = [str(w.message) for w in caught]
     assert f"'net.layer.weight_ih_l0' is used by {function}, which has no rule" in text
-    assert "40 backward passes in each step" in text and "IVON" in text and "smaller minibatches" in text
+    assert "40 backward passes in each step (with IVON, only before" in text and "smaller minibatches" in text

@@ -343,7 +343,7 @@ MISTAKES = [
         "NaN label",
         lambda: evaluate(args=(X, with_nan(Y))),
         DataError,
-        r"site 'y' contains 1 NaN or infinite.*drop or mask these rows",
+        r"site 'y' contains 1 NaN or infinite.*drop or mask these rows .*NanMaskedNormal",
     ),
     Mistake(
         "NaN input",
