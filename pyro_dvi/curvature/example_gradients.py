@@ -60,11 +60,6 @@ class OuterGradients:
         """Whether each gradient is a single outer product, of which all entries are included."""
         return self.is_whole and self._inputs(slice(0, 1)).shape[1] == 1
 
-    @cached_property
-    def has_shared_deltas(self) -> bool:
-        """Whether delta is the same for all examples, as in a last layer whose outputs are those of the model."""
-        return structural((self._deltas == self._deltas[:, :1]).all())
-
     @property
     def inputs(self) -> Tensor:
         """The inputs a ``[B, T, q]``."""
@@ -211,6 +206,21 @@ class ExampleGradients:
             return None
         reached = _arranged(uses, self._deltas)
         return OuterGradients(uses[0].contribution, reached[0][1], self._entries.get(k)) if reached else None
+
+    def shared(self, k: int) -> OuterGradients | None:
+        r"""Return the outer products of tensor ``k`` with the :math:`\delta` of one example, if all have the same.
+
+        This holds in a last layer whose outputs are those of the model. For many outputs, it saves memory.
+        """
+        uses = self._uses.get(k, [])
+        if len(uses) != 1 or uses[0].contribution.outer is None or uses[0].rows != Rows(0, len(self.outputs)):
+            return None
+        probe = torch.arange(1.0, 1 + len(self._units)).cos().to(self.outputs).unsqueeze(0)
+        delta = self._deltas_of(probe)[uses[0].output]
+        if delta is None or not structural((delta == delta[:, :1]).all()):
+            return None
+        parts = [self._deltas_of(units)[uses[0].output][:, :1].clone() for units in self._units.split(64)]
+        return OuterGradients(uses[0].contribution, at_least_single(torch.cat(parts)), self._entries.get(k))
 
     @cached_property
     def single(self) -> dict[int, OuterGradients]:

@@ -27,7 +27,7 @@ from pyro_dvi.runs.log_joint import rescaled_model
 from pyro_dvi.runs.observed import observed_sites
 from pyro_dvi.runs.predictive_of_outputs import integrated
 
-_ELEMENTS = 1 << 19  # number of elements up to which batches are joined
+_ELEMENTS = 1 << 21  # number of elements of inputs and gradients up to which batches are joined
 REFUSED = -1e3  # scores of values that are out of the question are at most this number
 
 
@@ -259,7 +259,8 @@ class ByTrainingLoss(Criterion):
             found += max((len(t) for t in tensors_in(batch) if t.dim()), default=1)
             if found >= self.rows:
                 break
-        density = ByValidation(_joined(batches), self.link, self.site)._mean_log_density(candidates)
+        parts = _joined(batches, candidates.energy.layout.size)
+        density = ByValidation(parts, self.link, self.site)._mean_log_density(candidates)
         mode = density(None)
 
         def score(value: float) -> float:
@@ -269,16 +270,22 @@ class ByTrainingLoss(Criterion):
         return score
 
 
-def _joined(batches: list[Any]) -> list[Any]:
-    """Return one batch with the rows of all if they are small, so that each value costs one evaluation."""
+def _joined(batches: list[Any], size: int) -> list[Any]:
+    """Return one batch with the rows of all, so that each value costs one evaluation, if their tensors are small.
+
+    Args:
+        batches: the batches.
+        size: D, the number of latents, for which each row has gradients.
+    """
+    elements = 0
     for batch in batches:
-        parts = batch if isinstance(batch, tuple | list) else [batch]
-        if not all(isinstance(part, Tensor) and part.dim() for part in parts) or len({*map(len, parts)}) != 1:
+        rows = isinstance(batch, tuple | list) and all(
+            isinstance(part, Tensor) and part.dim() for part in batch
+        )
+        if not rows or len({*map(len, batch)}) != 1:
             return batches
-    if (
-        isinstance(batches[0], Tensor)
-        or sum(tensor.numel() for batch in batches for tensor in batch) > _ELEMENTS
-    ):
+        elements += len(batch[0]) * size + sum(part.numel() for part in batch)
+    if elements > _ELEMENTS:
         return batches
     try:
         return [tuple(map(torch.cat, zip(*batches, strict=True)))]

@@ -265,9 +265,9 @@ class KroneckerPosterior(RootPosterior):
 
     def variances(self, query: Query) -> Tensor:
         examples = query.examples
-        if len(self._layers) == 1 and examples.cheap and not self._outside.any():
-            outer = examples.outer(self._layers[0].tensors[0])
-            if outer is not None and outer.is_single and outer.has_shared_deltas:
+        if len(self._layers) == 1 and not self._outside.any():
+            outer = examples.shared(self._layers[0].tensors[0])
+            if outer is not None and outer.is_single:
                 return variances_at_last_layer(outer, self._layers[0])
         return super().variances(query)
 

@@ -115,7 +115,9 @@ def test_an_ensemble_has_the_information_within_and_between_its_members(name: st
     ensemble = dvi.training.EnsembleGuide([(model, guide) for model, guide, _ in pairs])
     found = dvi.predict(ensemble.model, ensemble, x, EXACT)
     gaussians = [guide.predictive(x) for _, guide, _ in pairs]
-    drawn = [dist.MultivariateNormal(g.mean.reshape(len(x), -1), g.covariance).sample((8000,)) for g in gaussians]
+    drawn = [
+        dist.MultivariateNormal(g.mean.reshape(len(x), -1), g.covariance).sample((8000,)) for g in gaussians
+    ]
     logits = torch.cat(drawn)
     p = logits.softmax(-1)
     if name in ("several labels", "Bernoulli"):
