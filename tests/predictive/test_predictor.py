@@ -214,7 +214,6 @@ def test_operators_are_those_of_the_network_and_few_more():
     assert counts[2] <= 80  # predict: about 270
 
 
-@pytest.mark.filterwarnings("ignore:The given buffer is not writable")  # torch.export.load's own
 @pytest.mark.every(2)
 @pytest.mark.parametrize("method", [Samples(2), Moments()], ids=str)
 def test_is_a_module(method, tmp_path):
