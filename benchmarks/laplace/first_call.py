@@ -35,7 +35,7 @@ from pyro_dvi.laplace import ByEvidence, ByValidation, NoiseScale, PriorPrecisio
 
 EPOCHS, BATCH_SIZE, SEEDS, STEP_SIZES = 40, 64, 3, (1e-3, 1e-2)
 CLASSES = ("wine", "cancer", "iris", "moons", "digits", "digits, conv", "MNIST, 500", "Fashion-MNIST, 2,000")
-LARGE = ("CIFAR-10, ResNet-18", "1,000 classes")  # ten epochs; 1,000 images; five examples of a class
+LARGE = ("CIFAR-10, ResNet-18", "1,000 classes")  # ten epochs; 1,000 images; two examples of a class
 REGRESSIONS = ("diabetes", "boston", "concrete", "energy", "yacht")
 COLUMNS = ("network", "prior scale 1", "evidence", "dvi.Laplace()", "laplace-torch", "best for the test data")
 Pair = tuple[Tensor, Tensor]
@@ -54,8 +54,8 @@ def data(task: str, seed: int, data_dir: str | None) -> tuple[Pair, Pair]:
         return parts.train, parts.test
     if task == "1,000 classes":
         random = torch.Generator().manual_seed(seed)
-        y = torch.arange(1000).repeat(6)[torch.randperm(6000, generator=random)]
-        x = torch.randn(1000, 32, generator=random)[y] + 0.5 * torch.randn(6000, 32, generator=random)
+        y = torch.arange(1000).repeat(2)[torch.randperm(2000, generator=random)]
+        x = torch.randn(1000, 32, generator=random)[y] + 0.5 * torch.randn(2000, 32, generator=random)
         return (x[200:], y[200:]), (x[:200], y[:200])
     if "MNIST" in task:
         name, count = task.split(", ", 1)

@@ -331,9 +331,11 @@ class LocalEnergy:
         """Run the model on each batch; yield the run, the recorder of its weights, and the bytes of its graph."""
         latest: list[Any] = []
 
-        def recorder(sites: list[Tensor]) -> AbstractContextManager[Any]:
+        @contextmanager
+        def recorder(sites: list[Tensor]) -> Iterator[None]:
             latest[:] = SquaredGradients(sites, differentiable=self.energy.differentiable), SavedBytes()
-            return _both(*latest)
+            with latest[0], latest[1]:
+                yield
 
         for run in self.energy.runs(self.point, recorder):
             yield run, *latest
@@ -386,12 +388,6 @@ def diagonal_of(product: Callable[[Tensor], Tensor], like: Tensor) -> Tensor | N
     rounding = 100 * torch.finfo(probe.dtype).eps * diagonal.abs() * probe.abs().clamp(min=1)
     proper = ((check - probe * diagonal).abs() <= rounding) & (diagonal > 0)
     return diagonal if bool(proper.all()) else None
-
-
-@contextmanager
-def _both(first: AbstractContextManager[Any], second: AbstractContextManager[Any]) -> Iterator[None]:
-    with first, second:
-        yield
 
 
 def within(context: AbstractContextManager[Any], model: Callable) -> Callable:
